@@ -1,0 +1,195 @@
+"""The configuration: its keys, their types, defaults and contradictions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Precision = Literal["bf16", "fp16", "fp32", "tf32"]
+_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
+}
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def parse_seconds(value: object) -> object:
+    """Seconds from `90`, `"90s"`, `"1.5m"`, `"2h"`; other types are left to the validator.
+
+    Raises:
+        ValueError: the text is not a duration.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)\s*", value.lower())
+    if not match or (match[2] or "s") not in _UNIT_SECONDS:
+        raise ValueError(f"{value!r} is not a duration; write 90s, 10m or 1h")
+    return float(match[1]) * _UNIT_SECONDS[match[2] or "s"]
+
+
+def parse_bytes(value: object) -> object:
+    """Bytes from `24000000000`, `"24GB"`, `"20GiB"`; other types are left to the validator.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", value.lower())
+    if not match or match[2] not in _UNIT_BYTES:
+        raise ValueError(f"{value!r} is not a size; write 20GiB, 24GB or 500MiB")
+    return int(float(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def _run_name(value: str) -> str:
+    if not _RUN_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} cannot name a run folder; use letters, digits, '.', '_' and '-'")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+RunName = Annotated[str, AfterValidator(_run_name)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Memory(Section):
+    """How much device memory a rank may reserve."""
+
+    margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the device kept free during the probe.")
+    limit: Bytes | None = Field(
+        default=None, description="Bytes a rank may reserve (20GiB); null: the device less the margin."
+    )
+
+
+class BatchSize(Section):
+    """Which batch sizes are searched; beyond what fits, by gradient accumulation."""
+
+    min: Count = 1
+    max: Count | Literal["auto"] = Field(default="auto", description="auto: from the probe and the data set.")
+    multiple_of: Count | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max != "auto":
+            if self.min > self.max:
+                raise ValueError(f"min {self.min} is greater than max {self.max}; swap them or raise max")
+            if self.multiple_of != "auto" and self.multiple_of > self.max:
+                raise ValueError(f"no multiple of multiple_of {self.multiple_of} is within max {self.max}")
+        return self
+
+
+class LearningRate(Section):
+    """Which learning rates are searched, on a logarithmic scale."""
+
+    min: Positive = 1e-5
+    max: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min:g} is greater than max {self.max:g}; swap them or raise max")
+        return self
+
+
+class Baseline(Section):
+    """What the user runs today; the recommendation is measured against it."""
+
+    batch_size: Count = 32
+    learning_rate: Positive = 1e-3
+
+
+class Objective(Section):
+    """What makes one configuration better than another."""
+
+    kind: Literal["time_to_target", "best_metric"] = "time_to_target"
+    metric: Annotated[str, Field(min_length=1)] = "val_loss"
+    goal: Literal["minimize", "maximize"] = "minimize"
+    target: Annotated[float, Field(allow_inf_nan=False)] | Literal["auto"] = Field(
+        default="auto", description="auto: what the baseline reaches within budget.run."
+    )
+
+    @model_validator(mode="after")
+    def _goal_is_clear(self) -> Self:
+        if "goal" not in self.model_fields_set and re.search(
+            r"acc|f1|auc|score|bleu|recall|map\b", self.metric.lower()
+        ):
+            raise ValueError(
+                f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"
+            )
+        return self
+
+
+class Budget(Section):
+    """How long the study may take."""
+
+    run: Seconds = Field(default=60.0, description="Training time of the longest single run.")
+    total: Seconds = Field(default=600.0, description="Wall-clock time of the whole study, restarts added up.")
+    trials: Count = 64
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.run > self.total:
+            raise ValueError(f"run {self.run:g} s is longer than total {self.total:g} s; raise total")
+        return self
+
+
+class Confirm(Section):
+    """How the answer is confirmed against the baseline on fresh seeds."""
+
+    seeds: Annotated[int, Field(ge=0)] = 3
+    top: Count = 2
+
+
+def _confirm_switch(value: object) -> object:
+    """`confirm: off` is how people spell zero seeds."""
+    return {"seeds": 0} if value is False or value in ("off", "no") else value
+
+
+class Config(Section):
+    """Everything `batchtune tune` needs to know; paths are relative to the file that names them."""
+
+    task: Annotated[str, Field(min_length=1)] = Field(
+        description="model.py, path.py:attribute or package.module:attribute"
+    )
+    name: RunName = Field(
+        default="", validate_default=False, description="The run folder's name; default: the config's."
+    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|[a-z]+(:\d+)?)$")
+    precision: Precision | Literal["auto"] | Annotated[list[Precision], Field(min_length=1)] = "auto"
+    memory: Memory = Memory()
+    batch_size: BatchSize = BatchSize()
+    learning_rate: LearningRate = LearningRate()
+    baseline: Baseline = Baseline()
+    objective: Objective = Objective()
+    budget: Budget = Budget()
+    evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
+    confirm: Annotated[Confirm, BeforeValidator(_confirm_switch)] = Confirm()
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    storage: str | None = Field(default=None, description="An Optuna storage URL; null: a journal in the run folder.")
+
+    def to_yaml(self) -> str:
+        """The resolved configuration as YAML that loads back to the same record."""
+        import yaml
+
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key, sections and leaves."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")

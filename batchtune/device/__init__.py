@@ -1,0 +1,1 @@
+"""One device: its memory, its failures and its sensors."""

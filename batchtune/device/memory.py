@@ -1,0 +1,219 @@
+"""One device's memory: how much there is, how a limit on it is enforced, and how high an attempt went."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from batchtune.errors import DeviceError, UsageError
+
+HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """High-water marks in bytes since the last reset; None where the device does not tell."""
+
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+
+class DeviceMemory(Protocol):
+    """What an attempt needs from the device it runs on; tests put a fake of a few lines in its place."""
+
+    device: torch.device
+
+    def describe(self) -> tuple[str, int | None, int | None]:
+        """The device's name, its memory in bytes and how much of that is free now."""
+
+    def default_limit(self, margin: float) -> int | None:
+        """Bytes a process may reserve when the user names no limit."""
+
+    def enforce(self, limit_bytes: int) -> None:
+        """From now on an allocation that would pass the limit fails as it would on a smaller device."""
+
+    def reset_peaks(self) -> None:
+        """Starts a new high-water mark."""
+
+    def peaks(self) -> Peaks:
+        """The high-water marks since the last reset."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was asked of it."""
+
+    def release(self) -> None:
+        """Gives cached memory back, so that one attempt does not change the next."""
+
+
+def open_device(name: str) -> DeviceMemory:
+    """The memory of `auto`, `cpu`, `cuda:0`, `mps` or any accelerator torch knows.
+
+    Raises:
+        DeviceError: there is no such device here.
+        UsageError: torch does not know such a kind of device.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = str(accelerator) if accelerator else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: torch knows no such device; use auto, cpu, cuda, cuda:0 or mps") from None
+    if device.type == "cpu":
+        return HostMemory()
+    available = torch.accelerator.current_accelerator(check_available=True)
+    if available is None or available.type != device.type:
+        here = f"{available.type} and cpu" if available else "cpu"
+        raise DeviceError(f"--device {name}: not available here (torch {torch.__version__} sees {here})")
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
+        raise DeviceError(f"--device {name}: there are only {count} {device.type} devices, from {device.type}:0")
+    return AcceleratorMemory(torch.device(device.type, device.index or 0))
+
+
+class AcceleratorMemory:
+    """CUDA, ROCm, MPS or XPU memory through torch's caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+        if hasattr(self._module, "set_device"):
+            self._module.set_device(device)
+
+    def describe(self) -> tuple[str, int | None, int | None]:
+        name = (
+            self._module.get_device_name(self.device) if hasattr(self._module, "get_device_name") else str(self.device)
+        )
+        if hasattr(self._module, "mem_get_info"):
+            free, total = self._module.mem_get_info(self.device)
+            return name, int(total), int(free)
+        if hasattr(self._module, "recommended_max_memory"):
+            total = int(self._module.recommended_max_memory())
+            return name, total, total - int(self._module.driver_allocated_memory())
+        return name, None, None
+
+    def default_limit(self, margin: float) -> int | None:
+        _, total, free = self.describe()
+        if total is None or free is None:
+            return None
+        return int(min(total, free if free < total * (1 - margin) else total) * (1 - margin))
+
+    def enforce(self, limit_bytes: int) -> None:
+        total = self.describe()[1]
+        if total is not None and limit_bytes > total:
+            raise UsageError(f"--memory-limit {limit_bytes} bytes is more than the {total} bytes of {self.device}")
+        if total is not None and hasattr(self._module, "set_per_process_memory_fraction"):
+            fraction = limit_bytes / total
+            takes_device = self.device.type != "mps"
+            self._module.set_per_process_memory_fraction(fraction, *([self.device] if takes_device else []))
+
+    def reset_peaks(self) -> None:
+        if hasattr(self._module, "reset_peak_memory_stats"):
+            self._module.reset_peak_memory_stats()
+
+    def peaks(self) -> Peaks:
+        if not hasattr(self._module, "max_memory_allocated"):
+            return Peaks(None, None)
+        return Peaks(int(self._module.max_memory_allocated()), int(self._module.max_memory_reserved()))
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def release(self) -> None:
+        gc.collect()
+        self._module.empty_cache()
+
+
+class HostMemory:
+    """The CPU's memory, limited by the process's address space.
+
+    The limit counts what comes on top of the process as it stands when `enforce` is called: torch and the task are
+    imported by then, so model, optimizer and activations are in it, as they are on an accelerator. Peaks are of
+    resident memory, the only high-water mark that Linux lets a process reset.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._base_bytes = 0
+
+    def describe(self) -> tuple[str, int | None, int | None]:
+        meminfo = _fields(Path("/proc/meminfo"))
+        total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
+        cap, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+        if total and free and cap and used is not None and cap < total:  # a container's memory is its own
+            total, free = cap, min(free, cap - used)
+        return f"{_processor()} ({os.cpu_count()} cores)", total, free
+
+    def default_limit(self, margin: float) -> int | None:  # noqa: ARG002 - the host keeps a larger reserve of its own
+        free = self.describe()[2]
+        return int(free * HOST_SHARE_OF_FREE) if free else None
+
+    def enforce(self, limit_bytes: int) -> None:
+        self._base_bytes = self._base_bytes or self._warmed_up_bytes()
+        if platform.system() != "Linux":
+            return  # elsewhere an address-space limit is not kept by the system
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, hard))
+
+    def _warmed_up_bytes(self) -> int:
+        """Resident bytes once torch's thread pools exist, whose stacks would otherwise count as the model's."""
+        left = torch.randn(256, 256, requires_grad=True)
+        torch.autograd.backward((left @ left).sum())
+        self.release()
+        return _fields(_STATUS).get("VmRSS", 0)
+
+    def reset_peaks(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return
+
+    def peaks(self) -> Peaks:
+        high = _fields(_STATUS).get("VmHWM")
+        return Peaks(None, max(0, high - self._base_bytes) if high else None)
+
+    def synchronize(self) -> None:
+        """The host has done its work when a call returns."""
+
+    def release(self) -> None:
+        gc.collect()
+        if platform.system() == "Linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed pages otherwise; musl has none
+            if trim is not None:
+                trim(0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The `Name: 123 kB` lines of a /proc file, in bytes; empty where there is no such file."""
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE)}
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

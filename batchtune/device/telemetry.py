@@ -1,0 +1,115 @@
+"""What a GPU's sensors say while it works: utilisation, memory, power, temperature and energy, sampled through NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_PERIOD_SECONDS = 0.1
+_MILLI = 1e-3
+
+
+@dataclass(slots=True)
+class Readings:
+    """Samples of one stretch of work; a sensor that the device lacks has none."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    joules: float | None = None
+
+    def summary(self) -> dict[str, float | int]:
+        """Means over the stretch (memory: the highest), under the names of the result document."""
+        found: dict[str, float | int] = {
+            name: statistics.fmean(values)
+            for name, values in self.samples.items()
+            if values and name != "memory_used_bytes"
+        }
+        if self.samples.get("memory_used_bytes"):
+            found["memory_used_bytes"] = int(max(self.samples["memory_used_bytes"]))
+        return found
+
+
+class Sensors:
+    """The NVML sensors of one CUDA device; on any other device there are none and nothing is reported."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type == "cuda" and torch.version.hip is None:
+            with contextlib.suppress(Exception):  # no driver library, or a device NVML does not list: no sensors
+                self._open(device)
+
+    def _open(self, device: torch.device) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._nvml = pynvml
+
+    @property
+    def present(self) -> bool:
+        """Whether this device has sensors."""
+        return self._nvml is not None
+
+    def read(self) -> dict[str, float]:
+        """One reading of every sensor the device has, under the names of the result document."""
+        if not self.present:
+            return {}
+        nvml, handle = self._nvml, self._handle
+        sensors: dict[str, Callable[[], float]] = {
+            "gpu_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_controller_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).memory / 100,
+            "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) * _MILLI,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        }
+        found = {}
+        for name, sensor in sensors.items():
+            with contextlib.suppress(nvml.NVMLError):
+                found[name] = float(sensor())
+        return found
+
+    def joules(self) -> float | None:
+        """Energy used since the driver was loaded, in joules; None where the device does not count it."""
+        if not self.present:
+            return None
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) * _MILLI
+        except self._nvml.NVMLError:
+            return None
+
+    def driver(self) -> str | None:
+        """The driver's version."""
+        return str(self._nvml.nvmlSystemGetDriverVersion()) if self.present else None
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[Readings]:
+        """Samples the sensors from a thread for as long as the block runs."""
+        readings = Readings()
+        if not self.present:
+            yield readings
+            return
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(_PERIOD_SECONDS):
+                for name, value in self.read().items():
+                    readings.samples.setdefault(name, []).append(value)
+
+        thread = threading.Thread(target=sample, daemon=True)
+        before = self.joules()
+        thread.start()
+        try:
+            yield readings
+        finally:
+            done.set()
+            thread.join()
+            after = self.joules()
+            if before is not None and after is not None:
+                readings.joules = after - before

@@ -1,0 +1,1 @@
+"""The largest batch that really trains: the search, its attempts, and the throughput curve."""

@@ -1,0 +1,322 @@
+"""The result document: every figure batchtune reports, its JSON form, and how it is read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from batchtune import __version__
+from batchtune.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+Outcome = Literal["fit", "oom", "kernel_limit", "crash", "timeout", "user_error"]
+
+
+def _finite(value: object) -> object:
+    """A figure that is not a number was not measured: absent, never NaN (JSON has none)."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Figure = Annotated[float | None, BeforeValidator(_finite)]
+
+
+class Record(BaseModel):
+    """A frozen part of the document; keys that a later batchtune added are ignored when read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Interval(Record):
+    """A median with the bounds of its interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Attempt(Record):
+    """One try of one micro-batch size. Peaks count from the moment the task was imported, in bytes."""
+
+    batch_size: int
+    outcome: Outcome
+    steps: int = 0
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    forward_backward_peak_bytes: int | None = Field(
+        default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
+    )
+    step_seconds: Figure = Field(
+        default=None, description="Median optimizer step, device synchronised, warm-up excluded."
+    )
+    seconds: float = 0.0
+    purpose: Literal["search", "verify"] = "search"
+    message: str | None = Field(default=None, description="Why it did not fit, in one line.")
+
+    @property
+    def fits(self) -> bool:
+        """Whether this size trained within the memory limit."""
+        return self.outcome == "fit"
+
+
+class ThroughputPoint(Record):
+    """Training speed at one micro-batch size, with what the device's sensors said while it ran."""
+
+    batch_size: int
+    samples_per_second: float
+    step_seconds: float
+    gpu_utilization: Figure = Field(default=None, description="Share of time with a kernel running, 0 to 1.")
+    memory_controller_utilization: Figure = Field(default=None, description="Share of time memory was read or written.")
+    memory_used_bytes: int | None = None
+    power_watts: Figure = None
+    temperature_celsius: Figure = None
+    joules_per_sample: Figure = None
+
+
+class ThroughputFit(Record):
+    """Step time t(B) = alpha + beta * B, fitted to the throughput points."""
+
+    alpha_seconds: float
+    beta_seconds_per_sample: float
+    saturation_batch_size: Figure = Field(
+        default=None, description="alpha / beta: half of the peak speed is reached here."
+    )
+    batch_size_within_5_percent: int | None = Field(
+        default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
+    )
+
+
+class ProbeResult(Record):
+    """The largest batch that really trains, proven from both sides."""
+
+    precision: str
+    max_batch_size: int | None = None
+    first_failing_batch_size: int | None = None
+    limited_by: Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"] | None = None
+    memory_limit_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    verified_in_fresh_process: bool = False
+    verify_steps: int | None = None
+    seconds: float = 0.0
+    attempts: list[Attempt] = []
+    throughput: list[ThroughputPoint] = []
+    throughput_fit: ThroughputFit | None = None
+
+
+class CurvePoint(Record):
+    """One evaluation of one trial: the metric after so much training time and so many samples."""
+
+    seconds: float = Field(description="Training seconds; evaluation is not counted.")
+    samples: int
+    value: Figure = None
+
+
+class Trial(Record):
+    """One training run of the study."""
+
+    number: int
+    state: Literal["complete", "pruned", "fail", "running", "waiting"]
+    role: Literal["baseline", "search", "confirm"] = "search"
+    outcome: (
+        Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"] | None
+    ) = None
+    batch_size: int = Field(description="Global batch size: micro-batch x accumulation x world size.")
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    learning_rate: float
+    precision: str
+    seed: int
+    time_to_target_seconds: Figure = None
+    samples_to_target: int | None = None
+    training_seconds: Figure = None
+    value: Figure = Field(default=None, description="Best value of the metric in this run.")
+    curve: list[CurvePoint] = []
+    message: str | None = None
+
+
+class Target(Record):
+    """The metric value that counts as solved."""
+
+    metric: str
+    goal: Literal["minimize", "maximize"]
+    value: Figure = None
+    reason: str = ""
+
+
+class Recommendation(Record):
+    """What to train with; every size in it has run."""
+
+    micro_batch_size: int
+    gradient_accumulation_steps: int = 1
+    world_size: int = 1
+    global_batch_size: int
+    learning_rate: float | None = None
+    precision: str
+    time_to_target_seconds: Interval | None = None
+    value: Interval | None = Field(default=None, description="The metric reached within budget.run (best_metric).")
+    speedup_over_baseline: Interval | None = None
+    reason: str
+
+
+class Estimate(Record):
+    """A calculated answer to the memory question: never measured, always with its confidence."""
+
+    gpu: str
+    memory_bytes: int
+    precision: str
+    max_batch_size: int | None = None
+    safe_max_batch_size: int | None = None
+    expandable_segments_max_batch_size: int | None = None
+    peak_bytes: int | None = None
+    samples_per_second: Figure = None
+    confidence: str | None = None
+    notes: list[str] = []
+
+
+class Environment(Record):
+    """Where the figures were measured."""
+
+    device: str
+    device_memory_bytes: int | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    driver: str | None = None
+    allocator_conf: str | None = None
+    python: str | None = None
+    platform: str | None = None
+    cpu_count: int | None = None
+
+
+class TaskInfo(Record):
+    """Which task was measured, and the hash of its file."""
+
+    path: str
+    sha256: str | None = None
+
+
+class Failure(Record):
+    """Why a run did not complete."""
+
+    exit_code: int
+    message: str
+
+
+class Result(Record):
+    """The document that every command prints with --json and keeps as result.json."""
+
+    schema_: str = Field(
+        default=f"batchtune.result/{SCHEMA_VERSION}", alias="schema", pattern=r"^batchtune\.result/\d+$"
+    )
+    kind: Literal["probe", "tune", "estimate"]
+    status: Literal["complete", "interrupted", "failed"]
+    name: str = ""
+    batchtune_version: str = __version__
+    created_at: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    environment: Environment | None = None
+    task: TaskInfo
+    warnings: list[str] = []
+    error: Failure | None = None
+    probe: ProbeResult | None = None
+    probes: list[ProbeResult] | None = Field(
+        default=None, description="One for each precision, when several were asked for."
+    )
+    target: Target | None = None
+    trials: list[Trial] | None = None
+    recommendation: Recommendation | None = None
+    baseline: Recommendation | None = None
+    estimates: list[Estimate] | None = None
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    def to_json(self) -> str:
+        """The document as indented JSON, figures that were not measured left out."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows behind the answer: trials of a study, attempts of a probe, or estimates, one row each.
+
+        Returns:
+            A data frame whose columns are the JSON keys (curves are left out).
+        """
+        import pandas as pd
+
+        rows: list[Any] = []
+        if self.trials is not None:
+            rows = [trial.model_dump(exclude={"curve"}) for trial in self.trials]
+        elif self.estimates is not None:
+            rows = [estimate.model_dump() for estimate in self.estimates]
+        else:
+            probes = self.probes or ([self.probe] if self.probe else [])
+            rows = [{"precision": p.precision, **a.model_dump()} for p in probes for a in p.attempts]
+        return pd.DataFrame(rows)
+
+    def __rich__(self) -> object:
+        from batchtune.report.terminal import render
+
+        return render(self)
+
+
+def result_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the result document."""
+    return Result.model_json_schema(by_alias=True)
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Reads a result document from a JSON file or a run folder.
+
+    Raises:
+        UsageError: there is none, it is not one, or a newer batchtune wrote it.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "result.json"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{file}: no such result; run 'batchtune probe' or 'batchtune tune' first") from None
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: not a JSON document ({str(error)[:100]})") from None
+    name, _, version = str(document.get("schema", "") if isinstance(document, dict) else "").partition("/")
+    if name != "batchtune.result":
+        raise UsageError(f"{file}: not a batchtune result (its 'schema' is not batchtune.result/{SCHEMA_VERSION})")
+    if not version.isascii() or not version.isdigit() or int(version[:9]) != SCHEMA_VERSION:
+        newer = "a newer batchtune; upgrade batchtune" if version.isdigit() else "another tool"
+        raise UsageError(
+            f"{file}: schema {version[:20]!r} was written by {newer} to read it "
+            f"(this is {__version__}, which reads batchtune.result/{SCHEMA_VERSION})"
+        )
+    try:
+        return Result.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{file}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` by `text` in one move, so that a reader or a crash never sees half of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

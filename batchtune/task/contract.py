@@ -1,0 +1,192 @@
+"""The task contract: which names the user's code carries, what they must return, and what stands in for those left out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from batchtune.errors import UserCodeError
+
+NAMES = {
+    "build_model": "build_model() returning an nn.Module",
+    "train_dataset": "train_dataset() returning a torch Dataset",
+    "make_batch": "make_batch(batch_size) returning the worst-case batch",
+    "compute_loss": "compute_loss(model, batch) returning a scalar tensor",
+    "build_optimizer": "build_optimizer(model, lr) returning a torch Optimizer",
+    "val_dataset": "val_dataset() returning a torch Dataset",
+    "evaluate": "evaluate(model) returning a float or a dict of floats",
+    "build_scheduler": "build_scheduler(optimizer, total_steps)",
+    "collate": "collate(samples) returning a batch",
+}
+_SAMPLED_FOR_LARGEST = 64
+
+
+class ContractError(UserCodeError):
+    """The user's code lacks a name of the contract, or returned something else than it says."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The user's code behind the names of the contract.
+
+    Attributes:
+        source: the module or object that carries the names.
+        where: how the user named it, for messages.
+    """
+
+    source: Any
+    where: str
+
+    def __post_init__(self) -> None:
+        for name in NAMES:
+            value = getattr(self.source, name, None)
+            if value is not None and not callable(value):
+                raise ContractError(f"{self.where}: '{name}' is a {type(value).__name__}; it must be {NAMES[name]}")
+        self._need("build_model")
+
+    def has(self, name: str) -> bool:
+        """Whether the user's code carries this name."""
+        return getattr(self.source, name, None) is not None
+
+    def require(self, purpose: Literal["probe", "tune"]) -> None:
+        """Raises ContractError naming the first piece that `purpose` lacks."""
+        if purpose == "probe":
+            self._need("make_batch", "train_dataset")
+        else:
+            self._need("train_dataset")
+            self._need("val_dataset", "evaluate")
+
+    def _need(self, *any_of: str) -> None:
+        if not any(self.has(name) for name in any_of):
+            missing = " or ".join(NAMES[name] for name in any_of)
+            raise ContractError(f"{self.where}: no {missing}; 'batchtune init' writes a template with every function")
+
+    def model(self) -> nn.Module:
+        """A new model on the CPU."""
+        model = self.source.build_model()
+        if not isinstance(model, nn.Module):
+            raise ContractError(f"{self.where}: build_model returned a {type(model).__name__}, not an nn.Module")
+        if not self.has("compute_loss") and not _is_hugging_face(model):
+            self._need("compute_loss")
+        return model
+
+    def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+        """The user's optimizer, or AdamW."""
+        if not self.has("build_optimizer"):
+            return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        optimizer = self.source.build_optimizer(model, learning_rate)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise ContractError(f"{self.where}: build_optimizer returned a {kind}, not a torch.optim.Optimizer")
+        return optimizer
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+        """The user's scheduler, or None. It is stepped once after each optimizer step."""
+        if not self.has("build_scheduler"):
+            return None
+        scheduler = self.source.build_scheduler(optimizer, total_steps)
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            kind = type(scheduler).__name__
+            raise ContractError(f"{self.where}: build_scheduler returned a {kind}, which has no step()")
+        return scheduler
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The scalar training loss of a batch; checked, so that a wrong one is named and not met in backward."""
+        loss: Any
+        if self.has("compute_loss"):
+            loss = self.source.compute_loss(model, batch)
+        else:
+            loss = model(**batch).loss
+        if not isinstance(loss, Tensor):
+            raise ContractError(f"{self.where}: compute_loss returned a {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ContractError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
+        return loss
+
+    @cached_property
+    def train_data(self) -> Dataset[Any]:
+        """The training set, built once."""
+        return self._dataset("train_dataset")
+
+    @cached_property
+    def val_data(self) -> Dataset[Any] | None:
+        """The validation set, built once; None where the task has none."""
+        return self._dataset("val_dataset") if self.has("val_dataset") else None
+
+    def _dataset(self, name: str) -> Dataset[Any]:
+        data = getattr(self.source, name)()
+        if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            kind = type(data).__name__
+            raise ContractError(f"{self.where}: {name} returned a {kind}, not a Dataset with __getitem__ and __len__")
+        if isinstance(data, Sized) and len(data) == 0:
+            raise ContractError(f"{self.where}: {name} returned a data set of 0 samples")
+        return cast("Dataset[Any]", data)
+
+    def train_size(self) -> int | None:
+        """Samples in the training set; None where there is no set or it does not tell."""
+        if not self.has("train_dataset"):
+            return None
+        data = self.train_data
+        return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """A batch from samples, by the user's function or torch's."""
+        return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
+
+    def worst_batch(self, batch_size: int) -> Any:
+        """The batch that an attempt runs: the user's `make_batch`, or the largest of the first samples, repeated."""
+        if self.has("make_batch"):
+            return self.source.make_batch(batch_size)
+        return self.collate([self._largest_sample] * batch_size)
+
+    @cached_property
+    def _largest_sample(self) -> Any:
+        data: Any = self.train_data
+        size = self.train_size()
+        samples: Iterable[Any]
+        if size is None:
+            samples = (sample for sample, _ in zip(data, range(_SAMPLED_FOR_LARGEST), strict=False))
+        else:
+            samples = (data[index] for index in range(0, size, max(1, size // _SAMPLED_FOR_LARGEST)))
+        largest = max(samples, key=tensor_bytes, default=None)
+        if largest is None:
+            raise ContractError(f"{self.where}: train_dataset returned a data set of 0 samples")
+        return largest
+
+    def evaluate(self, model: nn.Module) -> dict[str, float] | float:
+        """The user's metrics; a plain float is whatever metric the configuration names."""
+        found = self.source.evaluate(model)
+        if isinstance(found, Mapping):
+            return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
+        return self._number(found, "evaluate()")
+
+    def _number(self, value: Any, what: str) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ContractError(
+                f"{self.where}: {what} is a {type(value).__name__}; evaluate must return a float or a dict of floats"
+            ) from None
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts (arrays count by their nbytes)."""
+    if isinstance(value, Mapping):
+        return sum(tensor_bytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(tensor_bytes(item) for item in value)
+    if isinstance(value, str | bytes):
+        return len(value)
+    return int(getattr(value, "nbytes", 0))
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in inspect.getmro(type(model)))

@@ -1,0 +1,133 @@
+"""Finding and importing the user's code from `model.py`, `path.py:attribute` or `package.module:attribute`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from batchtune.errors import UsageError, UserCodeError
+from batchtune.task.contract import Task
+
+_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
+
+
+def split_spec(spec: str) -> tuple[Path | str, str]:
+    """A task's file or module, and the attribute in it ('' for the module itself).
+
+    Raises:
+        UsageError: the file is not there, or the text is neither a file nor a module.
+    """
+    place, _, attribute = spec.rpartition(":")
+    if not place or "/" in attribute or "\\" in attribute:  # no colon, or that of a Windows drive
+        place, attribute = spec, ""
+    if not place.endswith(".py") and "/" not in place and not Path(place).exists():
+        if all(part.isidentifier() for part in place.split(".")):
+            return place, attribute
+        raise UsageError(f"{spec!r}: neither a Python file nor a module; use model.py, path.py:name or pkg.module:name")
+    path = Path(place)
+    if path.is_dir() and (path / "model.py").is_file():
+        path = path / "model.py"
+    if not path.is_file():
+        raise UsageError(f"{place}: no such task file; 'batchtune init' writes a template")
+    return path, attribute
+
+
+def file_hash(spec: str) -> str | None:
+    """SHA-256 of the task's file, in hex; None for a module that is found by name."""
+    place, _ = split_spec(spec)
+    return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None
+
+
+def load_task(spec: str) -> Task:
+    """Imports the user's code and checks what it carries.
+
+    Raises:
+        UsageError: no such file, module or attribute.
+        UserCodeError: the code raised while it was imported, or lacks `build_model`.
+    """
+    place, attribute = split_spec(spec)
+    try:
+        module = _import_file(place) if isinstance(place, Path) else _import_module(place)
+    except UsageError:
+        raise
+    except SyntaxError as error:
+        raise UserCodeError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise describe_user_error(error, f"importing {spec}") from error
+    return Task(_attribute(module, attribute, spec), spec)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The file as a module of its own name (so that loader processes find it), with its folder importable."""
+    path = path.resolve()
+    sys.path.insert(0, str(path.parent))
+    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names or not path.stem.isidentifier()
+    name = "batchtune_task" if taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"{name}: no such module here; is the folder that holds it the current one?") from None
+        raise
+
+
+def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
+    found: Any = module
+    for part in attribute.split(".") if attribute else []:
+        if not hasattr(found, part):
+            names = ", ".join(name for name in vars(module) if not name.startswith("_"))[:200]
+            raise UsageError(f"{spec}: no attribute '{part}' there; it has {names}")
+        found = getattr(found, part)
+    if inspect.isclass(found) or (inspect.isfunction(found) and not hasattr(found, "build_model")):
+        try:
+            return found()  # a class or a factory of tasks
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise describe_user_error(error, f"calling {attribute}()") from error
+    return found
+
+
+def describe_user_error(error: BaseException, doing: str) -> UserCodeError:
+    """The user's exception as one line (function, type, place, text) with their own frames, and nobody else's."""
+    if isinstance(error, UserCodeError):
+        return error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    kind = type(error).__name__
+    function = f"{frames[0].name} raised" if frames and frames[0].name != "<module>" else f"{doing} raised"
+    suffix = "" if function.startswith(doing) else f" {doing}"
+    text = str(error).strip().splitlines() or ["(no message)"]
+    place = f"{_short(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
+    return UserCodeError(f"{function} {kind}{suffix}: {place}{text[0][:500]}", "".join(traceback.format_list(frames)))
+
+
+def _is_users(filename: str) -> bool:
+    path = filename if filename.startswith("<") else str(Path(filename).resolve())
+    return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -1,0 +1,208 @@
+"""One attempt: whether a micro-batch size trains on this device, how much memory it takes, and how fast it is."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.memory import DeviceMemory, Peaks
+from batchtune.device.telemetry import Sensors
+from batchtune.results import Attempt, ThroughputPoint
+from batchtune.task.contract import Task
+from batchtune.task.load import describe_user_error
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
+
+_VERIFY_EVALUATION_BATCHES = 2
+_WARM_UP_STEPS = 2
+
+
+class PeakTracker:
+    """High-water marks of an attempt, those of forward and backward apart from the optimizer's.
+
+    The optimizer's peak hardly depends on the batch, so a search that extrapolates must not mix the two.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.highest = Peaks(None, None)
+        self.forward_backward_bytes: int | None = None
+
+    def start_phase(self) -> None:
+        """Forgets the high-water mark of the device, not what was seen before."""
+        self._memory.reset_peaks()
+
+    def end_phase(self, *, forward_backward: bool) -> None:
+        """Takes the high-water mark in."""
+        now = self._memory.peaks()
+        self.highest = Peaks(
+            _higher(self.highest.allocated_bytes, now.allocated_bytes),
+            _higher(self.highest.reserved_bytes, now.reserved_bytes),
+        )
+        if forward_backward:
+            best = now.allocated_bytes if now.allocated_bytes is not None else now.reserved_bytes
+            self.forward_backward_bytes = _higher(self.forward_backward_bytes, best)
+
+
+def _higher(left: int | None, right: int | None) -> int | None:
+    return right if left is None else left if right is None else max(left, right)
+
+
+def attempt(
+    task: Task,
+    memory: DeviceMemory,
+    *,
+    batch_size: int,
+    steps: int,
+    precision: str,
+    verify: bool = False,
+) -> tuple[Attempt, bool]:
+    """Trains `steps` full optimizer steps at one micro-batch size.
+
+    Args:
+        task: the user's code.
+        memory: the device, its limit already enforced.
+        batch_size: the micro-batch size to try.
+        steps: optimizer steps.
+        precision: bf16, fp16, fp32 or tf32.
+        verify: also evaluate once and save the state, as training does sooner or later.
+
+    Returns:
+        What came of it, and whether the process may be used for another attempt.
+    """
+    memory.release()
+    tracker, started = PeakTracker(memory), time.perf_counter()
+    step_seconds: list[float] = []
+    outcome, message, usable = "fit", None, True
+    try:
+        _train(
+            task, memory, tracker, step_seconds, batch_size=batch_size, steps=steps, precision=precision, verify=verify
+        )
+    except NonFiniteLossError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+        outcome, message, usable = _explain(error, batch_size)
+    memory.release()
+    return (
+        Attempt(
+            batch_size=batch_size,
+            outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
+            steps=len(step_seconds),
+            peak_allocated_bytes=tracker.highest.allocated_bytes,
+            peak_reserved_bytes=tracker.highest.reserved_bytes,
+            forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
+            step_seconds=statistics.median(step_seconds[1:] or step_seconds) if step_seconds else None,
+            seconds=round(time.perf_counter() - started, 4),
+            purpose="verify" if verify else "search",
+            message=message,
+        ),
+        usable,
+    )
+
+
+def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
+    """Outcome, message, and whether the device survived; the frames are freed, since they hold the step's tensors."""
+    outcome = classify(error)
+    if outcome == "user_error":
+        message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
+    else:
+        message = str(error).strip().split("\n")[0][:300]
+    usable = leaves_device_usable(error)
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    return outcome, message, usable
+
+
+def _train(
+    task: Task,
+    memory: DeviceMemory,
+    tracker: PeakTracker,
+    step_seconds: list[float],
+    *,
+    batch_size: int,
+    steps: int,
+    precision: str,
+    verify: bool,
+) -> None:
+    trainer = Trainer(task, memory.device, precision)
+    batch = task.worst_batch(batch_size)
+    for number in range(steps):
+        memory.synchronize()
+        started = time.perf_counter()
+        tracker.start_phase()
+        loss = trainer.forward_backward(batch)
+        tracker.end_phase(forward_backward=True)
+        if number == 0:
+            require_finite(loss, batch_size)
+        tracker.start_phase()
+        trainer.update()
+        memory.synchronize()
+        tracker.end_phase(forward_backward=False)
+        step_seconds.append(time.perf_counter() - started)
+    if verify:
+        tracker.start_phase()
+        _evaluate_and_save(trainer, batch_size)
+        tracker.end_phase(forward_backward=False)
+
+
+def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
+    if trainer.task.has("evaluate"):
+        trainer.model.eval()
+        with torch.no_grad(), trainer.precision.autocast():
+            trainer.task.evaluate(trainer.model)
+    elif trainer.task.has("val_dataset"):
+        metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
+    with tempfile.TemporaryFile() as file:
+        torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
+
+
+def time_steps(
+    task: Task,
+    memory: DeviceMemory,
+    *,
+    batch_size: int,
+    precision: str,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ThroughputPoint:
+    """Times training steps at one size for about `seconds`, the device's sensors sampled meanwhile."""
+    memory.release()
+    trainer, batch = Trainer(task, memory.device, precision), task.worst_batch(batch_size)
+    sensors = Sensors(memory.device)
+    times: list[float] = []
+
+    def step() -> None:
+        started = clock()
+        trainer.forward_backward(batch)
+        trainer.update()
+        memory.synchronize()
+        times.append(clock() - started)
+
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    times.clear()
+    with sensors.sampling() as readings:
+        began = clock()
+        while not times or clock() - began < seconds:
+            step()
+        elapsed = clock() - began
+    median = statistics.median(times)
+    point: dict[str, Any] = {
+        "batch_size": batch_size,
+        "step_seconds": median,
+        "samples_per_second": batch_size / median,
+    }
+    if readings.joules is not None and elapsed > 0:
+        point["joules_per_sample"] = readings.joules / (batch_size * len(times))
+    del trainer, batch
+    memory.release()
+    return ThroughputPoint.model_validate(point | readings.summary())

@@ -1,0 +1,178 @@
+"""The child process: it alone imports the user's code and holds the device; it answers one command after another.
+
+Commands and answers are JSON lines on the process's original stdin and stdout. Both are moved away before the user's
+code is imported, so that nothing it prints, reads or closes can disturb them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from batchtune.errors import BatchtuneError, UserCodeError
+
+
+class Channel:
+    """The line to the parent; when the parent is gone, so is this process with all that it started."""
+
+    def __init__(self) -> None:
+        self._answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+        commands: IO[str] = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(devnull, 0)
+        os.dup2(2, 1)
+        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
+
+    def _listen(self, commands: IO[str]) -> None:
+        for line in commands:
+            self._commands.put(json.loads(line))
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    def receive(self) -> dict[str, Any]:
+        """The next command."""
+        return self._commands.get()
+
+    def send(self, **message: Any) -> None:
+        """One message to the parent."""
+        self._answers.write(json.dumps(message) + "\n")
+        self._answers.flush()
+
+
+class Child:
+    """The commands a parent may give, by name."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._task: Any = None
+        self._memory: Any = None
+
+    def describe(self, *, device: str) -> dict[str, Any]:
+        """The machine, without a task: what `batchtune env` shows."""
+        from batchtune.device.memory import open_device
+        from batchtune.device.telemetry import Sensors
+
+        memory = open_device(device)
+        sensors = Sensors(memory.device)
+        return {"environment": environment(memory, sensors), "sensors": sensors.read()}
+
+    def open(
+        self, *, task: str, device: str, purpose: str, memory_limit: int | None, margin: float, precision: list[str]
+    ) -> dict[str, Any]:
+        """Opens the device, imports the task, builds the model once, then sets the memory limit.
+
+        In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
+        """
+        from batchtune.device.memory import open_device
+        from batchtune.device.telemetry import Sensors
+        from batchtune.task.load import load_task
+        from batchtune.train.precision import choose
+
+        self._memory = open_device(device)
+        chosen = [choose(name, self._memory.device) for name in precision]
+        limit = memory_limit or self._memory.default_limit(margin)
+        self._task = load_task(task)
+        self._task.require(purpose)
+        facts = {
+            "device": str(self._memory.device),
+            "environment": environment(self._memory, Sensors(self._memory.device)),
+            "precision": chosen,
+            "train_size": self._task.train_size(),
+            "memory_limit_bytes": limit,
+            "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
+        }
+        if limit is not None:
+            self._memory.enforce(limit)
+        return facts
+
+    def attempt(self, **arguments: Any) -> dict[str, Any]:
+        """One attempt; see `batchtune.train.attempt.attempt`."""
+        from batchtune.train.attempt import attempt
+
+        result, usable = attempt(self._task, self._memory, **arguments)
+        return {"attempt": result.model_dump(), "usable": usable}
+
+    def time_steps(self, **arguments: Any) -> dict[str, Any]:
+        """One throughput point; see `batchtune.train.attempt.time_steps`."""
+        from batchtune.train.attempt import time_steps
+
+        return time_steps(self._task, self._memory, **arguments).model_dump()
+
+    def train(self, **arguments: Any) -> dict[str, Any]:
+        """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
+        from batchtune.train.loop import RunSpec, train
+
+        run = train(self._task, self._memory, RunSpec(**arguments))
+        answer: bool | None = None
+        try:
+            while True:
+                point = next(run) if answer is None else run.send(answer)
+                self._channel.send(event=point.model_dump())
+                answer = bool(self._channel.receive()["go_on"])
+        except StopIteration as end:
+            return {"outcome": end.value}
+
+
+def environment(memory: Any, sensors: Any) -> dict[str, Any]:
+    """Versions and device, as the result document has them."""
+    import torch
+
+    name, total, _ = memory.describe()
+    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return {
+        "device": name,
+        "device_memory_bytes": total,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": sensors.driver(),
+        "allocator_conf": next((os.environ[name] for name in variables if name in os.environ), None),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def run_command(method: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one command: what it returned, or what went wrong and whose fault it is."""
+    try:
+        return {"done": method(**arguments)}
+    except BatchtuneError as error:
+        return {"error": str(error), "exit_code": error.exit_code, "frames": getattr(error, "frames", "")}
+    except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> dict[str, Any]:
+    from batchtune.device.failures import classify, leaves_device_usable
+    from batchtune.task.load import describe_user_error
+
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    if classify(error) == "oom":
+        return {"outcome": "oom", "error": str(error).split("\n")[0][:300], "usable": leaves_device_usable(error)}
+    if innermost.startswith(str(Path(__file__).resolve().parents[1])):
+        return {"error": traceback.format_exc(), "exit_code": BatchtuneError.exit_code, "frames": ""}
+    described = describe_user_error(error, "in training")
+    return {"error": str(described), "exit_code": UserCodeError.exit_code, "frames": described.frames}
+
+
+def main() -> None:
+    """Answers commands until the parent closes the line."""
+    channel = Channel()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
+    child = Child(channel)
+    methods = {name: getattr(child, name) for name in ("describe", "open", "attempt", "time_steps", "train")}
+    while True:
+        command = channel.receive()
+        channel.send(**run_command(methods[command.pop("command")], command))
+        sys.stdout.flush()

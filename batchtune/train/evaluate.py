@@ -1,0 +1,67 @@
+"""Evaluation during a run: the user's metrics, or the mean loss over the validation set."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from batchtune.errors import UsageError
+from batchtune.task.contract import Task
+from batchtune.train.step import Trainer, move
+
+
+def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches: int | None = None) -> float:
+    """The value of one metric for the model as it stands; training state and random numbers are left as they were.
+
+    Args:
+        trainer: whose model is evaluated, in eval mode and without gradients.
+        metric: a name that the task's `evaluate` returns; without `evaluate` there is `val_loss`.
+        batch_size: samples in one forward pass of the default evaluation.
+        max_batches: stop the default evaluation after so many batches.
+
+    Raises:
+        UsageError: the task does not return this metric.
+    """
+    task = trainer.task
+    devices = [] if trainer.device.type == "cpu" else [trainer.device]
+    with torch.random.fork_rng(devices=devices, device_type=trainer.device.type), torch.no_grad():
+        trainer.model.eval()
+        try:
+            if task.has("evaluate"):
+                with trainer.precision.autocast():
+                    return _pick(task.evaluate(trainer.model), metric, task)
+            if metric != "val_loss":
+                raise UsageError(
+                    f"objective.metric '{metric}': {task.where} has no evaluate(), so the only metric is 'val_loss'"
+                )
+            return _mean_loss(trainer, batch_size, max_batches)
+        finally:
+            trainer.model.train()
+
+
+def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
+    if isinstance(found, float):
+        return found
+    if metric not in found:
+        names = ", ".join(found) or "nothing"
+        raise UsageError(f"objective.metric '{metric}' is not among what evaluate() in {task.where} returns: {names}")
+    return found[metric]
+
+
+def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> float:
+    task = trainer.task
+    data: Any = task.val_data
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=batch_size, collate_fn=task.collate if task.has("collate") else None
+    )
+    total, samples, left = torch.zeros((), device=trainer.device), 0, len(data) if hasattr(data, "__len__") else None
+    for batch in itertools.islice(loader, max_batches):
+        size = batch_size if left is None else min(batch_size, left)
+        left = None if left is None else left - size
+        with trainer.precision.autocast():
+            total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
+        samples += size
+    return float(total) / max(samples, 1)

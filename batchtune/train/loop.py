@@ -1,0 +1,146 @@
+"""One training run against the clock: how far a configuration gets in so much training time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchtune.device.memory import DeviceMemory
+from batchtune.results import CurvePoint
+from batchtune.task.contract import Task
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import Trainer, require_finite, training_batches
+
+EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
+EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
+_WARM_UP_STEPS = 2
+_LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One configuration and how long it may train.
+
+    Attributes:
+        limit_seconds: training time after which the run ends.
+        target: metric value at which the run ends; None runs to the limit.
+        evaluate_every: training seconds between evaluations; None for the automatic pace.
+        evaluation_batch_size: samples in one forward pass of the default evaluation.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    learning_rate: float
+    precision: str
+    seed: int
+    metric: str
+    goal: Literal["minimize", "maximize"]
+    target: float | None
+    limit_seconds: float
+    evaluate_every: float | None
+    evaluation_batch_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size."""
+        return self.micro_batch_size * self.accumulation_steps
+
+    def reached(self, value: float) -> bool:
+        """Whether a metric value meets the target."""
+        if self.target is None or not math.isfinite(value):
+            return False
+        return value <= self.target if self.goal == "minimize" else value >= self.target
+
+
+def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) -> float:
+    """Training time of the evaluation after the one at `seconds`, in seconds; never beyond the run's limit.
+
+    Args:
+        seconds: training time so far.
+        evaluation_seconds: what the last evaluation took.
+        spec: the run.
+    """
+    if spec.evaluate_every is not None:
+        return min(spec.limit_seconds, seconds + spec.evaluate_every)
+    affordable = evaluation_seconds * (1 - EVALUATION_SHARE) / EVALUATION_SHARE
+    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, spec.limit_seconds / _LATE_EVALUATIONS))
+    return min(spec.limit_seconds, seconds + gap)
+
+
+def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoint, bool, str]:
+    """Trains one configuration, yielding each evaluation and being sent whether to go on.
+
+    Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not the
+    warm-up steps on a throwaway model that pay for lazy initialisation.
+
+    Returns:
+        `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
+    """
+    memory.release()
+    step_seconds = _warm_up(task, memory, spec)
+    total_steps = max(1, math.ceil(spec.limit_seconds / step_seconds))
+    trainer = Trainer(
+        task,
+        memory.device,
+        spec.precision,
+        learning_rate=spec.learning_rate,
+        seed=spec.seed,
+        total_steps=total_steps,
+    )
+    batches = training_batches(task, spec.micro_batch_size, spec.seed)
+    seconds, samples = 0.0, 0
+    while True:
+        started = time.perf_counter()
+        value = metric_value(trainer, spec.metric, spec.evaluation_batch_size)
+        memory.synchronize()
+        evaluation_seconds = time.perf_counter() - started
+        go_on = yield CurvePoint(seconds=seconds, samples=samples, value=value)
+        if spec.reached(value):
+            return "reached"
+        if not math.isfinite(value):
+            return "diverged"
+        if seconds >= spec.limit_seconds:
+            return "finished"
+        if not go_on:
+            return "pruned"
+        due = next_evaluation(seconds, evaluation_seconds, spec)
+        while seconds < due:
+            steps = _steps_until(due - seconds, step_seconds)
+            spent, finite = _timed_steps(trainer, memory, batches, steps, spec.accumulation_steps)
+            seconds, samples, step_seconds = seconds + spent, samples + steps * spec.batch_size, spent / steps
+            if not finite:
+                yield CurvePoint(seconds=seconds, samples=samples, value=None)
+                return "diverged"
+
+
+def _steps_until(seconds: float, step_seconds: float) -> int:
+    """Steps that fill a stretch of training time; half of what is left at a time, since a step's time varies."""
+    left = seconds / max(step_seconds, 1e-9)
+    return max(1, int(left / 2) if left > 4 else round(left))  # noqa: PLR2004 - the last few steps at once
+
+
+def _timed_steps(
+    trainer: Trainer, memory: DeviceMemory, batches: Iterator[Any], steps: int, accumulation_steps: int
+) -> tuple[float, bool]:
+    """Training seconds of so many optimizer steps, and whether the last loss is finite."""
+    memory.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        loss = trainer.step(batches, accumulation_steps)
+    memory.synchronize()
+    return time.perf_counter() - started, math.isfinite(float(loss))
+
+
+def _warm_up(task: Task, memory: DeviceMemory, spec: RunSpec) -> float:
+    """Seconds of one optimizer step, from a few on a model that is thrown away (caches fill, kernels load)."""
+    trainer = Trainer(task, memory.device, spec.precision, learning_rate=spec.learning_rate, seed=spec.seed)
+    batches = training_batches(task, spec.micro_batch_size, spec.seed)
+    require_finite(trainer.forward_backward(next(batches)), spec.micro_batch_size)
+    trainer.update()
+    spent, _ = _timed_steps(trainer, memory, batches, _WARM_UP_STEPS, spec.accumulation_steps)
+    del trainer, batches
+    memory.release()
+    return spent / _WARM_UP_STEPS

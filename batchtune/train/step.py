@@ -1,0 +1,136 @@
+"""One optimizer step as the user trains it: precision, accumulation, loss scaling, scheduler, and moving batches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from batchtune.errors import UserCodeError
+from batchtune.task.contract import Task
+from batchtune.train.precision import Precision
+
+
+class NonFiniteLossError(UserCodeError):
+    """The loss was NaN or infinite before any weight had changed: no batch size or learning rate can help."""
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's and torch's random numbers, and NumPy's where it is there."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy as np
+    except ImportError:
+        return
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's code may draw from the global generator
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device; whatever has no `.to` stays as it is."""
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(item, device) for item in value)
+    return value
+
+
+class Trainer:
+    """A model with its optimizer on one device, taking optimizer steps.
+
+    Args:
+        task: the user's code.
+        device: where the model lives.
+        precision: bf16, fp16, fp32 or tf32.
+        learning_rate: handed to the user's `build_optimizer`.
+        seed: weights and data order follow from it.
+        total_steps: the horizon handed to the user's `build_scheduler`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        precision: str,
+        *,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+        total_steps: int | None = None,
+    ) -> None:
+        seed_everything(seed)
+        self.task, self.device = task, device
+        self.precision = Precision(precision, device)
+        self.model: nn.Module = task.model().to(device).train()
+        self.optimizer = task.optimizer(self.model, learning_rate)
+        self.scheduler = task.scheduler(self.optimizer, total_steps) if total_steps else None
+
+    def forward_backward(self, batch: Any, accumulation_steps: int = 1) -> Tensor:
+        """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps.
+
+        Returns:
+            The detached loss, still on the device.
+        """
+        with self.precision.autocast():
+            loss = self.task.loss(self.model, move(batch, self.device))
+        if not loss.requires_grad:
+            raise UserCodeError(
+                "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
+                "(is it under torch.no_grad, detached, or made by .item()?)"
+            )
+        self.precision.scaler.scale(loss / accumulation_steps).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The optimizer's and scheduler's step; gradients are freed afterwards."""
+        self.precision.scaler.step(self.optimizer)
+        self.precision.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def step(self, batches: Iterator[Any], accumulation_steps: int = 1) -> Tensor:
+        """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
+        for batch in itertools.islice(batches, accumulation_steps):
+            loss = self.forward_backward(batch, accumulation_steps)
+        self.update()
+        return loss
+
+
+def training_batches(task: Task, micro_batch_size: int, seed: int) -> Iterator[Any]:
+    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
+    data: Any = task.train_data
+    iterable = isinstance(data, IterableDataset)
+    size = task.train_size()
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_size=micro_batch_size,
+        shuffle=None if iterable else True,
+        drop_last=size is not None and size >= micro_batch_size,
+        collate_fn=task.collate if task.has("collate") else None,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for _epoch in itertools.count():
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise UserCodeError(f"{task.where}: train_dataset yields no samples")
+
+
+def require_finite(loss: Tensor, micro_batch_size: int) -> None:
+    """Raises NonFiniteLossError for a first loss of NaN or infinity."""
+    if not bool(torch.isfinite(loss).all()):
+        raise NonFiniteLossError(
+            f"compute_loss returned {float(loss):g} in the very first step, at batch size {micro_batch_size}, before "
+            "any weight had changed; check the model's initialisation and the data for NaN, zero variance or log(0)"
+        )

@@ -1,0 +1,212 @@
+"""The parent's side of a child process: started when needed, kept while healthy, replaced after anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
+
+START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
+_ROOT = str(Path(__file__).resolve().parents[2])
+_ENTRY = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.child import main; main()"
+_TAIL_LINES = 40
+_KILLED_BY_THE_SYSTEM = "killed by SIGKILL from outside, most likely because the host ran out of memory"
+
+
+class WorkerLost(BatchtuneError):
+    """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a child is opened with."""
+
+    task: str
+    device: str = "auto"
+    purpose: str = "probe"
+    memory_limit: int | None = None
+    margin: float = 0.05
+    precision: tuple[str, ...] = ("auto",)
+
+
+class Worker:
+    """A child process that trains; commands go to it one at a time.
+
+    Args:
+        settings: None for a child that only describes the machine.
+        echo: called with each line the user's code prints.
+    """
+
+    def __init__(self, settings: WorkerSettings | None, echo: Callable[[str], None] | None = None) -> None:
+        self.settings = settings
+        self.facts: dict[str, Any] = {}
+        self._echo = echo
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> dict[str, Any]:
+        """Starts the child unless it runs; returns the facts it was opened with.
+
+        Raises:
+            BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
+        """
+        if self._process is None:
+            self._spawn()
+            if self.settings is not None:
+                values = {**vars(self.settings), "precision": list(self.settings.precision)}
+                self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+        return self.facts
+
+    def call(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        on_event: Callable[[dict[str, Any]], bool] | None = None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Gives the child one command and waits for its answer.
+
+        Args:
+            command: a method of `batchtune.train.child.Child`.
+            timeout: seconds between two signs of life after which the child is killed.
+            on_event: called with each event on the way; what it returns is sent back as `go_on`.
+            **arguments: the command's own.
+
+        Raises:
+            WorkerLost: the child died or hung; the next call starts a new one.
+            BatchtuneError: the child answered with an error.
+        """
+        self.start()
+        return self._ask(command, arguments, timeout, on_event)
+
+    def close(self) -> None:
+        """Ends the child and everything it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _spawn(self) -> None:
+        environment = os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+        self._answers, self._tail = queue.Queue(), deque(maxlen=_TAIL_LINES)
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            [sys.executable, "-P", "-c", _ENTRY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        for reader, stream in ((self._read_answers, self._process.stdout), (self._read_prints, self._process.stderr)):
+            threading.Thread(target=reader, args=(stream, self._answers, self._tail), daemon=True).start()
+
+    def _read_answers(self, stream: IO[str], answers: queue.Queue[dict[str, Any] | None], _: deque[str]) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in stream:
+                answers.put(json.loads(line))
+        answers.put(None)
+
+    def _read_prints(self, stream: IO[str], _: object, tail: deque[str]) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            while line := stream.readline(4096):
+                tail.append(line.rstrip("\n"))
+                if self._echo is not None:
+                    self._echo(line.rstrip("\n"))
+
+    def _ask(
+        self,
+        command: str,
+        arguments: dict[str, Any],
+        timeout: float,
+        on_event: Callable[[dict[str, Any]], bool] | None,
+    ) -> dict[str, Any]:
+        self._send({"command": command, **arguments})
+        while True:
+            answer = self._next_answer(timeout)
+            if "event" in answer:
+                self._send({"go_on": on_event is None or on_event(answer["event"])})
+            elif "done" in answer:
+                done: dict[str, Any] = answer["done"]
+                if not done.get("usable", True):
+                    self.close()
+                return done
+            else:
+                raise self._error(answer)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None  # noqa: PT018, S101 - started above
+        with contextlib.suppress(BrokenPipeError):  # its death is told by the missing answer
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def _next_answer(self, timeout: float) -> dict[str, Any]:
+        try:
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.close()
+            raise WorkerLost("timeout", f"no sign of life for {timeout:g} s") from None
+        except BaseException:
+            self.close()
+            raise
+        if answer is None:
+            raise self._death()
+        return answer
+
+    def _death(self) -> WorkerLost:
+        process = self._process
+        assert process is not None  # noqa: S101 - an answer was awaited from it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        code = process.returncode
+        time.sleep(0.05)  # the last printed lines are on their way
+        last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
+        self.close()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            text = _KILLED_BY_THE_SYSTEM if name == "SIGKILL" else f"the process died by {name}"
+        else:
+            text = f"the process ended with exit status {code}"
+        return WorkerLost("crash", f"{text}{f'; its last words: {last[:200]}' if last else ''}")
+
+    def _error(self, answer: dict[str, Any]) -> BatchtuneError:
+        if answer.get("outcome") == "oom":
+            self.close()
+            return WorkerLost("oom", answer["error"])
+        self.close()
+        if answer["exit_code"] == UserCodeError.exit_code:
+            return UserCodeError(answer["error"], answer["frames"])
+        kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}
+        return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"])
