@@ -62,6 +62,8 @@ class Task:
         else:
             self._need("train_dataset")
             self._need("val_dataset", "evaluate")
+            if self.train_size() == 1:
+                raise ContractError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
