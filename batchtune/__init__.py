@@ -40,6 +40,7 @@ def probe(
     no_oom: bool = False,
     throughput: bool = True,
     observer: Observer | None = None,
+    run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Finds the largest micro-batch that really trains within the device's memory.
 
@@ -59,6 +60,7 @@ def probe(
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes.
         observer: told of what happens on the way.
+        run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
     Returns:
         The result document; `result.probe.max_batch_size` is the answer.
@@ -71,6 +73,7 @@ def probe(
     from batchtune.probe.run import run_probe
     from batchtune.probe.runner import ProbeOptions
     from batchtune.progress import Observer
+    from batchtune.run_folder import RunFolder
     from batchtune.train.worker import WorkerSettings
 
     try:
@@ -106,7 +109,8 @@ def probe(
         throughput=throughput,
     )
     name = Path(os.fspath(task).partition(":")[0]).stem
-    return run_probe(settings, options, name=name, observer=observer or Observer())
+    folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
+    return run_probe(settings, options, name=name, observer=observer or Observer(), folder=folder)
 
 
 def tune(
@@ -139,6 +143,33 @@ def tune(
 
     loaded = config if isinstance(config, Config) else load_config(config, overrides)
     return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))
+
+
+def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]:
+    """Opens the task of a configuration as `tune` would, and trains nothing.
+
+    Returns:
+        The facts found: device, precision with the reason for it, memory limit, samples, optimizer.
+
+    Raises:
+        batchtune.errors.BatchtuneError: what `tune` would stop at.
+    """
+    from batchtune.progress import Observer
+    from batchtune.tune.run import check as run_check
+
+    return run_check(config, observer or Observer())
+
+
+def environment(device: str = "auto") -> dict[str, Any]:
+    """Versions, device, driver and live sensor readings of this machine.
+
+    Raises:
+        batchtune.errors.DeviceError: there is no such device.
+    """
+    from batchtune.train.worker import START_TIMEOUT_SECONDS, Worker
+
+    with Worker(None) as worker:
+        return {"batchtune": __version__} | worker.call("describe", timeout=START_TIMEOUT_SECONDS, device=device)
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:

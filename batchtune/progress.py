@@ -34,3 +34,37 @@ class Observer:
 
     def printed(self, line: str) -> None:
         """The user's code printed a line."""
+
+
+class Forwarder(Observer):
+    """Hands everything on to another observer; a subclass adds what it is there for."""
+
+    def __init__(self, behind: Observer) -> None:
+        self._behind = behind
+
+    def stage(self, title: str) -> None:
+        self._behind.stage(title)
+
+    def note(self, text: str) -> None:
+        self._behind.note(text)
+
+    def attempting(self, batch_size: int, reason: str) -> None:
+        self._behind.attempting(batch_size, reason)
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._behind.attempted(attempt)
+
+    def throughput(self, point: ThroughputPoint) -> None:
+        self._behind.throughput(point)
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        self._behind.trial_started(trial, best_seconds=best_seconds)
+
+    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
+        self._behind.trial_evaluated(trial, point)
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        self._behind.trial_ended(trial, done=done, seconds_left=seconds_left)
+
+    def printed(self, line: str) -> None:
+        self._behind.printed(line)

@@ -6,19 +6,51 @@ from typing import Any, Literal
 
 from batchtune.errors import BatchtuneError, RunInterrupted
 from batchtune.probe.runner import Probe, ProbeOptions
-from batchtune.progress import Observer
-from batchtune.results import Environment, Failure, ProbeResult, Result, TaskInfo
+from batchtune.progress import Forwarder, Observer
+from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo
+from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 
 
-def run_probe(settings: WorkerSettings, options: ProbeOptions, *, name: str, observer: Observer) -> Result:
+def run_probe(
+    settings: WorkerSettings, options: ProbeOptions, *, name: str, observer: Observer, folder: RunFolder | None = None
+) -> Result:
     """Probes a task at each precision of `settings`, in children of their own.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
     session = _Session(settings, name)
+    if folder is None:
+        return _run(session, settings, options, observer)
+    folder.open(fresh=True)
+    try:
+        result = _run(session, settings, options, _Recorder(folder, observer))
+    except BatchtuneError as error:
+        if error.result is not None:
+            folder.write_result(error.result)
+        raise
+    else:
+        folder.write_result(result)
+        return result
+    finally:
+        folder.close()
+
+
+class _Recorder(Forwarder):
+    """Keeps each attempt in the run folder as it comes."""
+
+    def __init__(self, folder: RunFolder, behind: Observer) -> None:
+        super().__init__(behind)
+        self._folder = folder
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._folder.append_attempt(attempt)
+        super().attempted(attempt)
+
+
+def _run(session: _Session, settings: WorkerSettings, options: ProbeOptions, observer: Observer) -> Result:
     try:
         with Worker(settings, observer.printed) as worker:
             session.facts = worker.start()

@@ -32,6 +32,7 @@ class ProbeOptions:
         verify_steps: optimizer steps of the final check in a fresh process.
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes.
+        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
     """
 
     minimum: int = 1
@@ -43,6 +44,7 @@ class ProbeOptions:
     verify_steps: int = 20
     no_oom: bool = False
     throughput: bool = True
+    max_step_seconds: float | None = None
 
 
 class Probe:
@@ -69,6 +71,7 @@ class Probe:
         self.throughput: list[ThroughputPoint] = []
         self._started = time.perf_counter()
         self._verified: Attempt | None = None
+        self._too_slow_above: int | None = None
         facts = worker.start()
         self._limit: int | None = facts["memory_limit_bytes"]
         self._data_size: int | None = facts["train_size"]
@@ -129,6 +132,9 @@ class Probe:
             if attempt.outcome not in {"fit", "oom"}:
                 where = "the search went on above it" if size < low else "larger sizes were not searched"
                 found.append(f"batch size {size} ended in {attempt.outcome}: {attempt.message} ({where})")
+        slow = self._too_slow_above
+        if slow is not None and low + self._bounds.multiple_of > slow:
+            found.append(f"batch sizes above {low} were not probed: budget.run has room for a few of their steps only")
         return found
 
     def _limited_by(self, low: int, high: int | None) -> Any:
@@ -138,6 +144,8 @@ class Probe:
             last = {attempt.batch_size: attempt for attempt in self.attempts}
             return "memory" if last[high].outcome == "oom" else last[high].outcome
         cap = self._bounds.maximum
+        if self._too_slow_above is not None and low + self._bounds.multiple_of > self._too_slow_above:
+            return "max"
         if cap is None or low + self._bounds.multiple_of <= cap:
             return "memory" if self._options.no_oom else None
         return "dataset" if cap == self._data_size and cap != self._options.maximum else "max"
@@ -145,12 +153,24 @@ class Probe:
     def _search(self, bounds: Bounds, steps: int, *, verify: bool) -> None:
         while True:
             counted = [each for each in self.attempts if each.purpose == "verify"] if verify else self.attempts
-            choice = next_size(counted, bounds, self._limit)
+            choice = next_size(counted, self._within_time(bounds), self._limit)
             if choice.batch_size is None:
                 self._observer.note(choice.reason)
                 return
             self._observer.attempting(choice.batch_size, choice.reason)
             self._attempt(choice.batch_size, steps, verify=verify)
+
+    def _within_time(self, bounds: Bounds) -> Bounds:
+        """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
+        longest, self._too_slow_above = self._options.max_step_seconds, None
+        slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
+        if longest is None or slowest is None or not slowest.step_seconds:
+            return bounds
+        useful = max(slowest.batch_size, int(slowest.batch_size * longest / slowest.step_seconds))
+        if bounds.maximum is not None and bounds.maximum <= useful:
+            return bounds
+        self._too_slow_above = useful
+        return replace(bounds, maximum=max(bounds.minimum, useful))
 
     def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
         started = time.perf_counter()

@@ -11,13 +11,9 @@ _NEAR_PEAK = 0.95
 
 
 def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
-    """The largest size and its halves, down to the smallest one allowed, at most `MAX_POINTS`, ascending."""
-    sizes: list[int] = []
-    size = maximum
-    while size >= max(minimum, multiple_of) and len(sizes) < MAX_POINTS:
-        sizes.append(size)
-        size = size // 2 // multiple_of * multiple_of
-    return sorted(set(sizes))
+    """The largest size and the powers of two (times `multiple_of`) below it, at most `MAX_POINTS`, ascending."""
+    powers = [multiple_of * 2**power for power in range(maximum.bit_length()) if multiple_of * 2**power < maximum]
+    return [size for size in powers if size >= minimum][1 - MAX_POINTS :] + [maximum]
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
-from batchtune.report.units import duration, number
+from batchtune.report.units import duration, number, size
 from batchtune.results import Interval, Result
 
 
@@ -81,6 +82,14 @@ def to_markdown(result: Result) -> str:
     if result.environment:
         lines.append(f"Measured on {result.environment.device}, torch {result.environment.torch}.")
     return "\n".join(lines) + "\n"
+
+
+def environment_text(facts: dict[str, Any]) -> str:
+    """The environment as lines to paste into an issue."""
+    lines = {"batchtune": facts["batchtune"]} | facts["environment"] | facts["sensors"]
+    width = max(len(name) for name in lines)
+    shown = {name: size(value) if name.endswith("_bytes") else value for name, value in lines.items()}
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value is not None)
 
 
 def _text(value: Interval | None) -> str:

@@ -142,15 +142,9 @@ def _certificate(probe: ProbeResult) -> str:
 def attempts_table(attempts: list[Attempt], limit_bytes: int | None) -> Table:
     """Every attempt in order, its memory drawn against the limit."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, align in (
-        ("batch", "right"),
-        ("outcome", "left"),
-        ("peak", "right"),
-        ("of limit", "left"),
-        ("step", "right"),
-    ):
-        table.add_column(name, justify=align)  # type: ignore[arg-type]
-    table.add_column("why", overflow="ellipsis", no_wrap=True)
+    for name in ("batch", "outcome", "peak", "of limit", "step"):
+        table.add_column(name, justify="left" if name in {"outcome", "of limit"} else "right", no_wrap=True)
+    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=48)
     for attempt in attempts:
         peak = attempt.peak_reserved_bytes if attempt.fits else None
         why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
@@ -198,20 +192,25 @@ def _trials(result: Result) -> Table:
         return float("inf") if value is None else value if timed or minimize else -value
 
     shown = sorted(trials, key=rank)[:_MAX_TRIALS]
+    columns = {
+        "run": [str(trial.number) for trial in shown],
+        "role": [trial.role for trial in shown],
+        "batch": [f"{trial.batch_size:,}" for trial in shown],
+        "learning rate": [number(trial.learning_rate) for trial in shown],
+        "precision": [trial.precision for trial in shown],
+        "time to target": [duration(trial.time_to_target_seconds) for trial in shown],
+        "best metric": [number(trial.value, 4) for trial in shown],
+        "outcome": [trial.outcome or trial.state for trial in shown],
+    }
+    if len(set(columns["precision"])) == 1:
+        del columns["precision"]  # the recommendation names it
+    if not timed:
+        del columns["time to target"]
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, title=f"{len(shown)} best of {len(trials)} runs", title_justify="left"
     )
-    for name in ("run", "role", "batch", "learning rate", "precision", "time to target", "best metric", "outcome"):
+    for name in columns:
         table.add_column(name, justify="left" if name in {"role", "precision", "outcome"} else "right")
-    for trial in shown:
-        table.add_row(
-            str(trial.number),
-            trial.role,
-            f"{trial.batch_size:,}",
-            number(trial.learning_rate),
-            trial.precision,
-            duration(trial.time_to_target_seconds),
-            number(trial.value, 4),
-            Text(trial.outcome or trial.state, style=_COLOURS.get(trial.state, "")),
-        )
+    for trial, row in zip(shown, zip(*columns.values(), strict=True), strict=True):
+        table.add_row(*row[:-1], Text(row[-1], style=_COLOURS.get(trial.state, "")))
     return table

@@ -10,7 +10,8 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial
 
-TARGET_SLACK = 0.02  # of the baseline's improvement: what the last bit of a run reaches, another seed may not
+TARGET_SLACK = 0.01  # of the baseline's improvement: what the last bit of a run reaches, another seed may not
+TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
 _RESAMPLES = 4000
 _MAX_ENUMERATED = 5**5
@@ -24,21 +25,26 @@ def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float |
 
 
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:
-    """The target that the baseline's own run sets: its best value, less a little of its improvement.
+    """The target that the baseline's own run sets: what it reached, with a little room for other seeds.
+
+    The easier of two values: the best one held at 80 % of the time at which the run was best, and the best value less
+    1 % of the whole improvement. The first serves curves that still fall, the second those that level off in noise.
 
     Returns:
         The value and the sentence why; None where the run never improved on its start.
     """
-    values = [point.value for point in curve if point.value is not None]
-    if not values:
+    sign = 1.0 if goal == "minimize" else -1.0
+    falling = [(point.seconds, sign * point.value) for point in curve if point.value is not None]
+    if len(falling) < 2:  # noqa: PLR2004 - a start and nothing after it
         return None
-    best = min(values) if goal == "minimize" else max(values)
-    improvement = best - values[0]
-    if improvement == 0:
+    start = falling[0][1]
+    best_at, best = min(falling, key=lambda point: point[1])
+    if not best < start:
         return None
-    target = best - TARGET_SLACK * improvement
-    share = f"{1 - TARGET_SLACK:.0%}"
-    return target, f"{share} of the way from {values[0]:.4g} to {best:.4g}, the best the baseline reached in its budget"
+    early = [value for seconds, value in falling if seconds <= TARGET_TIME * best_at]
+    target = max(min(early, default=best), best + TARGET_SLACK * (start - best))
+    reason = f"{(start - target) / (start - best):.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
+    return sign * target, f"{reason} the baseline reached in its budget"
 
 
 def config_of(trial: Trial) -> Config:

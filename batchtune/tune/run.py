@@ -9,7 +9,7 @@ from typing import Any, Literal
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
-from batchtune.progress import Observer
+from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
@@ -18,6 +18,7 @@ from batchtune.tune.prior import candidate_batch_sizes
 from batchtune.tune.recommend import recommend
 from batchtune.tune.study import Plan, TuneStudy, open_storage
 
+MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
 
 
@@ -82,21 +83,20 @@ def _identity(config: Config) -> dict[str, Any]:
     return flat
 
 
-class _Recorder(Observer):
+class _Recorder(Forwarder):
     """Keeps attempts and results in the run folder as they come, and hands everything on."""
 
     def __init__(self, tuning: _Tuning, behind: Observer) -> None:
-        self._tuning, self._behind = tuning, behind
-        for name in ("stage", "note", "attempting", "throughput", "trial_started", "trial_evaluated", "printed"):
-            setattr(self, name, getattr(behind, name))
+        super().__init__(behind)
+        self._tuning = tuning
 
     def attempted(self, attempt: Attempt) -> None:
         self._tuning.keep(attempt)
-        self._behind.attempted(attempt)
+        super().attempted(attempt)
 
     def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
         self._tuning.save("interrupted")
-        self._behind.trial_ended(trial, done=done, seconds_left=seconds_left)
+        super().trial_ended(trial, done=done, seconds_left=seconds_left)
 
 
 class _Tuning:
@@ -161,6 +161,7 @@ class _Tuning:
             minimum=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
             maximum=None if sizes.max == "auto" else sizes.max,
             multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
+            max_step_seconds=self._config.budget.run / MIN_STEPS,
         )
         attempts = [
             Attempt.model_validate(entry)

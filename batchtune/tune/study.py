@@ -115,7 +115,7 @@ class TuneStudy:
             self._space["precision"] = CategoricalDistribution(plan.precisions)
         self._sampler = self._make_sampler()
         pruner = TimeToValuePruner(self._objective.goal) if self.timed else optuna.pruners.NopPruner()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.study = optuna.create_study(
             study_name=config.name,
             storage=storage,
@@ -132,7 +132,7 @@ class TuneStudy:
         config = self._plan.config
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            fallback = TPESampler(seed=config.seed, n_startup_trials=8, warn_independent_sampling=False)
+            fallback = TPESampler(seed=config.seed, n_startup_trials=8)
         if not self.timed:
             return fallback
         prior = surface_prior(
@@ -355,6 +355,9 @@ class TuneStudy:
             limit = min(limit, CAP_FACTOR * best)
         elif role == "confirm" and self.timed:
             limit *= CONFIRM_CAP_FACTOR
+            baseline = [trial.value for trial in self._finished("baseline") if trial.value is not None]
+            if params != self._baseline_params():  # a contender twice as slow as the baseline has lost
+                limit = min([limit, *(CONFIRM_CAP_FACTOR * value for value in baseline)])
         whole_run = role == "baseline" and objective.target == "auto"
         return TrialSpec(
             micro_batch_size=micro,
