@@ -35,7 +35,7 @@ app = typer.Typer(
 _INTERRUPTED = RunInterrupted.exit_code
 
 
-class Precision(str, enum.Enum):
+class Precision(enum.StrEnum):
     """Values of --precision."""
 
     auto = "auto"
@@ -46,7 +46,7 @@ class Precision(str, enum.Enum):
     all = "all"
 
 
-class Format(str, enum.Enum):
+class Format(enum.StrEnum):
     """Values of --format."""
 
     table = "table"
@@ -55,7 +55,7 @@ class Format(str, enum.Enum):
     csv = "csv"
 
 
-class Schema(str, enum.Enum):
+class Schema(enum.StrEnum):
     """What `schema` can print."""
 
     config = "config"
@@ -150,7 +150,7 @@ def init(
 
 
 @app.command()
-def probe(  # noqa: PLR0917 - Typer calls it by name
+def probe(
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
     memory_limit: Annotated[
@@ -210,7 +210,7 @@ def probe(  # noqa: PLR0917 - Typer calls it by name
 
 
 @app.command()
-def tune(  # noqa: PLR0917 - Typer calls it by name
+def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over it, e.g. budget.total=5m.")
@@ -369,7 +369,7 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
         raise typer.Exit(_INTERRUPTED) from None
     except (typer.Exit, BrokenPipeError):
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
         if debug:
             traceback.print_exc()
         _complain(

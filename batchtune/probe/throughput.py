@@ -13,7 +13,7 @@ _NEAR_PEAK = 0.95
 def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
     """The largest size and the powers of two (times `multiple_of`) below it, at most `MAX_POINTS`, ascending."""
     powers = [multiple_of * 2**power for power in range(maximum.bit_length()) if multiple_of * 2**power < maximum]
-    return [size for size in powers if size >= minimum][1 - MAX_POINTS :] + [maximum]
+    return [*[size for size in powers if size >= minimum][1 - MAX_POINTS :], maximum]
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:

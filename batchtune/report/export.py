@@ -66,11 +66,9 @@ def to_markdown(result: Result) -> str:
         lines += [f"| {name} | {left} | {right} |" for name, left, right in rows if left != ""]
         lines += ["", found.reason, ""]
     for probe in result.probes or ([result.probe] if result.probe else []):
-        lines += [
-            f"Largest micro-batch at {probe.precision}: **{probe.max_batch_size or 'none'}**"
-            f" (first failing: {probe.first_failing_batch_size or 'none met'}, limited by {probe.limited_by or 'nothing met'}).",
-            "",
-        ]
+        failing, limit = probe.first_failing_batch_size or "none met", probe.limited_by or "nothing met"
+        largest = f"Largest micro-batch at {probe.precision}: **{probe.max_batch_size or 'none'}**"
+        lines += [f"{largest} (first failing: {failing}, limited by {limit}).", ""]
         if probe.throughput:
             lines += ["| batch size | samples/s | step |", "|---:|---:|---:|"]
             lines += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -38,7 +39,7 @@ class LiveObserver(Observer):
         self._task: TaskID | None = None
         self._started = time.monotonic()
 
-    def __enter__(self) -> LiveObserver:
+    def __enter__(self) -> Self:
         self._progress.start()
         self._task = self._progress.add_task("starting", total=self._total, left="")
         return self

@@ -202,7 +202,7 @@ def _trials(result: Result) -> Table:
         "best metric": [number(trial.value, 4) for trial in shown],
         "outcome": [trial.outcome or trial.state for trial in shown],
     }
-    if len(set(columns["precision"])) == 1:
+    if len({trial.precision for trial in shown}) == 1:
         del columns["precision"]  # the recommendation names it
     if not timed:
         del columns["time to target"]

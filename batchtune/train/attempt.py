@@ -207,6 +207,4 @@ def time_steps(
     }
     if readings.joules is not None and elapsed > 0:
         point["joules_per_sample"] = readings.joules / (batch_size * len(times))
-    del trainer, batch
-    memory.release()
     return ThroughputPoint.model_validate(point | readings.summary())

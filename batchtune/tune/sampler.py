@@ -129,9 +129,8 @@ def _batch_sizes(distribution: BaseDistribution) -> Array:
         return np.array([float(choice) for choice in distribution.choices if isinstance(choice, int | float)])
     assert isinstance(distribution, IntDistribution)  # noqa: S101 - a float batch size is a programming error
     low, high, step = distribution.low, distribution.high, distribution.step
-    powers = 2.0 ** np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 1.0
-    halves = np.sqrt(powers) if low > 1 else np.sqrt(powers)
-    snapped = low + np.round((np.concatenate([halves, [low, high]]) - low) / step) * step
+    half_octaves = 2.0 ** (np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 2)
+    snapped = low + np.round((np.concatenate([half_octaves, [low, high]]) - low) / step) * step
     return np.unique(np.clip(snapped, low, high))
 
 

@@ -1,4 +1,4 @@
-"""The study from start to finish: baseline and target, the search, confirmation on fresh seeds, and resuming all that."""
+"""The study from start to finish: baseline and target, search, confirmation on fresh seeds, and resuming all that."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from batchtune.results import CurvePoint, ProbeResult, Target, Trial
 from batchtune.train.worker import Worker
 from batchtune.tune.prior import Candidates, split_batch, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.records import curve_attribute, to_record
 from batchtune.tune.recommend import automatic_target, finalists
+from batchtune.tune.records import curve_attribute, to_record
 from batchtune.tune.sampler import LOWER_BOUND, TimeToTargetSampler
 from batchtune.tune.workers import TrialRun, TrialSpec, run_trial
 
@@ -51,7 +51,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         return JournalStorage(JournalFileBackend(str(journal)))
     try:
         return optuna.storages.get_storage(storage)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - drivers raise what they like
         place = storage.rpartition("@")[2]
         text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
         raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None

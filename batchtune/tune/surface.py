@@ -8,6 +8,7 @@ the data decide. Above the best learning rate the curve is steeper by a factor o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Surface:
         self.particles = self._sample(np.random.default_rng(seed))
 
     def predict(self, batch_sizes: Array, log10_rates: Array, particles: Array | None = None) -> Array:
-        """log T at points (shape [n]) for every particle (shape [p, 6]); shape [p, n]."""
+        """Gives log T at points (shape [n]) for every particle (shape [p, 6]); shape [p, n]."""
         theta = self.particles if particles is None else particles
         column = [theta[:, index][:, None] for index in range(theta.shape[1])]
         prior, batch = self._prior, batch_sizes[None, :]
@@ -129,7 +130,7 @@ class Surface:
         theta = self._mean + self._spread * random.standard_normal((PARTICLES, self._mean.size))
         likelihood = self._log_likelihood(theta)
         steps = np.linspace(0, 1, _TEMPERATURES + 1) ** 2
-        for before, now in zip(steps[:-1], steps[1:], strict=True):
+        for before, now in itertools.pairwise(steps):
             weights = np.exp((now - before) * (likelihood - likelihood.max()))
             chosen = random.choice(PARTICLES, size=PARTICLES, p=weights / weights.sum())
             theta, likelihood = theta[chosen], likelihood[chosen]
