@@ -43,7 +43,8 @@ def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, st
         return None
     early = [value for seconds, value in falling if seconds <= TARGET_TIME * best_at]
     target = max(min(early, default=best), best + TARGET_SLACK * (start - best))
-    reason = f"{(start - target) / (start - best):.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
+    reached = (start - target) / (start - best)
+    reason = f"{reached:.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
     return sign * target, f"{reason} the baseline reached in its budget"
 
 
