@@ -151,7 +151,8 @@ class TuneStudy:
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
         self._observer.stage("baseline")
-        if not self._finished("baseline"):
+        queued = [trial for trial in self.records() if trial.role == "baseline" and trial.state == "waiting"]
+        if not self._finished("baseline") and not queued:
             self._queue(self._baseline_params(), "baseline", self._plan.config.seed)
         self._drain()
         self._check_target()
