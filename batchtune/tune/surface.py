@@ -1,10 +1,10 @@
 """The response surface: what a few runs, finished or cut short, say about the time to target everywhere else.
 
-log T(B, x) = log T_0 + log(1 + B_sat / B) + log(1 + B / B_crit) + kappa * (x - x_best(B))^2, where x is log10 of the
-learning rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and x_best(B) = x_0 - q * (log10(1 + B_crit
-/ B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al. 2018, E = E_min * (1 + B / B_crit); q = 1
-is their rule for SGD, q = 1/2 the one for Adam, and the data decide. Above the best learning rate the curve is steeper
-by a factor of its own: there lies divergence.
+log T(B, x) = log T_0 + log(1 + B_sat / B) + log(1 + B / B_crit) + kappa * (x - x_best(B))^2, where x is log10 of
+the learning rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and
+x_best(B) = x_0 - q * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al.
+2018, E = E_min * (1 + B / B_crit); q = 1 is their rule for SGD, q = 1/2 the one for Adam, and the data decide. Above
+the best learning rate the curve is steeper by a factor of its own: there lies divergence.
 """
 
 from __future__ import annotations
