@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Finds the batch size, learning rate and precision that train a PyTorch model to its goal soonest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: Rich's costs more than everything else at start-up
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _INTERRUPTED = RunInterrupted.exit_code
