@@ -267,13 +267,9 @@ def report(
     with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
         from batchtune.report.export import FORMATS
-        from batchtune.run_folder import latest_run
+        from batchtune.run_folder import find_run
 
-        root = _run_folders()
-        place = latest_run(root) if run is None else Path(run)
-        if run is not None and not place.exists() and (root / run).is_dir():
-            place = root / run
-        result = batchtune.load_result(place)
+        result = batchtune.load_result(find_run(run, _run_folders()))
         name = "json" if session.json else format_.value
         if name in FORMATS:
             session.deliver_text(FORMATS[name](result))

@@ -124,6 +124,14 @@ class RunFolder:
         self.write("result.json", result.to_json() + "\n")
 
 
+def find_run(run: str | None, root: Path = ROOT) -> Path:
+    """The result that a person means by a run's name, a folder or a file; by nothing, the newest."""
+    if run is None:
+        return latest_run(root)
+    named = root / run
+    return named if (named / "result.json").is_file() else Path(run)
+
+
 def latest_run(root: Path = ROOT) -> Path:
     """The run folder whose result is the newest.
 

@@ -18,7 +18,7 @@ _COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow
 _MAX_TRIALS = 12
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
-    "max": "that is the most you allowed",
+    "max": "that is the most that was allowed",
     "dataset": "that is the whole training set",
 }
 
