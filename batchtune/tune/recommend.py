@@ -10,7 +10,7 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial
 
-LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the baseline's improvement: another seed may not reach the last bit of it
+LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the baseline's improvement: another seed may miss the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
 _RESAMPLES = 4000
