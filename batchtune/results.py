@@ -117,6 +117,9 @@ class CurvePoint(Record):
     """One evaluation of one trial: the metric after so much training time and so many samples."""
 
     seconds: float = Field(description="Training seconds; evaluation is not counted.")
+    measured_seconds: Figure = Field(
+        default=None, description="As the clock had it, where the machine slowed the run and `seconds` leaves that out."
+    )
     samples: int
     value: Figure = None
 
@@ -139,6 +142,7 @@ class Trial(Record):
     time_to_target_seconds: Figure = None
     samples_to_target: int | None = None
     training_seconds: Figure = None
+    measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
     curve: list[CurvePoint] = []
     message: str | None = None

@@ -10,7 +10,7 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial
 
-LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the baseline's improvement: another seed may miss the last bit of it
+LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
 _RESAMPLES = 4000
@@ -28,7 +28,7 @@ def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, st
     """The target that the baseline's own run sets: what it reached, with a little room for other seeds.
 
     The value held at 80 % of the time at which the run was best, but from 1 % to 5 % of the whole improvement short of
-    that best. The first serves curves that still fall, the bounds those that level off in noise or are seldom looked at.
+    that best. The first serves curves that still fall, the bounds those that level off or were seldom looked at.
 
     Returns:
         The value and the sentence why; None where the run never improved on its start.
