@@ -33,7 +33,7 @@ Figure = Annotated[float | None, BeforeValidator(_finite)]
 class Record(BaseModel):
     """A frozen part of the document; keys that a later batchtune added are ignored when read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Interval(Record):
@@ -295,12 +295,14 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     name, _, version = str(document.get("schema", "") if isinstance(document, dict) else "").partition("/")
     if name != "batchtune.result":
         raise UsageError(f"{file}: not a batchtune result (its 'schema' is not batchtune.result/{SCHEMA_VERSION})")
-    if not version.isascii() or not version.isdigit() or int(version[:9]) != SCHEMA_VERSION:
-        newer = "a newer batchtune; upgrade batchtune" if version.isdigit() else "another tool"
+    number = int(version[:9]) if version.isascii() and version.isdigit() else 0
+    if number > SCHEMA_VERSION:
         raise UsageError(
-            f"{file}: schema {version[:20]!r} was written by {newer} to read it "
-            f"(this is {__version__}, which reads batchtune.result/{SCHEMA_VERSION})"
+            f"{file}: a newer batchtune wrote it (schema {number}); this is {__version__}, which reads schema "
+            f"{SCHEMA_VERSION}: upgrade batchtune to read it"
         )
+    if number != SCHEMA_VERSION:
+        raise UsageError(f"{file}: 'schema' is batchtune.result/{version[:20]}, and there never was such a version")
     try:
         return Result.model_validate(document)
     except ValidationError as error:
