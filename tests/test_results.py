@@ -91,6 +91,10 @@ DOCUMENTS = {
 }
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 @pytest.fixture(params=DOCUMENTS)
 def document(request) -> Result:
     return DOCUMENTS[request.param]
@@ -176,7 +180,7 @@ def test_keys_that_a_later_version_added_are_ignored(written):
 
 @pytest.mark.parametrize("version", ["2", "17", "99999999999999999999"])
 def test_a_newer_schema_is_refused_with_the_remedy(written, version):
-    with pytest.raises(UsageError, match="a newer batchtune wrote it.*upgrade batchtune"):
+    with pytest.raises(UsageError, match=r"a newer batchtune wrote it.*upgrade batchtune"):
         load_result(written(schema=f"batchtune.result/{version}"))
 
 
@@ -238,7 +242,7 @@ class TestWriteAtomically:
         for text in ("old", "new ü"):
             write_atomically(tmp_path / "result.json", text)
         assert (tmp_path / "result.json").read_text(encoding="utf-8") == "new ü"
-        assert os.listdir(tmp_path) == ["result.json"]
+        assert names(tmp_path) == ["result.json"]
 
     def test_others_may_read_it_as_they_may_any_new_file(self, tmp_path):
         (tmp_path / "plain").touch()
@@ -256,7 +260,7 @@ class TestWriteAtomically:
         with pytest.raises(OSError, match="No space left"):
             write_atomically(tmp_path / "result.json", "new")
         assert (tmp_path / "result.json").read_text() == "old"
-        assert os.listdir(tmp_path) == ["result.json"]
+        assert names(tmp_path) == ["result.json"]
 
     def test_an_interruption_leaves_no_temporary_file(self, tmp_path, monkeypatch):
         def interrupt(*_: object) -> None:
@@ -265,4 +269,4 @@ class TestWriteAtomically:
         monkeypatch.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write_atomically(tmp_path / "result.json", "new")
-        assert os.listdir(tmp_path) == []
+        assert names(tmp_path) == []

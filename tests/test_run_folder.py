@@ -65,7 +65,7 @@ def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
     again = RunFolder("digits", tmp_path / "runs")
     again.open(fresh=True)
     again.close()
-    assert sorted(os.listdir(folder.path)) == ["lock", "notes.txt"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.txt"]
 
 
 class TestIdentity:

@@ -64,6 +64,8 @@ class Task:
             self._need("val_dataset", "evaluate")
             if self.train_size() == 1:
                 raise ContractError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
+            if not self.has("evaluate"):
+                self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
