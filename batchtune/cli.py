@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
+import io
 import json
 import os
 import shutil
@@ -93,11 +95,21 @@ class Session:
 
     def deliver(self, result: Result) -> None:
         """Prints a result, and writes it to the output file."""
-        if self.output is not None:
-            _write(self.output, result.to_json() + "\n")
+        shown = self.json or not self.quiet or self.output is None
+        try:
+            if self.output is not None:
+                _write(self.output, result.to_json() + "\n")
+        except UsageError:
+            shown = True  # what took so long to find out is not lost
+            raise
+        finally:
+            if shown:
+                self._show(result)
+
+    def _show(self, result: Result) -> None:
         if self.json:
             sys.stdout.write(result.to_json() + "\n")
-        elif not (self.quiet and self.output is not None):
+        else:
             _console().print(result)
         sys.stdout.flush()
 
@@ -121,7 +133,7 @@ def _root(
 
 @app.command()
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write; made if missing.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
     json_: JsonOption = False,
     output: OutputOption = None,
     quiet: QuietOption = False,
@@ -214,7 +226,7 @@ def probe(
 def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over it, e.g. budget.total=5m.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Laid over it, e.g. budget.total=5m.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
@@ -251,7 +263,7 @@ def tune(
 @app.command()
 def report(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN|FILE.json]", help="A run's name, its folder, or a result file.")
+        str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.table,
     json_: JsonOption = False,
@@ -276,8 +288,10 @@ def report(
         elif session.output is not None:
             from rich.console import Console
 
-            with session.output.open("w", encoding="utf-8") as stream:
-                Console(file=stream, width=100).print(result)
+            page = Console(file=io.StringIO(), width=100)
+            with page.capture() as captured:
+                page.print(result)
+            session.deliver_text(captured.get())
         else:
             _console().print(result)
 
@@ -359,7 +373,10 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
     except BatchtuneError as error:
         _explain(error, debug=debug)
         if error.result is not None and session is not None and (session.json or _worth_showing(error.result)):
-            session.deliver(error.result)
+            try:
+                session.deliver(error.result)
+            except UsageError as second:
+                _explain(second, debug=debug)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -369,10 +386,7 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
     except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
         if debug:
             traceback.print_exc()
-        _complain(
-            f"this is a bug in batchtune: {type(error).__name__}: {error}\n"
-            "run again with --debug and report it together with the output of 'batchtune env'"
-        )
+        _complain(_bug(f"{type(error).__name__}: {error}"))
         raise typer.Exit(BatchtuneError.exit_code) from None
 
 
@@ -397,7 +411,17 @@ def _explain(error: BatchtuneError, *, debug: bool) -> None:
     if debug:
         traceback.print_exc()
     frames = getattr(error, "frames", "")
-    _complain(f"{frames.rstrip()}\n{error}" if frames else str(error))
+    if frames:
+        sys.stderr.write(frames.rstrip() + "\n")
+    text = str(error).strip()
+    if error.exit_code == BatchtuneError.exit_code:  # a child's report of a bug is its traceback
+        text = _bug(text if debug else text.splitlines()[-1])
+    _complain(text)
+
+
+def _bug(what: str) -> str:
+    remedy = "run again with --debug and report it together with the output of 'batchtune env'"
+    return f"this is a bug in batchtune: {what}\n{remedy}"
 
 
 def _complain(message: str) -> None:
@@ -419,20 +443,32 @@ def _run_folders() -> Path:
 
 def _check_writable(path: Path) -> None:
     """Opens the output file before the work starts; what it holds stays until there is a result."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # a pipe or a device: to open it is to use it
     try:
         existed = path.exists()
         with path.open("ab"):
             pass
         if not existed:
             path.unlink()
+        if not os.access(path.resolve().parent, os.W_OK):  # the file is replaced, not overwritten
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise _not_written(path, error) from None
 
 
 def _write(path: Path, text: str) -> None:
     from batchtune.results import write_atomically
 
+    text = text if text.endswith("\n") else text + "\n"
     try:
-        write_atomically(path, text if text.endswith("\n") else text + "\n")
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path.resolve(), text)
     except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"--output {path}: cannot be written: {error.strerror}; name a file elsewhere, or make room")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal
 
-from batchtune.errors import BatchtuneError, RunInterrupted
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo
@@ -29,10 +30,15 @@ def run_probe(
         result = _run(session, settings, options, _Recorder(folder, observer))
     except BatchtuneError as error:
         if error.result is not None:
-            folder.write_result(error.result)
+            with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
+                folder.write_result(error.result)
         raise
     else:
-        folder.write_result(result)
+        try:
+            folder.write_result(result)
+        except UsageError as error:
+            error.result = result
+            raise
         return result
     finally:
         folder.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
+from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
 from batchtune.progress import Observer
@@ -83,13 +83,20 @@ class Probe:
             tolerance=options.tolerance,
             no_oom=options.no_oom,
         )
+        cap, unit = self._bounds.maximum, options.multiple_of
+        smallest = -(-options.minimum // unit) * unit
+        if cap is not None and smallest > cap:
+            why = f"train_dataset has {cap} samples" if cap == self._data_size else f"the maximum is {cap}"
+            raise UsageError(
+                f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
+            )
 
     def run(self) -> ProbeResult:
         """Searches, checks the answer in a fresh process, and times steps around it.
 
         Raises:
             NothingFitsError: not even the smallest size trains.
-            UserCodeError: the user's code raises at every size.
+            UserCodeError: the user's code raises at every size, or in the final check.
         """
         self._observer.stage(f"probing {self._precision}")
         self._search(self._bounds, self._options.steps, verify=False)
@@ -220,6 +227,8 @@ class Probe:
         self._worker.close()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
+        if attempt.outcome == "user_error":  # training at this size went well: it is evaluation or saving that raises
+            raise UserCodeError(str(attempt.message))
         self._verified = attempt if attempt.fits else None
         return attempt.fits
 

@@ -78,7 +78,11 @@ class Worker:
             self._spawn()
             if self.settings is not None:
                 values = {**vars(self.settings), "precision": list(self.settings.precision)}
-                self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                try:
+                    self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                except WorkerLost as lost:
+                    doing = f"{self.settings.task}: importing it and building the model once"
+                    raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
                 # free memory may change: every later child of this worker gets the limit of the first
                 self.settings = replace(self.settings, memory_limit=self.facts["memory_limit_bytes"])
         return self.facts
