@@ -1,3 +1,183 @@
-"""batchtune finds the batch size, learning rate and precision that train a PyTorch model to its goal soonest."""
+"""batchtune finds the batch size, learning rate and precision that train a PyTorch model to its goal soonest.
+
+The functions here do what the commands of the same name do and return the same result documents:
+
+    import batchtune
+    result = batchtune.probe("model.py", memory_limit="20GiB")
+    result.probe.max_batch_size
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchtune.config import Config
+    from batchtune.progress import Observer
+    from batchtune.results import Result
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "load_result", "probe", "tune"]
+
+
+def probe(
+    task: str | os.PathLike[str],
+    *,
+    precision: str | Sequence[str] = "auto",
+    memory_limit: int | str | None = None,
+    margin: float = 0.05,
+    min: int = 1,  # noqa: A002 - the option's name
+    max: int | None = None,  # noqa: A002 - the option's name
+    multiple_of: int = 1,
+    steps: int = 3,
+    device: str = "auto",
+    tolerance: float = 0.01,
+    timeout: float | str = 120.0,
+    verify_steps: int = 20,
+    no_oom: bool = False,
+    throughput: bool = True,
+    observer: Observer | None = None,
+    run_folders: str | os.PathLike[str] | None = None,
+) -> Result:
+    """Finds the largest micro-batch that really trains within the device's memory.
+
+    Args:
+        task: `model.py`, `path.py:attribute` or `package.module:attribute`.
+        precision: `auto`, `all`, one of bf16, fp16, fp32 and tf32, or a list of these.
+        memory_limit: bytes that may be reserved, or text such as "20GiB"; None: the device less the margin.
+        margin: share of the device's memory kept free during the probe.
+        min: smallest micro-batch size.
+        max: largest micro-batch size; None: no cap but the data set's.
+        multiple_of: only multiples are tried.
+        steps: optimizer steps of one attempt.
+        device: `auto`, `cpu`, `cuda`, `cuda:0`, `mps`, …
+        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
+        timeout: seconds (or "2m") after which a silent attempt counts as hanging.
+        verify_steps: optimizer steps of the final check in a fresh process.
+        no_oom: never risk an out-of-memory error.
+        throughput: also time steps at several sizes.
+        observer: told of what happens on the way.
+        run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
+
+    Returns:
+        The result document; `result.probe.max_batch_size` is the answer.
+
+    Raises:
+        batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
+    """
+    from batchtune.config import parse_bytes, parse_seconds
+    from batchtune.errors import UsageError
+    from batchtune.probe.run import run_probe
+    from batchtune.probe.runner import ProbeOptions
+    from batchtune.progress import Observer
+    from batchtune.run_folder import RunFolder
+    from batchtune.train.worker import WorkerSettings
+
+    try:
+        limit: Any = parse_bytes(memory_limit)
+        silence: Any = parse_seconds(timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for name, value, least in (("min", min, 1), ("max", max, 1), ("multiple-of", multiple_of, 1), ("steps", steps, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"--{name} {value}: must be at least {least}")
+    if max is not None and min > max:
+        raise UsageError(f"--min {min} is greater than --max {max}; swap them or raise --max")
+    if not 0 <= margin < 1 or not 0 <= tolerance < 1:
+        raise UsageError("--margin and --tolerance are shares: at least 0 and less than 1")
+    if (limit is not None and limit <= 0) or silence <= 0 or verify_steps < 1:
+        raise UsageError("--memory-limit, --timeout and --verify-steps must be greater than 0")
+    names = [precision] if isinstance(precision, str) else list(precision)
+    unknown = [name for name in names if name not in {"auto", "all", "bf16", "fp16", "fp32", "tf32"}]
+    if unknown:
+        raise UsageError(f"--precision {unknown[0]}: unknown; use auto, all, bf16, fp16, fp32 or tf32")
+    settings = WorkerSettings(
+        task=os.fspath(task), device=device, memory_limit=limit, margin=margin, precision=tuple(names)
+    )
+    options = ProbeOptions(
+        minimum=min,
+        maximum=max,
+        multiple_of=multiple_of,
+        steps=steps,
+        tolerance=tolerance,
+        timeout=silence,
+        verify_steps=verify_steps,
+        no_oom=no_oom,
+        throughput=throughput,
+    )
+    name = Path(os.fspath(task).partition(":")[0]).stem
+    folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
+    return run_probe(settings, options, name=name, observer=observer or Observer(), folder=folder)
+
+
+def tune(
+    config: str | os.PathLike[str] | Config,
+    *,
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+    observer: Observer | None = None,
+    run_folders: str | os.PathLike[str] = ".batchtune",
+) -> Result:
+    """Finds the batch size and learning rate that reach the target soonest, and confirms them against the baseline.
+
+    Args:
+        config: a YAML file or a `batchtune.config.Config`.
+        overrides: texts such as `budget.total=5m`, laid over the file.
+        fresh: start over instead of resuming what the run folder holds.
+        observer: told of what happens on the way.
+        run_folders: the folder that holds one folder for each run.
+
+    Returns:
+        The result document; `result.recommendation` is the answer.
+
+    Raises:
+        batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
+    """
+    from batchtune.config import Config
+    from batchtune.config_file import load_config
+    from batchtune.progress import Observer
+    from batchtune.tune.run import run_tune
+
+    loaded = config if isinstance(config, Config) else load_config(config, overrides)
+    return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))
+
+
+def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]:
+    """Opens the task of a configuration as `tune` would, and trains nothing.
+
+    Returns:
+        The facts found: device, precision with the reason for it, memory limit, samples, optimizer.
+
+    Raises:
+        batchtune.errors.BatchtuneError: what `tune` would stop at.
+    """
+    from batchtune.progress import Observer
+    from batchtune.tune.run import check as run_check
+
+    return run_check(config, observer or Observer())
+
+
+def environment(device: str = "auto") -> dict[str, Any]:
+    """Versions, device, driver and live sensor readings of this machine.
+
+    Raises:
+        batchtune.errors.DeviceError: there is no such device.
+    """
+    from batchtune.train.worker import START_TIMEOUT_SECONDS, Worker
+
+    with Worker(None) as worker:
+        return {"batchtune": __version__} | worker.call("describe", timeout=START_TIMEOUT_SECONDS, device=device)
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Reads a result document from a JSON file or a run folder.
+
+    Raises:
+        batchtune.errors.UsageError: there is none, it is not one, or a newer batchtune wrote it.
+    """
+    from batchtune.results import load_result as load
+
+    return load(path)

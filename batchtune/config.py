@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -52,8 +52,12 @@ def _run_name(value: str) -> str:
     return value
 
 
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+_SECONDS_SCHEMA = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["90s", "10m"]}]}
+_BYTES_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "examples": ["20GiB"]}]}
+Seconds = Annotated[
+    float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False), WithJsonSchema(_SECONDS_SCHEMA)
+]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), WithJsonSchema(_BYTES_SCHEMA)]
 RunName = Annotated[str, AfterValidator(_run_name)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -185,6 +189,11 @@ class Config(Section):
         import yaml
 
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the configuration, for editors."""
+    return Config.model_json_schema()
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

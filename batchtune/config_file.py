@@ -16,6 +16,7 @@ from batchtune.errors import UsageError
 from batchtune.yamlfile import MalformedYamlError, parse_value, parse_yaml
 
 ENVIRONMENT_PREFIX = "BATCHTUNE_"
+_MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
 
 
 def load_config(
@@ -93,8 +94,7 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path) -> 
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
     if problems:
         raise UsageError("\n".join(problems))
-    is_module = ":" in config.task and "/" not in config.task and ".py" not in config.task
-    task = config.task if is_module else str((file.parent / config.task).resolve())
+    task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
     return config.model_copy(update={"task": task, "name": config.name or _default_name(file)})
 
 

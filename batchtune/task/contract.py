@@ -1,4 +1,4 @@
-"""The task contract: which names the user's code carries, what they must return, and what stands in for those left out."""
+"""The task contract: the names the user's code carries, what they must return, and what stands in for the others."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Task:
     where: str
 
     def __post_init__(self) -> None:
-        for name in NAMES:
+        for name, what in NAMES.items():
             value = getattr(self.source, name, None)
             if value is not None and not callable(value):
-                raise ContractError(f"{self.where}: '{name}' is a {type(value).__name__}; it must be {NAMES[name]}")
+                raise ContractError(f"{self.where}: '{name}' is a {type(value).__name__}; it must be {what}")
         self._need("build_model")
 
     def has(self, name: str) -> bool:
@@ -62,6 +62,8 @@ class Task:
         else:
             self._need("train_dataset")
             self._need("val_dataset", "evaluate")
+            if self.train_size() == 1:
+                raise ContractError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
@@ -99,11 +101,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar training loss of a batch; checked, so that a wrong one is named and not met in backward."""
-        loss: Any
-        if self.has("compute_loss"):
-            loss = self.source.compute_loss(model, batch)
-        else:
-            loss = model(**batch).loss
+        loss: Any = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
         if not isinstance(loss, Tensor):
             raise ContractError(f"{self.where}: compute_loss returned a {type(loss).__name__}, not a tensor")
         if loss.numel() != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 import time
@@ -22,6 +23,9 @@ from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
 _WARM_UP_STEPS = 2
+_CPU_PREFIX = re.compile(
+    r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
+)  # where in torch; nobody's concern here
 
 
 class PeakTracker:
@@ -113,7 +117,7 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
     if outcome == "user_error":
         message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
     else:
-        message = str(error).strip().split("\n")[0][:300]
+        message = _CPU_PREFIX.sub("", str(error).strip().split("\n")[0])[:300]
     usable = leaves_device_usable(error)
     link: BaseException | None = error
     while link is not None:
@@ -203,6 +207,4 @@ def time_steps(
     }
     if readings.joules is not None and elapsed > 0:
         point["joules_per_sample"] = readings.joules / (batch_size * len(times))
-    del trainer, batch
-    memory.release()
     return ThroughputPoint.model_validate(point | readings.summary())

@@ -77,10 +77,11 @@ class Child:
         from batchtune.device.memory import open_device
         from batchtune.device.telemetry import Sensors
         from batchtune.task.load import load_task
-        from batchtune.train.precision import choose
+        from batchtune.train.precision import choose, every_precision
 
         self._memory = open_device(device)
-        chosen = [choose(name, self._memory.device) for name in precision]
+        names = every_precision(self._memory.device) if precision == ["all"] else precision
+        chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
         self._task = load_task(task)
         self._task.require(purpose)

@@ -36,6 +36,11 @@ def choose(name: str, device: torch.device) -> tuple[str, str]:
     return "fp32", f"half precision is not reliably faster on {device.type}"
 
 
+def every_precision(device: torch.device) -> list[str]:
+    """The precisions that a device can train in."""
+    return ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16", "fp16"]
+
+
 class Precision:
     """How one training run computes: an autocast context, a loss scaler for fp16, and the fp32 matrix mode."""
 

@@ -13,9 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, Self
 
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 
@@ -29,9 +29,9 @@ _KILLED_BY_THE_SYSTEM = "killed by SIGKILL from outside, most likely because the
 class WorkerLost(BatchtuneError):
     """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`."""
 
-    def __init__(self, outcome: str, message: str) -> None:
+    def __init__(self, outcome: Literal["crash", "timeout", "oom"], message: str) -> None:
         super().__init__(message)
-        self.outcome = outcome
+        self.outcome: Literal["crash", "timeout", "oom"] = outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Worker:
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,6 +79,8 @@ class Worker:
             if self.settings is not None:
                 values = {**vars(self.settings), "precision": list(self.settings.precision)}
                 self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                # free memory may change: every later child of this worker gets the limit of the first
+                self.settings = replace(self.settings, memory_limit=self.facts["memory_limit_bytes"])
         return self.facts
 
     def call(

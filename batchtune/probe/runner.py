@@ -1,0 +1,259 @@
+"""Running a probe: attempts in a child process, the final check in a fresh one, and the certificate they make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
+from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.probe.throughput import fit_step_time, sizes_to_time
+from batchtune.progress import Observer
+from batchtune.results import Attempt, ProbeResult, ThroughputPoint
+from batchtune.train.worker import Worker, WorkerLost
+
+_SECONDS_PER_POINT = 1.0
+_FIRST_BACKOFF = 0.02  # when the final check fails, the next size is this much smaller, then twice as much, and so on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What a probe is asked for; the command line's options under their own names.
+
+    Attributes:
+        minimum: smallest micro-batch size.
+        maximum: largest micro-batch size, or None for no cap but the data set's.
+        multiple_of: only multiples are tried.
+        steps: optimizer steps of one attempt.
+        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
+        timeout: seconds after which a silent attempt counts as hanging.
+        verify_steps: optimizer steps of the final check in a fresh process.
+        no_oom: never risk an out-of-memory error.
+        throughput: also time steps at several sizes.
+        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1
+    steps: int = 3
+    tolerance: float = 0.01
+    timeout: float = 120.0
+    verify_steps: int = 20
+    no_oom: bool = False
+    throughput: bool = True
+    max_step_seconds: float | None = None
+
+
+class Probe:
+    """One probe at one precision.
+
+    Args:
+        worker: a child of the task; it is closed and opened again for the final check.
+        options: what to search for.
+        precision: bf16, fp16, fp32 or tf32.
+        observer: told of every attempt.
+        known: attempts of an earlier, interrupted start.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        options: ProbeOptions,
+        precision: str,
+        observer: Observer,
+        known: Sequence[Attempt] = (),
+    ) -> None:
+        self._worker, self._options, self._precision, self._observer = worker, options, precision, observer
+        self.attempts: list[Attempt] = list(known)
+        self.throughput: list[ThroughputPoint] = []
+        self._started = time.perf_counter()
+        self._verified: Attempt | None = None
+        self._too_slow_above: int | None = None
+        facts = worker.start()
+        self._limit: int | None = facts["memory_limit_bytes"]
+        self._data_size: int | None = facts["train_size"]
+        caps = [cap for cap in (options.maximum, self._data_size) if cap is not None]
+        self._bounds = Bounds(
+            minimum=options.minimum,
+            maximum=min(caps, default=None),
+            multiple_of=options.multiple_of,
+            tolerance=options.tolerance,
+            no_oom=options.no_oom,
+        )
+
+    def run(self) -> ProbeResult:
+        """Searches, checks the answer in a fresh process, and times steps around it.
+
+        Raises:
+            NothingFitsError: not even the smallest size trains.
+            UserCodeError: the user's code raises at every size.
+        """
+        self._observer.stage(f"probing {self._precision}")
+        self._search(self._bounds, self._options.steps, verify=False)
+        if bracket(self.attempts)[0] == 0:
+            raise self._nothing_fits()
+        self._verify()
+        if self._options.throughput:
+            self._time()
+        return self.result()
+
+    def result(self) -> ProbeResult:
+        """What is known so far, complete or not."""
+        verified = self._verified
+        low = verified.batch_size if verified else bracket(self.attempts)[0]
+        last = {attempt.batch_size: attempt for attempt in self.attempts}
+        high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
+        best = verified or last.get(low)
+        return ProbeResult(
+            precision=self._precision,
+            max_batch_size=low or None,
+            first_failing_batch_size=high,
+            limited_by=self._limited_by(low, high),
+            memory_limit_bytes=self._limit,
+            peak_allocated_bytes=best.peak_allocated_bytes if best else None,
+            peak_reserved_bytes=best.peak_reserved_bytes if best else None,
+            verified_in_fresh_process=verified is not None,
+            verify_steps=verified.steps if verified else None,
+            seconds=round(time.perf_counter() - self._started, 3),
+            attempts=self.attempts,
+            throughput=self.throughput,
+            throughput_fit=fit_step_time(self.throughput),
+        )
+
+    def warnings(self) -> list[str]:
+        """What a reader of the result must know besides the numbers."""
+        found = []
+        last = {attempt.batch_size: attempt for attempt in self.attempts}
+        low = bracket(self.attempts)[0]
+        for size, attempt in sorted(last.items()):
+            if attempt.outcome not in {"fit", "oom"}:
+                where = "the search went on above it" if size < low else "larger sizes were not searched"
+                found.append(f"batch size {size} ended in {attempt.outcome}: {attempt.message} ({where})")
+        slow = self._too_slow_above
+        if slow is not None and low + self._bounds.multiple_of > slow:
+            found.append(f"batch sizes above {low} were not probed: budget.run has room for a few of their steps only")
+        return found
+
+    def _limited_by(self, low: int, high: int | None) -> Any:
+        if not low:
+            return None
+        if high is not None:
+            last = {attempt.batch_size: attempt for attempt in self.attempts}
+            return "memory" if last[high].outcome == "oom" else last[high].outcome
+        cap = self._bounds.maximum
+        if self._too_slow_above is not None and low + self._bounds.multiple_of > self._too_slow_above:
+            return "max"
+        if cap is None or low + self._bounds.multiple_of <= cap:
+            return "memory" if self._options.no_oom else None
+        return "dataset" if cap == self._data_size and cap != self._options.maximum else "max"
+
+    def _search(self, bounds: Bounds, steps: int, *, verify: bool) -> None:
+        while True:
+            counted = [each for each in self.attempts if each.purpose == "verify"] if verify else self.attempts
+            choice = next_size(counted, self._within_time(bounds), self._limit)
+            if choice.batch_size is None:
+                self._observer.note(choice.reason)
+                return
+            self._observer.attempting(choice.batch_size, choice.reason)
+            self._attempt(choice.batch_size, steps, verify=verify)
+
+    def _within_time(self, bounds: Bounds) -> Bounds:
+        """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
+        longest, self._too_slow_above = self._options.max_step_seconds, None
+        slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
+        if longest is None or slowest is None or not slowest.step_seconds:
+            return bounds
+        useful = max(slowest.batch_size, int(slowest.batch_size * longest / slowest.step_seconds))
+        if bounds.maximum is not None and bounds.maximum <= useful:
+            return bounds
+        self._too_slow_above = useful
+        return replace(bounds, maximum=max(bounds.minimum, useful))
+
+    def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
+        started = time.perf_counter()
+        try:
+            answer = self._worker.call(
+                "attempt",
+                timeout=self._options.timeout,
+                batch_size=batch_size,
+                steps=steps,
+                precision=self._precision,
+                verify=verify,
+            )
+            attempt = Attempt.model_validate(answer["attempt"])
+        except WorkerLost as lost:
+            attempt = Attempt(
+                batch_size=batch_size,
+                outcome=lost.outcome,
+                seconds=round(time.perf_counter() - started, 4),
+                purpose="verify" if verify else "search",
+                message=str(lost),
+            )
+        self.attempts.append(attempt)
+        self._observer.attempted(attempt)
+        return attempt
+
+    def _verify(self) -> None:
+        """Runs the answer in a fresh process; where it fails there, backs off until a size passes.
+
+        When backing off took more than one step (evaluation needs more than training, say), the gap that it left is
+        searched with attempts that evaluate and save, too.
+        """
+        steps, unit = self._options.verify_steps, self._options.multiple_of
+        size, backoff = bracket(self.attempts)[0], _FIRST_BACKOFF
+        while not self._verify_at(size, steps):
+            smaller = min(int(size * (1 - backoff)), size - unit) // unit * unit
+            if smaller < max(unit, self._options.minimum):
+                raise self._nothing_fits()
+            size, backoff = smaller, min(0.5, backoff * 2)
+        if backoff > 2 * _FIRST_BACKOFF:
+            self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)
+            checked = [each for each in self.attempts if each.purpose == "verify"]
+            size = bracket(checked)[0]
+            while not self._verify_at(size, steps):
+                size = max(each.batch_size for each in checked if each.fits and each.batch_size < size)
+
+    def _verify_at(self, size: int, steps: int) -> bool:
+        self._worker.close()
+        self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
+        attempt = self._attempt(size, steps, verify=True)
+        self._verified = attempt if attempt.fits else None
+        return attempt.fits
+
+    def _time(self) -> None:
+        assert self._verified is not None  # noqa: S101 - _verify raises otherwise
+        sizes = sizes_to_time(
+            self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
+        )
+        self._observer.stage("timing steps")
+        for size in sizes:
+            try:
+                answer = self._worker.call(
+                    "time_steps",
+                    timeout=self._options.timeout,
+                    batch_size=size,
+                    precision=self._precision,
+                    seconds=_SECONDS_PER_POINT,
+                )
+            except (WorkerLost, UserCodeError) as error:
+                self._observer.note(f"no throughput at batch size {size}: {error}")
+                continue
+            self.throughput.append(ThroughputPoint.model_validate(answer))
+            self._observer.throughput(self.throughput[-1])
+
+    def _nothing_fits(self) -> BatchtuneError:
+        first = min(self.attempts, key=lambda attempt: attempt.batch_size)
+        if all(attempt.outcome == "user_error" for attempt in self.attempts):
+            return UserCodeError(str(self.attempts[0].message))
+        limit = f" within {self._limit / 2**20:,.0f} MiB" if self._limit else ""
+        why: dict[str, str] = {
+            "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
+            "timeout": "raise --timeout if one attempt really takes that long",
+        }
+        remedy = why.get(first.outcome, "run the task by itself to see why")
+        return NothingFitsError(
+            f"nothing fits{limit}: batch size {first.batch_size} ended in {first.outcome} ({first.message}); {remedy}"
+        )

@@ -1,0 +1,183 @@
+"""Which batch size to try next: turns the attempts so far into guesses of where memory ends, and guesses into a size.
+
+The bracket (largest fit, smallest failure above it) is the answer; guesses only choose where to look inside it. One
+that was wrong loses its weight to the others, in the end to bisection, and `_affordable` bounds the worst case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchtune.probe.memory_model import (
+    CEILING,
+    MAX_GROWTH,
+    Guess,
+    Point,
+    Prior,
+    curve,
+    guesses_of,
+    measured_points,
+    prior_fit,
+    prior_guess,
+    quantile,
+    reach,
+)
+from batchtune.results import Attempt
+
+PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
+MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
+PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit; the second with no_oom
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the search may try; `maximum` (the smaller of the user's and the data set's size) is never exceeded."""
+
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1  # the minimum is rounded up, the maximum down
+    tolerance: float = 0.01  # relative distance of largest fit and smallest failure; 0 is exact
+    no_oom: bool = False  # only sizes predicted to fit even at worst, until such a step gains too little
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The size to try next, or None when the search is over; and why, in a short sentence."""
+
+    batch_size: int | None
+    reason: str
+
+
+def bracket(attempts: Sequence[Attempt]) -> tuple[int, int | None]:
+    """Largest fit (0: none) and smallest failure above it (None: none); the last attempt at a size counts."""
+    last = {attempt.batch_size: attempt.fits for attempt in attempts}
+    low = max((size for size, fits in last.items() if fits), default=0)
+    return low, min((size for size, fits in last.items() if not fits and size > low), default=None)
+
+
+def next_size(
+    attempts: Sequence[Attempt], bounds: Bounds, memory_limit_bytes: int | None = None, prior: Prior | None = None
+) -> Choice:
+    """The size to try next: an untried multiple within the bounds, or None when the search is over.
+
+    Args:
+        attempts: Every attempt in order, of search and verification.
+        bounds: What may be tried, and how narrow the bracket must become.
+        memory_limit_bytes: What peak reserved bytes may reach. None: grow and bisect without guesses.
+        prior: An estimate of peak reserved bytes by size; may be off by a tenth and an offset.
+    """
+    unit, limit = bounds.multiple_of, memory_limit_bytes
+    floor = max(1, math.ceil(bounds.minimum / unit)) * unit
+    ceiling = (CEILING if bounds.maximum is None else bounds.maximum) // unit * unit
+    if ceiling < floor:
+        return Choice(None, f"no multiple of {unit} lies between the minimum and the maximum")
+    attempts = [attempt for attempt in attempts if floor <= attempt.batch_size <= ceiling]
+    low, high = bracket(attempts)
+    if low == 0:
+        share = (SAFE_PRIOR_START if bounds.no_oom else PRIOR_START) if prior and limit else 0
+        start = int(share * prior_fit(prior, limit, floor, ceiling)) // unit * unit if prior and limit else 0
+        return _first_fit(attempts, max(start, floor), floor, ceiling, unit)
+    gap = max(unit, int(bounds.tolerance * low) // unit * unit)
+    if high is not None and high - low <= gap:
+        return Choice(None, f"{low} fits, {high} does not")
+    if low + unit > ceiling:
+        return Choice(None, f"{low} fits and is the largest size that may be tried")
+    points = measured_points(attempts) if limit else []
+    if bounds.no_oom:
+        wanted, reason = _safe(points, limit or 0, prior, low, high)
+        if wanted < min(low + gap, ceiling):
+            return Choice(None, f"{low} fits, {reason}")
+    else:
+        wanted, reason = _aim(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
+        # Only an exact search promises its worst case; the others may leap a little further.
+        tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
+        wanted = _affordable(min(wanted, CEILING) // unit * unit, low, high, gap, tried)
+    size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
+    return Choice(max(size, low // unit * unit + unit), reason)
+
+
+def _first_fit(attempts: Sequence[Attempt], start: int, floor: int, ceiling: int, unit: int) -> Choice:
+    """While nothing fits: down after a failure, up after an error of the user's code (BatchNorm rejects one sample)."""
+    last = {attempt.batch_size: attempt.outcome for attempt in attempts}
+    if not last:
+        return Choice(start, "the minimum" if start == floor else "below what the estimate says fits")
+    most = floor * 2 ** (MAX_USER_ERRORS - 1)  # a larger size that the task rejects is too large, not too small
+    rejected = [size for size, outcome in last.items() if outcome == "user_error" and size <= most]
+    failed = min((size for size in last if size not in rejected), default=ceiling + unit)
+    under = max((size for size in rejected if size < failed), default=floor - unit)
+    if len(rejected) >= MAX_USER_ERRORS or failed - under <= unit:
+        return Choice(None, f"nothing fits: tried {', '.join(map(str, sorted(last)))}")
+    if floor not in last and rejected:
+        return Choice(floor, "nothing fits yet, try the minimum")
+    if rejected:
+        wanted = min(2 * under, (under + failed) // 2 if failed in last else ceiling) // unit * unit
+        return Choice(max(wanted, under + unit), f"the task raised an error at {under}, try more")
+    return Choice(max(floor, int(0.7 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
+
+
+def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int) -> tuple[float, str]:
+    """Where to look: below the limit while a fit still teaches, then where one attempt may end the search."""
+    if high is None:
+        if not guesses:
+            return 4 * low, "memory unknown: up to four times the largest fit"
+        middle = quantile(guesses, 0.5, low, None)
+        # A fit near the limit tells where it is; an OOM only that it was passed.
+        wanted = min(quantile(guesses, 0.3 if middle > 2 * low else 0.4, low, None), middle - 0.5 * gap)
+        return max(wanted, low + gap), f"the memory used so far points to a limit near {middle:.0f}"
+    if high - low <= 2 * gap:
+        return high - gap, f"fit or not, {high - gap} ends the search"
+    recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
+    unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
+    if unexpected or not guesses or sum(recent) in (0, PATIENCE):
+        return math.sqrt(low * high) if high > 4 * low else (low + high) / 2, f"between {low} and {high}"
+    stepped = any(a.fits and low - 2 * gap < a.batch_size < low for a in attempts)
+    if 1000 * gap < low and high - low <= 0.01 * low and not stepped:
+        # An exact search among thousands: what fits may differ from size to size, and then the next one may end it.
+        return low + gap, f"{high} does not fit, perhaps {low + gap} does not either"
+    wanted = quantile(guesses, 0.4, low, high)
+    return min(max(wanted, low + gap), high - gap), f"between {low} and {high}, by the memory used so far"
+
+
+def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int) -> float:
+    """`wanted`, moved so that bisection can always end an exact search within 2 * log2(limit) + 4 attempts."""
+
+    def width(size: float, attempts: int) -> float:
+        """The widest bracket above `size` that bisection can narrow to the gap after so many attempts."""
+        return gap * 2.0 ** min(60, math.floor(2 * math.log2(max(1.0, size / gap))) + 4 - attempts)
+
+    if high is None:
+        split = low + width(low, tried + 2)  # where the bracket that a failure leaves would be split
+        # Small steps use up what doubling would need later.
+        wanted = max(wanted, min(2.0 * low, gap * 2.0 ** (min(60, tried) - 2)))
+        return min(wanted, max(2 * low, split + width(split, tried + 2)))
+    most = low + width(low, tried + 1)
+    if wanted > most or high - wanted > width(wanted, tried + 1):
+        wanted = most
+    if wanted >= high or wanted <= low or high - wanted > width(wanted, tried + 1):
+        return (low + high) / 2 if high <= 4 * low else max(2 * low, min(wanted, math.sqrt(low * high)))
+    return wanted
+
+
+def _safe(points: list[Point], limit: int, prior: Prior | None, low: int, high: int | None) -> tuple[float, str]:
+    """The largest size that every model of memory, taken at its worst, puts within the limit."""
+    if high is not None or not points or points[-1].size != low:
+        return 0, "and nothing larger is known to be safe"
+    last, size = points[-1], math.inf
+    room = limit * last.allocated / last.reserved - last.activation - 2 * last.noise
+    if prior is not None:
+        guess = prior_guess(points, room + last.activation - last.allocated, last.noise, prior)
+        size = guess.size * math.exp(-2.5 * guess.spread) if guess.weight else math.inf
+    if len(points) > 1:
+        span, slope, error, _, curvature = curve(points)
+        slope += 2 * error + curvature * span
+        if points[2:]:
+            slope = max(slope, curve(points[:-1])[1])
+        # Further away the curve may get steeper than it ever was: take half of the room, then look again.
+        half = max(1.25 * low, low + reach(0.5 * room, slope, curvature))
+        size = min(size, low + reach(room, slope, curvature), half)
+    elif prior is None:
+        # If the optimizer's peak is the higher, activations are a small part of it; else up to half of the peak.
+        size = low + low * room / last.activation / (0.15 if last.activation < last.allocated else 0.5)
+    return size, "the next step that is sure to fit gains too little"

@@ -1,0 +1,48 @@
+"""The throughput curve: which sizes to time, and the step-time line t(B) = alpha + beta * B through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchtune.results import ThroughputFit, ThroughputPoint
+
+MAX_POINTS = 8
+_NEAR_PEAK = 0.95
+
+
+def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
+    """The largest size and the powers of two (times `multiple_of`) below it, at most `MAX_POINTS`, ascending."""
+    powers = [multiple_of * 2**power for power in range(maximum.bit_length()) if multiple_of * 2**power < maximum]
+    return [*[size for size in powers if size >= minimum][1 - MAX_POINTS :], maximum]
+
+
+def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
+    """Fits t(B) = alpha + beta * B with equal relative errors; alpha and beta are not negative.
+
+    The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached.
+
+    Returns:
+        None for fewer than two sizes: no line goes through one point.
+    """
+    if len({point.batch_size for point in points}) < 2:  # noqa: PLR2004
+        return None
+    # weights 1 / t^2: a relative error counts the same at every size
+    rows = [(point.batch_size, point.step_seconds, point.step_seconds**-2) for point in points]
+    total = sum(w for _, _, w in rows)
+    mean_size = sum(w * b for b, _, w in rows) / total
+    mean_time = sum(w * t for _, t, w in rows) / total
+    spread = sum(w * (b - mean_size) ** 2 for b, _, w in rows)
+    beta = sum(w * (b - mean_size) * (t - mean_time) for b, t, w in rows) / spread
+    alpha = mean_time - beta * mean_size
+    if alpha < 0:  # pure cost per sample
+        alpha, beta = 0.0, sum(w * b * t for b, t, w in rows) / sum(w * b * b for b, _, w in rows)
+    elif beta < 0:  # the step costs the same at every size timed
+        alpha, beta = mean_time, 0.0
+    best = max(point.samples_per_second for point in points)
+    near = [point.batch_size for point in points if point.samples_per_second >= _NEAR_PEAK * best]
+    return ThroughputFit(
+        alpha_seconds=alpha,
+        beta_seconds_per_sample=beta,
+        saturation_batch_size=alpha / beta if beta > 0 else None,
+        batch_size_within_5_percent=min(near),
+    )

@@ -1,0 +1,70 @@
+"""What a long run tells about itself on the way; the command line draws it, a library user may ignore it."""
+
+from __future__ import annotations
+
+from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
+
+
+class Observer:
+    """Receives what happens; every method does nothing unless overridden."""
+
+    def stage(self, title: str) -> None:
+        """A new part of the work has begun."""
+
+    def note(self, text: str) -> None:
+        """One line worth knowing (`-v` shows them)."""
+
+    def attempting(self, batch_size: int, reason: str) -> None:
+        """An attempt starts, and why at this size."""
+
+    def attempted(self, attempt: Attempt) -> None:
+        """An attempt has ended."""
+
+    def throughput(self, point: ThroughputPoint) -> None:
+        """A size was timed."""
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        """A training run starts."""
+
+    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
+        """A training run was evaluated."""
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        """A training run has ended; how many there are, and what is left of the budget."""
+
+    def printed(self, line: str) -> None:
+        """The user's code printed a line."""
+
+
+class Forwarder(Observer):
+    """Hands everything on to another observer; a subclass adds what it is there for."""
+
+    def __init__(self, behind: Observer) -> None:
+        self._behind = behind
+
+    def stage(self, title: str) -> None:
+        self._behind.stage(title)
+
+    def note(self, text: str) -> None:
+        self._behind.note(text)
+
+    def attempting(self, batch_size: int, reason: str) -> None:
+        self._behind.attempting(batch_size, reason)
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._behind.attempted(attempt)
+
+    def throughput(self, point: ThroughputPoint) -> None:
+        self._behind.throughput(point)
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        self._behind.trial_started(trial, best_seconds=best_seconds)
+
+    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
+        self._behind.trial_evaluated(trial, point)
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        self._behind.trial_ended(trial, done=done, seconds_left=seconds_left)
+
+    def printed(self, line: str) -> None:
+        self._behind.printed(line)

@@ -1,0 +1,98 @@
+"""Results for other programs: JSON, CSV, Markdown, and the lines to paste into a training script."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from batchtune.report.units import duration, number, size
+from batchtune.results import Interval, Result
+
+
+def to_json(result: Result) -> str:
+    """The result document."""
+    return result.to_json() + "\n"
+
+
+def to_csv(result: Result) -> str:
+    """The rows behind the answer; see `Result.to_frame`."""
+    buffer = io.StringIO()
+    result.to_frame().to_csv(buffer, index=False)
+    return buffer.getvalue()
+
+
+def snippet(result: Result) -> str:
+    """The recommendation as lines of plain PyTorch."""
+    found = result.recommendation
+    if found is None:
+        return ""
+    lines = [f"batch_size = {found.micro_batch_size}", f"accumulation_steps = {found.gradient_accumulation_steps}"]
+    if found.learning_rate is not None:
+        lines.append(f"learning_rate = {found.learning_rate:g}")
+    types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    if found.precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
+    elif found.precision == "tf32":
+        lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
+    return "\n".join(lines)
+
+
+def to_markdown(result: Result) -> str:
+    """A summary to paste into an issue or a pull request."""
+    lines = [f"## batchtune {result.kind}: {result.name or result.task.path}", ""]
+    if result.status != "complete":
+        lines += [f"**{result.status}**" + (f": {result.error.message}" if result.error else ""), ""]
+    found, base = result.recommendation, result.baseline
+    if found is not None:
+        lines += ["| | recommended | today |", "|---|---|---|"]
+        rows: list[tuple[str, object, object]] = [
+            ("batch size", found.global_batch_size, base.global_batch_size if base else ""),
+            ("micro-batch size", found.micro_batch_size, base.micro_batch_size if base else ""),
+            (
+                "gradient accumulation steps",
+                found.gradient_accumulation_steps,
+                base.gradient_accumulation_steps if base else "",
+            ),
+            ("learning rate", number(found.learning_rate), number(base.learning_rate) if base else ""),
+            ("precision", found.precision, base.precision if base else ""),
+            (
+                "time to target, s",
+                _text(found.time_to_target_seconds),
+                _text(base.time_to_target_seconds) if base else "",
+            ),
+            ("speed-up", _text(found.speedup_over_baseline), ""),
+        ]
+        lines += [f"| {name} | {left} | {right} |" for name, left, right in rows if left != ""]
+        lines += ["", found.reason, ""]
+    for probe in result.probes or ([result.probe] if result.probe else []):
+        failing, limit = probe.first_failing_batch_size or "none met", probe.limited_by or "nothing met"
+        largest = f"Largest micro-batch at {probe.precision}: **{probe.max_batch_size or 'none'}**"
+        lines += [f"{largest} (first failing: {failing}, limited by {limit}).", ""]
+        if probe.throughput:
+            lines += ["| batch size | samples/s | step |", "|---:|---:|---:|"]
+            lines += [
+                f"| {point.batch_size} | {number(point.samples_per_second)} | {duration(point.step_seconds)} |"
+                for point in probe.throughput
+            ]
+            lines.append("")
+    lines += [f"> warning: {warning}" for warning in result.warnings]
+    if result.environment:
+        lines.append(f"Measured on {result.environment.device}, torch {result.environment.torch}.")
+    return "\n".join(lines) + "\n"
+
+
+def environment_text(facts: dict[str, Any]) -> str:
+    """The environment as lines to paste into an issue."""
+    lines = {"batchtune": facts["batchtune"]} | facts["environment"] | facts["sensors"]
+    width = max(len(name) for name in lines)
+    shown = {name: size(value) if name.endswith("_bytes") else value for name, value in lines.items()}
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value is not None)
+
+
+def _text(value: Interval | None) -> str:
+    return "" if value is None else f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
+
+
+FORMATS: dict[str, Callable[[Result], str]] = {"json": to_json, "markdown": to_markdown, "csv": to_csv}
+"""What `report --format` can write besides the table."""

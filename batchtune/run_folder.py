@@ -1,0 +1,149 @@
+"""The run folder `.batchtune/<name>/`: what stands in it, who may write to it, and when it belongs to another run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from batchtune.errors import UsageError
+from batchtune.results import Attempt, Result, write_atomically
+
+ROOT = Path(".batchtune")
+_OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
+
+
+class RunFolder:
+    """One run's files; results are replaced atomically, attempts and trials are appended.
+
+    Args:
+        name: the folder's name; it cannot leave `root`.
+        root: where run folders are kept.
+    """
+
+    def __init__(self, name: str, root: Path = ROOT) -> None:
+        self.path = root / name
+        self._lock: IO[str] | None = None
+
+    def open(self, *, fresh: bool) -> None:
+        """Creates the folder and takes it for this process.
+
+        Raises:
+            UsageError: it cannot be written, or another process has it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("a+", encoding="ascii")
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be written: {error.strerror}; run from another folder") from None
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                lock.close()
+                raise UsageError(
+                    f"{self.path}: process {holder} is running in it; wait, stop it, or choose another name"
+                ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+        if fresh:
+            for name in _OURS:
+                (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        if self._lock is not None:
+            self._lock.truncate(0)
+            self._lock.close()
+            self._lock = None
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Refuses to mix: what decides the meaning of earlier measurements must be what it was.
+
+        Args:
+            identity: dotted configuration keys (and the task's hash) with their values.
+
+        Raises:
+            UsageError: a value differs from that of the folder, naming it.
+        """
+        file = self.path / "identity.json"
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            before = None
+        now = json.loads(json.dumps(identity))
+        if isinstance(before, dict):
+            changed = [key for key in now if key in before and before[key] != now[key]]
+            if changed:
+                key = changed[0]
+                raise UsageError(
+                    f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
+                    "mix. Use --fresh to start over, or another 'name' to keep both"
+                )
+        write_atomically(file, json.dumps(now, indent=2))
+
+    def append_attempt(self, attempt: Attempt, **about: Any) -> None:
+        """Adds one attempt to `attempts.jsonl`."""
+        line = json.dumps(about | attempt.model_dump(exclude_none=True))
+        with (self.path / "attempts.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    def attempts(self) -> Iterator[dict[str, Any]]:
+        """The attempts of earlier starts; a last line cut off by a crash is passed over."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.path / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    entry = json.loads(line)
+                    if isinstance(entry, dict):
+                        yield entry
+
+    def write(self, name: str, text: str) -> None:
+        """Replaces one file of the folder.
+
+        Raises:
+            UsageError: it cannot be written (no space, read-only).
+        """
+        try:
+            write_atomically(self.path / name, text)
+        except OSError as error:
+            raise UsageError(
+                f"{self.path / name}: cannot be written: {error.strerror}; free space and start again"
+            ) from None
+
+    def write_result(self, result: Result) -> None:
+        """Replaces `result.json`."""
+        self.write("result.json", result.to_json() + "\n")
+
+
+def find_run(run: str | None, root: Path = ROOT) -> Path:
+    """The result that a person means by a run's name, a folder or a file; by nothing, the newest."""
+    if run is None:
+        return latest_run(root)
+    named = root / run
+    return named if (named / "result.json").is_file() else Path(run)
+
+
+def latest_run(root: Path = ROOT) -> Path:
+    """The run folder whose result is the newest.
+
+    Raises:
+        UsageError: there is none below the current folder.
+    """
+    found = sorted(root.glob("*/result.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UsageError(f"no result in {root}/ here; run 'batchtune probe' or 'batchtune tune' first, or name a file")
+    return found[-1].parent
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."  # noqa: PLR2004 - a line stays a line

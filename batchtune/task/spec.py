@@ -1,0 +1,35 @@
+"""How a task is named on a command line: a file or a module, and an attribute in it. Imports none of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from batchtune.errors import UsageError
+
+
+def split_spec(spec: str) -> tuple[Path | str, str]:
+    """A task's file or module, and the attribute in it ('' for the module itself).
+
+    Raises:
+        UsageError: the file is not there, or the text is neither a file nor a module.
+    """
+    place, _, attribute = spec.rpartition(":")
+    if not place or "/" in attribute or "\\" in attribute:  # no colon, or that of a Windows drive
+        place, attribute = spec, ""
+    if not place.endswith(".py") and "/" not in place and not Path(place).exists():
+        if all(part.isidentifier() for part in place.split(".")):
+            return place, attribute
+        raise UsageError(f"{spec!r}: neither a Python file nor a module; use model.py, path.py:name or pkg.module:name")
+    path = Path(place)
+    if path.is_dir() and (path / "model.py").is_file():
+        path = path / "model.py"
+    if not path.is_file():
+        raise UsageError(f"{place}: no such task file; 'batchtune init' writes a template")
+    return path, attribute
+
+
+def file_hash(spec: str) -> str | None:
+    """SHA-256 of the task's file, in hex; None for a module that is found by name."""
+    place, _ = split_spec(spec)
+    return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None

@@ -1,0 +1,52 @@
+"""What batchtune trains: replace the body of each function by your own. No batchtune import is needed.
+
+Keep everything on the CPU here: batchtune imports this file in a child process and moves the model to the device.
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+FEATURES, CLASSES = 32, 4
+
+
+def build_model():
+    """A new model, with fresh weights each time."""
+    return nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+
+
+def _samples(count, seed):
+    # Stands in for your data: points labelled by which of a few random directions they lean to.
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(0))
+    points = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(points, (points @ directions).argmax(dim=1))
+
+
+def train_dataset():
+    """A torch Dataset; batchtune makes the shuffled batches."""
+    return _samples(8192, seed=1)
+
+
+def val_dataset():
+    """With it, the metric is the mean of compute_loss over it: `val_loss`."""
+    return _samples(2048, seed=2)
+
+
+def compute_loss(model, batch):
+    """The scalar loss of one batch from the data set (or from make_batch)."""
+    points, labels = batch
+    return nn.functional.cross_entropy(model(points), labels)
+
+
+def build_optimizer(model, lr):
+    """Optional; the default is AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+# Optional, too:
+#
+# def make_batch(batch_size):            the worst case for memory: the longest sequence, the largest image
+# def evaluate(model):                   a float or {"val_loss": ..., "accuracy": ...}; replaces the default metric
+# def build_scheduler(optimizer, total_steps):
+# def collate(samples):                  how samples become a batch

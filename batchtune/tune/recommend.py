@@ -1,0 +1,225 @@
+"""From trials to a recommendation: the target, the finalists, intervals over seeds, and an honest sentence."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from batchtune.results import CurvePoint, Interval, Recommendation, Trial
+
+TARGET_SLACK = 0.01  # of the baseline's improvement: what the last bit of a run reaches, another seed may not
+TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
+CONFIDENCE = 0.9
+_RESAMPLES = 4000
+_MAX_ENUMERATED = 5**5
+Goal = Literal["minimize", "maximize"]
+Config = tuple[int, float, str]
+
+
+def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float | None:
+    """The first time at which a curve of (seconds, value), lower is better, is at or below `value`."""
+    return next((seconds for seconds, at in curve if at <= value), None)
+
+
+def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:
+    """The target that the baseline's own run sets: what it reached, with a little room for other seeds.
+
+    The easier of two values: the best one held at 80 % of the time at which the run was best, and the best value less
+    1 % of the whole improvement. The first serves curves that still fall, the second those that level off in noise.
+
+    Returns:
+        The value and the sentence why; None where the run never improved on its start.
+    """
+    sign = 1.0 if goal == "minimize" else -1.0
+    falling = [(point.seconds, sign * point.value) for point in curve if point.value is not None]
+    if len(falling) < 2:  # noqa: PLR2004 - a start and nothing after it
+        return None
+    start = falling[0][1]
+    best_at, best = min(falling, key=lambda point: point[1])
+    if not best < start:
+        return None
+    early = [value for seconds, value in falling if seconds <= TARGET_TIME * best_at]
+    target = max(min(early, default=best), best + TARGET_SLACK * (start - best))
+    reached = (start - target) / (start - best)
+    reason = f"{reached:.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
+    return sign * target, f"{reason} the baseline reached in its budget"
+
+
+def config_of(trial: Trial) -> Config:
+    """What makes two trials the same configuration, whatever their seed."""
+    return trial.batch_size, trial.learning_rate, trial.precision
+
+
+def score(trial: Trial, *, timed: bool, goal: Goal) -> float | None:
+    """A trial's result, lower is better; None where it has none.
+
+    Args:
+        trial: a finished trial.
+        timed: the objective is a time; otherwise the metric itself.
+        goal: the direction of the metric.
+    """
+    if timed:
+        return trial.time_to_target_seconds
+    if trial.value is None or trial.outcome == "diverged":
+        return None
+    return trial.value if goal == "minimize" else -trial.value
+
+
+def finalists(trials: Sequence[Trial], top: int, *, timed: bool, goal: Goal) -> list[Trial]:
+    """The best `top` configurations of the search, the baseline's own left out, best first."""
+    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    best: dict[Config, Trial] = {}
+    for trial in trials:
+        value = score(trial, timed=timed, goal=goal)
+        if trial.role != "search" or trial.state != "complete" or value is None or config_of(trial) == base:
+            continue
+        held = best.get(config_of(trial))
+        if held is None or value < (score(held, timed=timed, goal=goal) or 0.0):
+            best[config_of(trial)] = trial
+    return sorted(best.values(), key=lambda trial: score(trial, timed=timed, goal=goal) or 0.0)[:top]
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of a few runs with its bootstrap interval."""
+    return _interval(statistics.median(values), [statistics.median(each) for each in _resamples(values)])
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """The ratio of two medians with its bootstrap interval over both."""
+    above = [statistics.median(each) for each in _resamples(numerators)]
+    below = [statistics.median(each) for each in _resamples(denominators)]
+    generator = random.Random(0)
+    pairs = (
+        list(itertools.product(above, below))
+        if len(above) * len(below) <= _MAX_ENUMERATED
+        else [(generator.choice(above), generator.choice(below)) for _ in range(_RESAMPLES)]
+    )
+    return _interval(statistics.median(numerators) / statistics.median(denominators), [a / b for a, b in pairs])
+
+
+def _resamples(values: Sequence[float]) -> list[tuple[float, ...]]:
+    """Every resample where they can be counted out, else a fixed number drawn with a fixed seed."""
+    if len(values) ** len(values) <= _MAX_ENUMERATED:
+        return list(itertools.product(values, repeat=len(values)))
+    generator = random.Random(0)
+    return [tuple(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+
+
+def _interval(median: float, resampled: list[float]) -> Interval:
+    ordered = sorted(resampled)
+    cut = int((1 - CONFIDENCE) / 2 * len(ordered))
+    return Interval(median=median, low=min(median, ordered[cut]), high=max(median, ordered[-1 - cut]))
+
+
+def recommend(
+    trials: Sequence[Trial], *, timed: bool, goal: Goal
+) -> tuple[Recommendation | None, Recommendation | None]:
+    """The recommendation and the baseline, from confirmation runs where there are any.
+
+    Of configurations whose intervals over seeds overlap, the one with the smallest batch is taken. Where none beats
+    the baseline beyond noise, the baseline is recommended, and the reason says so.
+
+    Returns:
+        (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
+    """
+    groups: dict[Config, list[Trial]] = {}
+    for trial in trials:
+        if trial.role == "confirm" and trial.state in {"complete", "pruned"}:
+            groups.setdefault(config_of(trial), []).append(trial)
+    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
+        return _unconfirmed(trials, timed=timed, goal=goal), None
+    scores = {config: _confirmed(group, timed=timed, goal=goal) for config, group in groups.items()}
+    usable = {config: values for config, values in scores.items() if values and config != base}
+    best = min(usable, key=lambda config: statistics.median(usable[config]), default=None)
+    if best is None:
+        return _of(groups[base], scores[base], timed=timed, goal=goal, reason="no other configuration was usable"), None
+    ties = [config for config in usable if _overlap(usable[config], usable[best])]
+    winner = min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
+    baseline = (
+        _of(groups[base], scores[base], timed=timed, goal=goal, reason="what you run today") if scores[base] else None
+    )
+    if not scores[base]:
+        reason = "the baseline failed on fresh seeds, so there is no speed-up to give"
+        return _of(groups[winner], usable[winner], timed=timed, goal=goal, reason=reason), None
+    return _verdict(groups, scores, winner, base, timed=timed, goal=goal), baseline
+
+
+def _verdict(
+    groups: dict[Config, list[Trial]],
+    scores: dict[Config, list[float]],
+    winner: Config,
+    base: Config | None,
+    *,
+    timed: bool,
+    goal: Goal,
+) -> Recommendation:
+    assert base is not None  # noqa: S101 - the caller has its runs
+    seeds = len(groups[winner])
+    found = _of(groups[winner], scores[winner], timed=timed, goal=goal, reason="")
+    if not timed:
+        better = statistics.median(scores[winner]) < min(scores[base])
+        reason = f"best median over {seeds} fresh seeds" if better else "the baseline does as well on fresh seeds"
+        chosen = found if better else _of(groups[base], scores[base], timed=timed, goal=goal, reason="")
+        return chosen.model_copy(update={"reason": reason})
+    speedup = ratio_interval(scores[base], scores[winner])
+    at_least = any(trial.time_to_target_seconds is None for trial in groups[base])
+    times = f"{'at least ' if at_least else ''}{speedup.median:.2f} times as fast as the baseline"
+    interval = f"{CONFIDENCE:.0%} interval {speedup.low:.2f} to {speedup.high:.2f} over {seeds} fresh seeds each"
+    if speedup.low <= 1:
+        reason = f"no better than your baseline beyond noise: the best contender was {times} ({interval})"
+        return _of(groups[base], scores[base], timed=timed, goal=goal, reason=reason)
+    reason = f"reaches the target {times} ({interval})"
+    return found.model_copy(update={"speedup_over_baseline": speedup, "reason": reason})
+
+
+def _confirmed(group: Sequence[Trial], *, timed: bool, goal: Goal) -> list[float]:
+    """Scores of one configuration's runs; a run that missed the target counts with the time it was given.
+
+    For the baseline that makes the speed-up a lower bound; a contender that misses is worth less than it seems.
+    """
+    values = [score(trial, timed=timed, goal=goal) for trial in group]
+    if timed:
+        values = [
+            trial.training_seconds if value is None else value for trial, value in zip(group, values, strict=True)
+        ]
+    return [value for value in values if value is not None]
+
+
+def _overlap(left: Sequence[float], right: Sequence[float]) -> bool:
+    """Whether two configurations tie: one's interval of the ratio of medians includes 1, or they are 2 % apart."""
+    if any(value <= 0 for value in (*left, *right)):
+        return statistics.median(left) <= max(right)
+    ratio = ratio_interval(left, right)
+    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1) < 0.02  # noqa: PLR2004
+
+
+def _unconfirmed(trials: Sequence[Trial], *, timed: bool, goal: Goal) -> Recommendation | None:
+    """The best single run of search or baseline, said to be just that."""
+    runs = [trial for trial in trials if trial.role != "confirm" and score(trial, timed=timed, goal=goal) is not None]
+    if not runs:
+        return None
+    best = min(runs, key=lambda trial: score(trial, timed=timed, goal=goal) or 0.0)
+    reason = f"best of {len(runs)} single runs, not confirmed on fresh seeds"
+    value = score(best, timed=timed, goal=goal)
+    return _of([best], [value] if value is not None else [], timed=timed, goal=goal, reason=reason)
+
+
+def _of(group: Sequence[Trial], values: Sequence[float], *, timed: bool, goal: Goal, reason: str) -> Recommendation:
+    first = group[0]
+    interval = median_interval(values) if values else None
+    if interval is not None and not timed and goal == "maximize":
+        interval = Interval(median=-interval.median, low=-interval.high, high=-interval.low)
+    return Recommendation(
+        micro_batch_size=first.micro_batch_size or first.batch_size,
+        gradient_accumulation_steps=first.gradient_accumulation_steps or 1,
+        global_batch_size=first.batch_size,
+        learning_rate=first.learning_rate,
+        precision=first.precision,
+        time_to_target_seconds=interval if timed else None,
+        value=None if timed else interval,
+        reason=reason,
+    )

@@ -1,0 +1,216 @@
+"""`batchtune tune` as a function: run folder, probe, study, and the document at every moment in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from batchtune.config import Config
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
+from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.progress import Forwarder, Observer
+from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
+from batchtune.run_folder import ROOT, RunFolder
+from batchtune.task.spec import file_hash
+from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.prior import candidate_batch_sizes
+from batchtune.tune.recommend import recommend
+from batchtune.tune.study import Plan, TuneStudy, open_storage
+
+MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
+_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
+
+
+def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = ROOT) -> Result:
+    """Runs or resumes the study of a configuration.
+
+    Raises:
+        BatchtuneError: with what was measured until then in `result`.
+    """
+    tuning = _Tuning(config, observer, root)
+    folder = tuning.folder
+    folder.open(fresh=fresh)
+    try:
+        folder.check_identity(_identity(config))
+        folder.write("config.yaml", config.to_yaml())
+        return _run(tuning)
+    finally:
+        folder.close()
+
+
+def _run(tuning: _Tuning) -> Result:
+    try:
+        tuning.run()
+    except KeyboardInterrupt:
+        where = tuning.folder.path
+        interrupted = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
+        interrupted.result = tuning.save("interrupted", interrupted)
+        raise interrupted from None
+    except BatchtuneError as error:
+        error.result = tuning.save("failed", error)
+        raise
+    return tuning.save("complete")
+
+
+def check(config: Config, observer: Observer) -> dict[str, Any]:
+    """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
+    with Worker(_settings(config), observer.printed) as worker:
+        return worker.start()
+
+
+def _settings(config: Config) -> WorkerSettings:
+    precision = [config.precision] if isinstance(config.precision, str) else config.precision
+    return WorkerSettings(
+        task=config.task,
+        device=config.device,
+        purpose="tune",
+        memory_limit=config.memory.limit,
+        margin=config.memory.margin,
+        precision=tuple(precision),
+    )
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """What must not change under a study: the task and every key that gives a measurement its meaning."""
+    flat: dict[str, Any] = {"task": config.task, "the task's code": file_hash(config.task)}
+    for key, value in config.model_dump(mode="json").items():
+        if key == "budget":
+            flat["budget.run"] = value["run"]
+        elif key not in _FREE_TO_CHANGE:
+            sections = value if isinstance(value, dict) else {"": value}
+            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
+    return flat
+
+
+class _Recorder(Forwarder):
+    """Keeps attempts and results in the run folder as they come, and hands everything on."""
+
+    def __init__(self, tuning: _Tuning, behind: Observer) -> None:
+        super().__init__(behind)
+        self._tuning = tuning
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._tuning.keep(attempt)
+        super().attempted(attempt)
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        self._tuning.save("interrupted")
+        super().trial_ended(trial, done=done, seconds_left=seconds_left)
+
+
+class _Tuning:
+    """One run of `tune`: what is known so far, and the steps that find out more."""
+
+    def __init__(self, config: Config, observer: Observer, root: Path) -> None:
+        self._config = config
+        self._observer = _Recorder(self, observer)
+        self.folder = RunFolder(config.name, root)
+        self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
+        self._facts: dict[str, Any] = {}
+        self._probe: Probe | None = None
+        self._probed: ProbeResult | None = None
+        self._precision = ""
+        self._study: TuneStudy | None = None
+
+    def run(self) -> None:
+        """Probe, then study."""
+        settings = _settings(self._config)
+        known = [entry for entry in self.folder.attempts() if entry.get("memory_limit_bytes")]
+        if known and settings.memory_limit is None:  # what fitted before fitted within that limit
+            settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
+        with Worker(settings, self._observer.printed) as worker:
+            self._facts = worker.start()
+            precisions = [name for name, _ in self._facts["precision"]]
+            self._precision = precisions[0]
+            for name, reason in self._facts["precision"]:
+                self._observer.note(f"precision {name}: {reason}")
+            self._probed = self._earlier_probe() or self._run_probe(worker, known)
+            plan = self._plan(self._probed, precisions)
+            storage = open_storage(self._config.storage, self.folder.path)
+            self._study = TuneStudy(plan, worker, storage, self._observer)
+            self._study.run()
+        if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
+            raise NothingFitsError("no trial was usable; see the messages of the trials")
+
+    def keep(self, attempt: Attempt) -> None:
+        """Adds an attempt to the run folder."""
+        about = {"precision": self._precision, "memory_limit_bytes": self._facts.get("memory_limit_bytes")}
+        self.folder.append_attempt(attempt, **about)
+
+    def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
+        """Writes `result.json` as things stand; a start that failed early leaves that of an earlier one alone."""
+        result = self._document(status, error)
+        if self._study is not None or not self._earlier_trials():
+            self.folder.write_result(result)
+        return result
+
+    def _earlier_trials(self) -> bool:
+        file = self.folder.path / "result.json"
+        return file.exists() and bool(load_result(file).trials)
+
+    def _earlier_probe(self) -> ProbeResult | None:
+        if not (self.folder.path / "result.json").exists():
+            return None
+        earlier = load_result(self.folder.path).probe
+        return earlier if earlier and earlier.verified_in_fresh_process and earlier.throughput else None
+
+    def _run_probe(self, worker: Worker, known: list[dict[str, Any]]) -> ProbeResult:
+        sizes = self._config.batch_size
+        options = ProbeOptions(
+            minimum=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
+            maximum=None if sizes.max == "auto" else sizes.max,
+            multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
+            max_step_seconds=self._config.budget.run / MIN_STEPS,
+        )
+        attempts = [
+            Attempt.model_validate(entry)
+            for entry in known
+            if entry.get("precision") == self._precision and entry.get("purpose") == "search"
+        ]
+        self._probe = Probe(worker, options, self._precision, self._observer, attempts)
+        return self._probe.run()
+
+    def _plan(self, probe: ProbeResult, precisions: list[str]) -> Plan:
+        sizes, base = self._config.batch_size, self._config.baseline.batch_size
+        data_size = self._facts["train_size"]
+        if data_size is not None and base > data_size:
+            raise UsageError(f"baseline.batch_size {base} is more than the {data_size} samples of train_dataset")
+        candidates = candidate_batch_sizes(
+            probe,
+            minimum=sizes.min,
+            maximum=None if sizes.max == "auto" else sizes.max,
+            baseline=base,
+            multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
+            data_size=data_size,
+        )
+        self._observer.note(f"batch sizes {', '.join(map(str, candidates.batch_sizes))}: {candidates.reason}")
+        return Plan(
+            config=self._config,
+            probe=probe,
+            candidates=candidates,
+            precisions=precisions,
+            optimizer=self._facts["optimizer"],
+        )
+
+    def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
+        study, probe = self._study, self._probe
+        trials = study.records() if study else []
+        recommendation = baseline = None
+        if study is not None:
+            goal = self._config.objective.goal
+            recommendation, baseline = recommend(trials, timed=study.timed, goal=goal)
+        return Result(
+            kind="tune",
+            status=status,
+            name=self._config.name,
+            environment=Environment.model_validate(self._facts["environment"]) if self._facts else None,
+            task=self._task,
+            warnings=probe.warnings() if probe else [],
+            error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
+            probe=self._probed or (probe.result() if probe else None),
+            target=study.target if study else None,
+            trials=trials,
+            recommendation=recommendation,
+            baseline=baseline,
+        )

@@ -1,0 +1,149 @@
+"""The response surface: what a few runs, finished or cut short, say about the time to target everywhere else.
+
+log T(B, x) = log T_0 + log(1 + B_sat / B) + log(1 + B / B_crit) + kappa * (x - x_best(B))^2, where x is log10 of
+the learning rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and
+x_best(B) = x_0 - q * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al.
+2018, E = E_min * (1 + B / B_crit); q = 1 is their rule for SGD, q = 1/2 the one for Adam, and the data decide. Above
+the best learning rate the curve is steeper by a factor of its own: there lies divergence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+PARTICLES = 2048
+_TEMPERATURES = 10
+_MOVES = 3
+_NOISE = 0.15  # of log T between seeds, and what the form of the surface cannot express
+_OUTLIER_SCALE = 4.0  # degrees of freedom of the Student t that keeps one odd run from bending the surface
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run as the surface sees it.
+
+    Attributes:
+        batch_size: global batch size.
+        learning_rate: its learning rate.
+        seconds: time to target; where `censored`, a time by which it had not been reached.
+        censored: the run was stopped before its target.
+    """
+
+    batch_size: int
+    learning_rate: float
+    seconds: float
+    censored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is believed before the first run.
+
+    Attributes:
+        saturation_batch_size: B_sat, at which a step's fixed time equals that of its samples.
+        saturation_spread: standard deviation of its natural logarithm; small where it was measured.
+        anchor_batch_size: batch size at which the learning rate is best known.
+        anchor_learning_rate: the learning rate believed best there.
+        spread: standard deviation of that belief, in decades.
+        critical_batch_size: B_crit, the middle of a belief two octaves wide.
+    """
+
+    saturation_batch_size: float
+    saturation_spread: float
+    anchor_batch_size: int
+    anchor_learning_rate: float
+    spread: float = 0.7
+    critical_batch_size: float = 256.0
+
+
+# the parameters of the surface, one column each
+_LOG_T, _LOG_SATURATION, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_KAPPA, _LOG_STEEPER = range(7)
+
+
+class Surface:
+    """The posterior over surfaces, as a cloud of particles moved there by tempered Monte Carlo (Del Moral 2006).
+
+    Args:
+        prior: the belief before the runs.
+        runs: what was measured; at least one.
+        seed: makes the cloud reproducible.
+    """
+
+    def __init__(self, prior: Prior, runs: Sequence[Run], seed: int) -> None:
+        self._prior = prior
+        self._batch = np.array([run.batch_size for run in runs], dtype=float)
+        self._x = np.log10(np.array([run.learning_rate for run in runs], dtype=float))
+        self._y = np.log(np.maximum(np.array([run.seconds for run in runs], dtype=float), 1e-9))
+        self._censored = np.array([run.censored for run in runs], dtype=bool)
+        self._mean, self._spread = self._belief()
+        self.particles = self._sample(np.random.default_rng(seed))
+
+    def predict(self, batch_sizes: Array, log10_rates: Array, particles: Array | None = None) -> Array:
+        """Gives log T at points (shape [n]) for every particle (shape [p, 7]); shape [p, n]."""
+        theta = self.particles if particles is None else particles
+        column = [theta[:, index][:, None] for index in range(theta.shape[1])]
+        prior, batch = self._prior, batch_sizes[None, :]
+        critical = np.exp(column[_LOG_CRITICAL])
+        speed = np.log1p(np.exp(column[_LOG_SATURATION]) / batch)
+        shift = np.log10(1 + critical / batch) - np.log10(1 + critical / prior.anchor_batch_size)
+        off = log10_rates[None, :] - (column[_BEST] - column[_EXPONENT] * shift)
+        steeper = np.where(off > 0, np.exp(column[_LOG_STEEPER]), 1.0)
+        penalty = np.exp(column[_LOG_KAPPA]) * steeper * off**2
+        return np.asarray(column[_LOG_T] + speed + np.log1p(batch / critical) + penalty)
+
+    def expected_improvement(self, batch_sizes: Array, log10_rates: Array, best_log_seconds: float) -> Array:
+        """Mean over the cloud of how much lower log T is than the best so far, 0 where it is not; shape [n]."""
+        gain = best_log_seconds - self.predict(batch_sizes, log10_rates)
+        return np.asarray(np.maximum(gain, 0).mean(axis=0))
+
+    def _belief(self) -> tuple[Array, Array]:
+        prior, first = self._prior, int(np.argmin(self._censored))
+        size = self._batch[first]
+        slow, large = math.log1p(prior.saturation_batch_size / size), math.log1p(size / prior.critical_batch_size)
+        mean = [
+            self._y[first] - slow - large - 0.3,  # the first run was hardly the best
+            math.log(prior.saturation_batch_size),
+            math.log(prior.critical_batch_size),
+            math.log10(prior.anchor_learning_rate),
+            0.6,  # between Adam's 1/2 and SGD's 1; the median exponent over MLPerf's convergence points is 0.43
+            math.log(1.4),  # a factor of 2 in time at 0.7 decades
+            math.log(2.0),
+        ]
+        return np.array(mean), np.array([0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.7, 0.5])
+
+    def _log_prior(self, theta: Array) -> Array:
+        return np.asarray(-0.5 * (((theta - self._mean) / self._spread) ** 2).sum(axis=1))
+
+    def _log_likelihood(self, theta: Array) -> Array:
+        off = (self._y - self.predict(self._batch, self._x, theta)) / _NOISE
+        seen = -0.5 * (_OUTLIER_SCALE + 1) * np.log1p(off**2 / _OUTLIER_SCALE)
+        # a censored run only says that log T lies above: smooth step, linear far below
+        cut = -np.logaddexp(0.0, 1.7 * off)
+        return np.asarray(np.where(self._censored[None, :], cut, seen).sum(axis=1))
+
+    def _sample(self, random: np.random.Generator) -> Array:
+        theta = self._mean + self._spread * random.standard_normal((PARTICLES, self._mean.size))
+        likelihood = self._log_likelihood(theta)
+        steps = np.linspace(0, 1, _TEMPERATURES + 1) ** 2
+        for before, now in itertools.pairwise(steps):
+            weights = np.exp((now - before) * (likelihood - likelihood.max()))
+            chosen = random.choice(PARTICLES, size=PARTICLES, p=weights / weights.sum())
+            theta, likelihood = theta[chosen], likelihood[chosen]
+            for move in range(_MOVES):
+                scale = 2.38 / math.sqrt(theta.shape[1]) / 2**move
+                covariance = np.cov(theta, rowvar=False) + 1e-9 * np.eye(theta.shape[1])
+                jump = random.standard_normal(theta.shape) @ np.linalg.cholesky(covariance).T
+                moved = theta + scale * jump
+                moved_likelihood = self._log_likelihood(moved)
+                log_ratio = now * (moved_likelihood - likelihood) + self._log_prior(moved) - self._log_prior(theta)
+                accept = np.log(random.random(PARTICLES)) < log_ratio
+                theta = np.where(accept[:, None], moved, theta)
+                likelihood = np.where(accept, moved_likelihood, likelihood)
+        return theta

@@ -1,0 +1,75 @@
+"""Running one trial on a worker: a configuration goes in, its curve and outcome come out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from batchtune.errors import UserCodeError
+from batchtune.results import CurvePoint
+from batchtune.train.worker import Worker, WorkerLost
+
+Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"]
+_SILENCE_SECONDS = 600.0  # between two evaluations; a run that says nothing for longer hangs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec:
+    """One configuration, and until when it may train; the fields of `batchtune.train.loop.RunSpec`."""
+
+    micro_batch_size: int
+    accumulation_steps: int
+    learning_rate: float
+    precision: str
+    seed: int
+    metric: str
+    goal: Literal["minimize", "maximize"]
+    target: float | None
+    limit_seconds: float
+    evaluate_every: float | None
+    evaluation_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """What one trial came to. `wall_seconds` counts everything, evaluation included."""
+
+    outcome: Outcome
+    curve: list[CurvePoint]
+    wall_seconds: float
+    message: str | None = None
+
+    @property
+    def training_seconds(self) -> float:
+        """Training time used."""
+        return self.curve[-1].seconds if self.curve else 0.0
+
+
+def run_trial(
+    worker: Worker, spec: TrialSpec, on_point: Callable[[CurvePoint], bool], *, tolerant: bool = False
+) -> TrialRun:
+    """Trains one configuration; `on_point` is told of each evaluation and answers whether to go on.
+
+    A child that dies or runs out of memory is an outcome of the trial, not an error of the study; where `tolerant`, so
+    is an exception of the user's code.
+    """
+    curve: list[CurvePoint] = []
+    started = time.perf_counter()
+
+    def on_event(event: dict[str, Any]) -> bool:
+        curve.append(CurvePoint.model_validate(event))
+        return on_point(curve[-1])
+
+    timeout = max(_SILENCE_SECONDS, 2 * spec.limit_seconds)
+    message: str | None = None
+    try:
+        outcome = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))["outcome"]
+    except WorkerLost as lost:
+        outcome, message = lost.outcome, str(lost)
+    except UserCodeError as error:
+        if not tolerant:
+            raise
+        outcome, message = "user_error", str(error)
+    return TrialRun(outcome, curve, time.perf_counter() - started, message)
