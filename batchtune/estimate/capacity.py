@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 
 from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
-from batchtune.estimate.events import Birth, Trace
+from batchtune.estimate.events import Birth, Trace, Work
 from batchtune.estimate.fit import Step, peak_allocated_bytes, replay
 
 LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
@@ -95,11 +96,14 @@ class TracedStep:
 
     def sizes(self, batch_size: int) -> list[int]:
         trace = self._nearest(batch_size)
-        grows = ("activations", "temporaries")
         return [
-            -(-birth.size_bytes * batch_size // trace.batch_size) if birth.category in grows else birth.size_bytes
+            -(-birth.size_bytes * batch_size // trace.batch_size) if _grows(birth) else birth.size_bytes
             for birth in trace.births
         ]
+
+    def work(self, batch_size: int) -> Work:
+        trace = self._nearest(batch_size)
+        return Work(*(value * batch_size / trace.batch_size for value in astuple(trace.work)))
 
     def _nearest(self, batch_size: int) -> Trace:
         steps = math.floor(math.log2(batch_size) * _STEPS_PER_DOUBLING + 1e-9)
@@ -108,3 +112,8 @@ class TracedStep:
         if size not in self._traces:
             self._traces[size] = self._trace_at(size)
         return self._traces[size]
+
+
+def _grows(birth: Birth) -> bool:
+    of_the_batch = birth.category in ("activations", "temporaries")
+    return of_the_batch and birth.moment.startswith(("forward", "backward"))

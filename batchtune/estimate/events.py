@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
@@ -32,6 +32,21 @@ class Birth:
 
 
 @dataclass
+class Work:
+    """What a step asks of a GPU, for a roofline.
+
+    Attributes:
+        flops: floating-point operations of matrix multiplications, convolutions and attention.
+        matmul_bytes: bytes that those operators read and write.
+        other_bytes: bytes that all other operators read and write; their arithmetic is hidden behind that.
+    """
+
+    flops: float = 0.0
+    matmul_bytes: float = 0.0
+    other_bytes: float = 0.0
+
+
+@dataclass
 class Trace:
     """Births and deaths in order.
 
@@ -40,12 +55,16 @@ class Trace:
         events: `number + 1` where storage `number` is born, `-(number + 1)` where it dies.
         births: the storages by number.
         notes: what the recorder had to assume, in words.
+        ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
+        work: what the last optimizer step computes and moves.
     """
 
     batch_size: int
     events: list[int] = field(default_factory=list)
     births: list[Birth] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ops: set[str] = field(default_factory=set)
+    work: Work = field(default_factory=Work)
 
 
 def normalized(trace: Trace) -> Trace:
@@ -98,4 +117,4 @@ def _renumbered(trace: Trace, events: list[int]) -> Trace:
     number = {event: place for place, event in enumerate(event for event in events if event > 0)}
     births = [trace.births[event - 1] for event in number]
     renamed = [number[event] + 1 if event > 0 else -(number[-event] + 1) for event in events]
-    return Trace(trace.batch_size, renamed, births, trace.notes)
+    return replace(trace, events=renamed, births=births)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchtune.estimate.allocator import ROUNDING_BYTES, CachingAllocator
-from batchtune.estimate.events import SCRATCH, Birth, Trace
+from batchtune.estimate.events import SCRATCH, Birth, Trace, Work
 
 BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
 QUADRATIC_BATCH_SIZE = 13
@@ -31,6 +31,9 @@ class Step(Protocol):
     def births(self, batch_size: int) -> list[Birth]:
         """What every storage is, by number; sizes in it are those of some traced batch size."""
 
+    def work(self, batch_size: int) -> Work:
+        """What one optimizer step computes and moves."""
+
 
 @dataclass(frozen=True)
 class FittedStep:
@@ -40,17 +43,23 @@ class FittedStep:
         trace: one of the traces, for its events and what they are.
         coefficients: (storages, 3) int64, twice the constant, linear and quadratic coefficient of each size.
         degree: 1 or 2, the highest that a size needed.
+        work_coefficients: (3, 3) float64, constant, linear and quadratic coefficient of each field of `Work`.
     """
 
     trace: Trace
     coefficients: NDArray[np.int64]
     degree: int
+    work_coefficients: NDArray[np.float64]
 
     def events(self, batch_size: int) -> list[int]:  # noqa: ARG002 - the same at every size
         return self.trace.events
 
     def births(self, batch_size: int) -> list[Birth]:  # noqa: ARG002
         return self.trace.births
+
+    def work(self, batch_size: int) -> Work:
+        powers = np.array([1, batch_size, batch_size**2], dtype=np.float64)
+        return Work(*(self.work_coefficients @ powers).tolist())
 
     def sizes(self, batch_size: int) -> list[int]:
         powers = np.array([1, batch_size, batch_size**2], dtype=np.int64)
@@ -97,7 +106,8 @@ def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
     if wrong.any():
         at = births[int(wrong.any(axis=0).argmax())]
         return Misaligned(f"the size of {at.op} in {at.module or at.moment} is no polynomial of the batch size")
-    return FittedStep(traces[0], whole, degree)
+    works = np.array([astuple(traces[i].work) for i in through], dtype=np.float64)
+    return FittedStep(traces[0], whole, degree, _coefficients([batch_sizes[i] for i in through], works))
 
 
 def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
@@ -113,9 +123,9 @@ def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
     return None
 
 
-def _coefficients(batch_sizes: Sequence[int], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(storages, 3) coefficients of the polynomials through two or three points, by divided differences."""
-    x, y = batch_sizes, sizes.astype(np.float64)
+def _coefficients(batch_sizes: Sequence[int], values: NDArray[Any]) -> NDArray[np.float64]:
+    """(columns, 3) coefficients of the polynomials through two or three points, by divided differences."""
+    x, y = batch_sizes, values.astype(np.float64)
     first = (y[1] - y[0]) / (x[1] - x[0])
     second = np.zeros_like(first)
     if len(x) > _QUADRATIC:

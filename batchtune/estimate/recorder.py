@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,7 +36,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.trace, self._device_type = trace, device_type
         self.moment = "build"
-        self._step = ""
         self._live: dict[int, tuple[int, Any]] = {}
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._modules: list[nn.Module] = []
@@ -57,6 +57,8 @@ class Recorder(TorchDispatchMode):
     def naming(self, model: nn.Module) -> Iterator[None]:
         """Notes for each storage in which module's forward it was born."""
         self._paths = {id(module): path for path, module in model.named_modules()}
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self.trace.ops.add("nn.RNNBase")
         hooks = nn.modules.module
         entering = hooks.register_module_forward_pre_hook(lambda module, _: self._modules.append(module))
         leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
@@ -90,11 +92,28 @@ class Recorder(TorchDispatchMode):
             if tensor.device.type == self._device_type:
                 self._see(tensor, func, args, in_backward=in_backward)
         self._keep_values(outputs, func, args, kwargs)
+        self._count(func, args, kwargs, out, outputs)
         scratch = scratch_bytes(func, args, kwargs, out) if self._device_type == "cuda" else 0
         if scratch:
             number = self._born(scratch, SCRATCH + str(func), in_backward=in_backward)
             self.trace.events.append(-(number + 1))
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
+        """Adds an operator of the device to what the step computes and moves."""
+        if not any(each.device.type == self._device_type for each in outputs):
+            return
+        self.trace.ops.add(str(func))
+        work, formula = self.trace.work, flop_registry.get(func.overloadpacket)
+        if formula is None and func.is_view:
+            return
+        inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
+        moved = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+        if formula is None:
+            work.other_bytes += moved
+        else:
+            work.flops += formula(*args, **kwargs, out_val=out)
+            work.matmul_bytes += moved
 
     def _see(self, tensor: Tensor, func: Any, args: Any, *, in_backward: bool) -> None:
         try:
@@ -114,7 +133,9 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, size: int, op: str, *, in_backward: bool) -> int:
         module = self._modules[-1] if self._modules else None
-        path = "" if module is None else self._paths.get(id(module), type(module).__name__)
+        path = "compute_loss" if self.moment.startswith("forward") and not in_backward else ""
+        if module is not None:
+            path = self._paths.get(id(module)) or type(module).__name__
         moment = "backward" if in_backward and self.moment.startswith("forward") else self.moment
         self.trace.births.append(Birth(size, op, path, moment))
         self.trace.events.append(len(self.trace.births))

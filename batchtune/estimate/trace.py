@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from batchtune.errors import BatchtuneError
-from batchtune.estimate.events import Trace, normalized
+from batchtune.estimate.events import Trace, Work, normalized
 from batchtune.estimate.fake_cuda import fake_cuda
 from batchtune.estimate.places import place_of_error
 from batchtune.estimate.recorder import Recorder
 from batchtune.task.contract import Task, tensor_bytes
+from batchtune.task.load import load_task
 from batchtune.train.step import Trainer
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
@@ -26,6 +27,31 @@ _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_
 
 class CannotTraceError(BatchtuneError):
     """The user's step does something that needs data; the message names its line."""
+
+
+class Tracer:
+    """Traces one task at one precision at any batch size, keeping what all traces had in common.
+
+    Attributes:
+        notes: what the traces had to assume.
+        ops: the operators of the step.
+    """
+
+    def __init__(self, spec: str, precision: str, accumulation_steps: int = 1) -> None:
+        self.notes: list[str] = []
+        self.ops: set[str] = set()
+        self._precision, self._accumulation_steps = precision, accumulation_steps
+        with compilation_ignored(self.notes):
+            self._task = load_task(spec)
+        self._task.require("probe")
+
+    def trace(self, batch_size: int) -> Trace:
+        """The step at one micro-batch size; see `trace_step`."""
+        with compilation_ignored(self.notes):
+            trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps)
+        self.ops |= trace.ops
+        self.notes += [note for note in trace.notes if note not in self.notes]
+        return trace
 
 
 def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: int = 1) -> Trace:
@@ -59,6 +85,7 @@ def _record(task: Task, batch: Any, batch_size: int, precision: str, micro_batch
         roles.built(trainer)
         with recorder.naming(trainer.model):
             for step in range(_STEPS):
+                trace.work = Work()
                 for _ in range(micro_batches):
                     recorder.moment = f"forward {step + 1}"
                     trainer.forward_backward(batch, micro_batches)
@@ -120,25 +147,10 @@ class Roles:
 
 def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode) -> Any:
     """The worst batch: made for real and then emptied of data where it is small, else made of fake tensors."""
-    if _real_bytes(task, mode) * batch_size > _REAL_BATCH_BYTES:
-        return task.worst_batch(batch_size)
-    with _without(mode):
-        batch = task.worst_batch(batch_size)
-    return tree_map_only(Tensor, mode.from_tensor, batch)
-
-
-def _real_bytes(task: Task, mode: FakeTensorMode) -> int:
-    with _without(mode):
-        return tensor_bytes(task.worst_batch(1))
-
-
-@contextlib.contextmanager
-def _without(mode: FakeTensorMode) -> Iterator[None]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    del mode
     with unset_fake_temporarily():  # type: ignore[no-untyped-call]
-        yield
+        small = tensor_bytes(task.worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
+        batch = task.worst_batch(batch_size) if small else None
+    return tree_map_only(Tensor, mode.from_tensor, batch) if small else task.worst_batch(batch_size)
 
 
 @contextlib.contextmanager
