@@ -6,6 +6,7 @@ code is imported, so that nothing it prints, reads or closes can disturb them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -97,6 +98,12 @@ class Child:
             self._memory.enforce(limit)
         return facts
 
+    def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
+        module, _, name = function.partition(":")
+        found: dict[str, Any] = getattr(importlib.import_module(module), name)(**arguments)
+        return found
+
     def attempt(self, **arguments: Any) -> dict[str, Any]:
         """One attempt; see `batchtune.train.attempt.attempt`."""
         from batchtune.train.attempt import attempt
@@ -172,7 +179,7 @@ def main() -> None:
     channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     child = Child(channel)
-    methods = {name: getattr(child, name) for name in ("describe", "open", "attempt", "time_steps", "train")}
+    methods = {name: getattr(child, name) for name in ("describe", "open", "apply", "attempt", "time_steps", "train")}
     while True:
         command = channel.receive()
         channel.send(**run_command(methods[command.pop("command")], command))
