@@ -223,6 +223,43 @@ def probe(
 
 
 @app.command()
+def estimate(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", metavar="NAME", help="A GPU, e.g. A100-80GB; repeatable; default: all.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", envvar="BATCHTUNE_MEMORY_LIMIT", help="Bytes that may be reserved, e.g. 24GiB."),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    json_: JsonOption = False,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Calculate which batch fits on which GPU, with no GPU at hand.
+
+    Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
+    """
+    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+        import batchtune
+
+        with session.observer() as observer:
+            result = batchtune.estimate(
+                task,
+                gpus=gpu or "all",
+                precision=precision.value,
+                memory_limit=memory_limit,
+                accumulation_steps=accumulation,
+                observer=observer,
+            )
+        session.deliver(result)
+
+
+@app.command()
 def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from batchtune.report.export import snippet
 from batchtune.report.units import duration, number, share, size
-from batchtune.results import Attempt, Interval, ProbeResult, Recommendation, Result, Trial
+from batchtune.results import Attempt, Estimate, Interval, ProbeResult, Recommendation, Result, Trial
 
 _COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 _MAX_TRIALS = 12
@@ -42,6 +42,10 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         yield from _probe(probe, details=result.kind == "probe")
     if result.trials:
         yield _trials(result)
+    if result.estimates:
+        yield _estimates(result.estimates)
+        notes = {note: None for estimate in result.estimates for note in estimate.notes}
+        yield from (Text(f"note: {note}", style="dim") for note in notes)
     if result.recommendation is not None:
         yield Text("\npaste", style="bold")
         yield Text(snippet(result), style="cyan")
@@ -174,6 +178,23 @@ def _throughput(probe: ProbeResult) -> Table:
         table.add_column(name, justify="left" if name == " " else "right")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
+    return table
+
+
+def _estimates(estimates: list[Estimate]) -> Table:
+    """Largest batches by calculation, and how sure each is; nothing here was measured."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="estimated, not measured", title_justify="left")
+    for name in ("GPU", "memory", "precision", "largest batch", "safe", "samples/s", "sure"):
+        table.add_column(name, justify="left" if name in {"GPU", "precision", "sure"} else "right", no_wrap=True)
+    for each in sorted(estimates, key=lambda estimate: (estimate.memory_bytes, estimate.gpu)):
+        table.add_row(
+            each.gpu,
+            size(each.memory_bytes),
+            each.precision,
+            *("-" if most is None else f"{most:,}" for most in (each.max_batch_size, each.safe_max_batch_size)),
+            number(each.samples_per_second),
+            (each.confidence or "-").partition(" ")[0],
+        )
     return table
 
 
