@@ -60,12 +60,8 @@ class Child:
 
     def describe(self, *, device: str) -> dict[str, Any]:
         """The machine, without a task: what `batchtune env` shows."""
-        from batchtune.device.memory import open_device
-        from batchtune.device.telemetry import Sensors
-
-        memory = open_device(device)
-        sensors = Sensors(memory.device)
-        return {"environment": environment(memory, sensors), "sensors": sensors.read()}
+        memory, sensors, seen = _open(device)
+        return {"environment": environment(memory, sensors, seen), "sensors": sensors.read()}
 
     def open(
         self, *, task: str, device: str, purpose: str, memory_limit: int | None, margin: float, precision: list[str]
@@ -74,12 +70,10 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
-        from batchtune.device.memory import open_device
-        from batchtune.device.telemetry import Sensors
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
-        self._memory = open_device(device)
+        self._memory, sensors, seen = _open(device)
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
@@ -87,9 +81,11 @@ class Child:
         self._task.require(purpose)
         facts = {
             "device": str(self._memory.device),
-            "environment": environment(self._memory, Sensors(self._memory.device)),
+            "environment": environment(self._memory, sensors, seen),
+            "nvml_uuid": sensors.uuid(),
             "precision": chosen,
             "train_size": self._task.train_size(),
+            "has_train_dataset": self._task.has("train_dataset"),
             "memory_limit_bytes": limit,
             "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         }
@@ -125,15 +121,27 @@ class Child:
             return {"outcome": end.value}
 
 
-def environment(memory: Any, sensors: Any) -> dict[str, Any]:
+def _open(name: str) -> tuple[Any, Any, Any]:
+    """The device's memory, its sensors, and who held memory of it before this process had a context there."""
+    from batchtune.device.memory import find_device, open_device
+    from batchtune.device.telemetry import Sensors
+
+    sensors = Sensors(find_device(name))
+    seen = sensors.sharing()
+    return open_device(name), sensors, seen
+
+
+def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
     """Versions and device, as the result document has them."""
     import torch
 
-    name, total, _ = memory.describe()
+    name, total, free = memory.describe()
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {
         "device": name,
         "device_memory_bytes": total,
+        "device_memory_free_bytes": seen.free_bytes if seen else free,
+        "other_processes": [process.model_dump() for process in seen.processes] if seen else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "driver": sensors.driver(),
