@@ -101,8 +101,8 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.attempt.time_steps`."""
-        from batchtune.train.attempt import time_steps
+        """One throughput point; see `batchtune.train.timing.time_steps`."""
+        from batchtune.train.timing import time_steps
 
         return time_steps(self._task, self._memory, **arguments).model_dump()
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
+from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import Trainer, require_finite, training_batches
 
@@ -79,6 +80,7 @@ def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoi
     Returns:
         `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
+    forget_compiled()
     memory.release()
     step_seconds = _warm_up(task, memory, spec)
     total_steps = max(1, math.ceil(spec.limit_seconds / step_seconds))
