@@ -106,6 +106,24 @@ class Child:
 
         return time_steps(self._task, self._memory, **arguments).model_dump()
 
+    def count_flops(self, **arguments: Any) -> dict[str, Any]:
+        """FLOPs of a sample; see `batchtune.train.flops`. A CPU's limit is gone afterwards: counting takes memory."""
+        from batchtune.train.flops import flops_per_sample
+
+        self._lift_limit()
+        return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
+
+    def time_loader(self, **arguments: Any) -> dict[str, Any]:
+        """One setting of the loader; see `batchtune.train.loader`. A CPU's limit is gone afterwards."""
+        from batchtune.train.loader import time_loader
+
+        self._lift_limit()
+        return time_loader(self._task, self._memory, **arguments).model_dump()
+
+    def _lift_limit(self) -> None:
+        if hasattr(self._memory, "lift"):
+            self._memory.lift()
+
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
         from batchtune.train.loop import RunSpec, train
@@ -180,7 +198,8 @@ def main() -> None:
     channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     child = Child(channel)
-    methods = {name: getattr(child, name) for name in ("describe", "open", "attempt", "time_steps", "train")}
+    names = ("describe", "open", "attempt", "time_steps", "count_flops", "time_loader", "train")
+    methods = {name: getattr(child, name) for name in names}
     while True:
         command = channel.receive()
         channel.send(**run_command(methods[command.pop("command")], command))

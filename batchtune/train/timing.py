@@ -1,4 +1,4 @@
-"""How fast one batch size trains: timed steps, what the device's sensors say meanwhile, and the arithmetic done."""
+"""How fast one batch size trains: timed steps, and what the device's sensors say meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchtune.device.gpus import peak_flops
 from batchtune.device.memory import DeviceMemory
 from batchtune.device.telemetry import Readings, Sensors
 from batchtune.results import ThroughputPoint
 from batchtune.task.contract import Task
 from batchtune.train.compiled import CompileWatch, forget_compiled, warm_up
-from batchtune.train.flops import count_flops
 from batchtune.train.step import Trainer
 
 
@@ -62,13 +60,8 @@ def time_steps(
     warm_up(step, watch)
     with Sensors(memory.device).sampling() as readings:
         timed = _time(step, watch, seconds, clock)
-    samples = batch_size * accumulation_steps
-    point = _point(batch_size, samples, timed, readings)
-    point["recompiles"] = timed.graphs if watch.used else None
-    flops = count_flops(lambda: trainer.forward_backward(batch))
-    if flops is not None:
-        point |= arithmetic(memory, precision, flops / batch_size, samples / timed.median)
-    return ThroughputPoint.model_validate(point)
+    point = _point(batch_size, batch_size * accumulation_steps, timed, readings)
+    return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
 
 
 def _time(step: Callable[[], float], watch: CompileWatch, seconds: float, clock: Callable[[], float]) -> _Timed:
@@ -91,16 +84,3 @@ def _point(batch_size: int, samples: int, timed: _Timed, readings: Readings) -> 
     if readings.joules is not None:
         point["joules_per_sample"] = readings.joules / (samples * len(timed.times))
     return point | readings.summary()
-
-
-def arithmetic(memory: DeviceMemory, precision: str, flops: float, samples_per_second: float) -> dict[str, float]:
-    """FLOPs of a sample, and which share of the device's peak they are where that peak is known.
-
-    Args:
-        memory: the device.
-        precision: bf16, fp16, fp32 or tf32, each with a peak of its own.
-        flops: floating-point operations of one sample.
-        samples_per_second: how fast they were done.
-    """
-    peak = None if memory.device.type == "cpu" else peak_flops(memory.describe()[0], precision)
-    return {"flops_per_sample": flops} | ({"mfu": flops * samples_per_second / peak} if peak else {})

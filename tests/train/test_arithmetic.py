@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, the share of a device's peak they are, and gradient accumulation."""
+"""Floating-point operations of a step, and gradient accumulation."""
 
 from types import SimpleNamespace
 
@@ -7,25 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from batchtune.device.gpus import peak_flops
 from batchtune.device.memory import Peaks
 from batchtune.task.contract import Task
 from batchtune.train.attempt import attempt
-from batchtune.train.flops import count_flops
-from batchtune.train.timing import arithmetic, time_steps
+from batchtune.train.flops import count_flops, flops_per_sample
+from batchtune.train.timing import time_steps
 
 
 class FakeMemory:
-    """A device of this name, on the CPU; it counts how often a phase was looked at."""
+    """A CPU without a limit."""
 
-    def __init__(self, name="a CPU", kind="cpu"):
-        self.name, self.device, self.looks = name, torch.device(kind), 0
-
-    def describe(self):
-        return self.name, None, None
+    device = torch.device("cpu")
 
     def peaks(self):
-        self.looks += 1
         return Peaks(None, None)
 
     def reset_peaks(self):
@@ -75,21 +69,8 @@ def test_what_cannot_be_counted_is_absent(work):
     assert count_flops(work) is None
 
 
-def test_a_timed_size_has_its_operations_but_no_utilisation_on_a_cpu():
-    point = time_steps(linear_task(), FakeMemory(), batch_size=4, precision="fp32", seconds=0.01)
-    assert point.flops_per_sample == 2 * 2 * 16 * 8
-    assert point.mfu is None
-
-
-def test_utilisation_is_the_share_of_the_peak_at_that_precision():
-    name = "NVIDIA A100-SXM4-80GB"
-    found = arithmetic(FakeMemory(name, "cuda"), "bf16", 1e9, 1000.0)
-    assert found["mfu"] == pytest.approx(1e12 / peak_flops(name, "bf16"))
-    assert found["mfu"] < arithmetic(FakeMemory(name, "cuda"), "fp32", 1e9, 1000.0)["mfu"]
-
-
-def test_a_part_nobody_knows_has_no_utilisation():
-    assert "mfu" not in arithmetic(FakeMemory("NVIDIA X9000", "cuda"), "bf16", 1e9, 1000.0)
+def test_a_sample_of_a_task_costs_what_its_layers_do():
+    assert flops_per_sample(linear_task(), FakeMemory(), batch_size=4, precision="fp32") == 2 * 2 * 16 * 8
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_batch_on():
