@@ -41,6 +41,7 @@ def probe(
     verify_steps: int = 20,
     no_oom: bool = False,
     throughput: bool = True,
+    accumulation: int = 1,
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -60,7 +61,8 @@ def probe(
         timeout: seconds (or "2m") after which a silent attempt counts as hanging.
         verify_steps: optimizer steps of the final check in a fresh process.
         no_oom: never risk an out-of-memory error.
-        throughput: also time steps at several sizes.
+        throughput: also time steps at several sizes, and the data loader against them.
+        accumulation: micro-batches of one optimizer step, as you train.
         observer: told of what happens on the way.
         run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
@@ -83,9 +85,10 @@ def probe(
         silence: Any = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    for name, value, least in (("min", min, 1), ("max", max, 1), ("multiple-of", multiple_of, 1), ("steps", steps, 1)):
-        if value is not None and value < least:
-            raise UsageError(f"--{name} {value}: must be at least {least}")
+    counts = {"min": min, "max": max, "multiple-of": multiple_of, "steps": steps, "accumulation": accumulation}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
     if max is not None and min > max:
         raise UsageError(f"--min {min} is greater than --max {max}; swap them or raise --max")
     if not 0 <= margin < 1 or not 0 <= tolerance < 1:
@@ -109,6 +112,7 @@ def probe(
         verify_steps=verify_steps,
         no_oom=no_oom,
         throughput=throughput,
+        accumulation_steps=accumulation,
     )
     name = Path(os.fspath(task).partition(":")[0]).stem
     folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None

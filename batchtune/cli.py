@@ -186,7 +186,8 @@ def probe(
     timeout: Annotated[str, typer.Option(help="After so long without a sign of life an attempt hangs.")] = "120s",
     verify_steps: Annotated[int, typer.Option(help="Steps of the final check in a fresh process.")] = 20,
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
-    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps.")] = False,
+    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
+    accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
     json_: JsonOption = False,
     output: OutputOption = None,
     quiet: QuietOption = False,
@@ -216,6 +217,7 @@ def probe(
                 verify_steps=verify_steps,
                 no_oom=no_oom,
                 throughput=not no_throughput,
+                accumulation=accumulation,
                 observer=observer,
                 run_folders=_run_folders(),
             )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
 from batchtune.run_folder import ROOT, RunFolder
@@ -221,6 +222,7 @@ class _Tuning:
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
         study, probe = self._study, self._probe
+        environment = Environment.model_validate(self._facts["environment"]) if self._facts else None
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
@@ -230,9 +232,9 @@ class _Tuning:
             kind="tune",
             status=status,
             name=self._config.name,
-            environment=Environment.model_validate(self._facts["environment"]) if self._facts else None,
+            environment=environment,
             task=self._task,
-            warnings=self._warnings(status, trials),
+            warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
             target=study.target if study else None,
