@@ -23,7 +23,6 @@ _VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
 _HOOK_METHODS = 80  # more than at::CUDAHooksInterface has
 _HOOK_OFFSET = 2  # a vtable's two words before its first method: offset to top, type information
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterface's vtable
-_kept_alive: list[Any] = []  # compiled code holds pointers into these until the process ends
 
 
 class _FakeMode(FakeTensorMode):
@@ -86,11 +85,22 @@ def _library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
 
 
-def _answering(value: int) -> int:
-    """The address of a function that returns `value` whatever it is called with."""
-    function = ctypes.CFUNCTYPE(ctypes.c_uint64)(lambda: value)
-    _kept_alive.append(function)
+def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _addresses() -> tuple[int, int]:
+    """Compiled functions that return 0 and 1 whatever they are called with, also while the process shuts down.
+
+    Python callbacks would crash a process whose interpreter is gone when torch's static objects are destroyed.
+    """
+    return _address(ctypes.CDLL(None).sched_yield), _address(ctypes.pythonapi.Py_IsInitialized)
+
+
+def _keep(table: ctypes.Array[Any]) -> int:
+    """The address of a table that is never freed: compiled code holds on to it until the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
+    return ctypes.addressof(table)
 
 
 def _install_guard() -> bool:
@@ -100,12 +110,12 @@ def _install_guard() -> bool:
     )
     if registry[_CUDA]:
         return True
-    methods = (ctypes.c_void_p * _VIRTUAL_METHODS)(*[_answering(0)] * _VIRTUAL_METHODS)
-    stub = (ctypes.c_void_p * 2)(ctypes.addressof(methods), 0)
-    _kept_alive.extend([methods, stub])
-    registry[_CUDA] = ctypes.addressof(stub)
+    zero, _ = _addresses()
+    methods = (ctypes.c_void_p * _VIRTUAL_METHODS)(*[zero] * _VIRTUAL_METHODS)
+    stub = _keep((ctypes.c_void_p * 2)(_keep(methods), 0))
+    registry[_CUDA] = stub
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
-    if registry[_CUDA] == ctypes.addressof(stub):
+    if registry[_CUDA] == stub:
         registry[_CUDA] = None
         return False
     return True
@@ -120,10 +130,8 @@ def _install_hooks() -> bool:
     table = ctypes.c_void_p.from_address(find())
     start = (table.value or 0) - _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
     methods = (ctypes.c_void_p * _HOOK_METHODS)(*(ctypes.c_void_p * _HOOK_METHODS).from_address(start))
-    methods[_HOOK_OFFSET + _IS_BUILT] = _answering(1)
-    methods[_HOOK_OFFSET + _HAS_PRIMARY_CONTEXT] = _answering(0)
-    _kept_alive.append(methods)
-    table.value = ctypes.addressof(methods) + _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
+    methods[_HOOK_OFFSET + _HAS_PRIMARY_CONTEXT], methods[_HOOK_OFFSET + _IS_BUILT] = _addresses()
+    table.value = _keep(methods) + _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     return accelerator is not None and accelerator.type == "cuda"
 

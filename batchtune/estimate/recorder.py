@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,9 +35,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
         super().__init__()
-        self.trace, self._device_type = trace, device_type
+        self.trace, self.device_type = trace, device_type
         self.moment = "build"
         self._live: dict[int, tuple[int, Any]] = {}
+        self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._modules: list[nn.Module] = []
         self._paths: dict[int, str] = {}
@@ -89,11 +91,11 @@ class Recorder(TorchDispatchMode):
         outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
         in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # noqa: SLF001
         for tensor in outputs:
-            if tensor.device.type == self._device_type:
+            if tensor.device.type == self.device_type:
                 self._see(tensor, func, args, in_backward=in_backward)
         self._keep_values(outputs, func, args, kwargs)
         self._count(func, args, kwargs, out, outputs)
-        scratch = scratch_bytes(func, args, kwargs, out) if self._device_type == "cuda" else 0
+        scratch = scratch_bytes(func, args, kwargs, out) if self.device_type == "cuda" else 0
         if scratch:
             number = self._born(scratch, SCRATCH + str(func), in_backward=in_backward)
             self.trace.events.append(-(number + 1))
@@ -101,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         """Adds an operator of the device to what the step computes and moves."""
-        if not any(each.device.type == self._device_type for each in outputs):
+        if not any(each.device.type == self.device_type for each in outputs):
             return
         self.trace.ops.add(str(func))
         work, formula = self.trace.work, flop_registry.get(func.overloadpacket)
@@ -123,7 +125,10 @@ class Recorder(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._live or size == 0:
             return
-        number = self._born(size, str(func), in_backward=in_backward)
+        number = self.number_of(args[0]) if func.is_view and args and _is_tensor(args[0]) else None
+        if number is None:
+            number = self._born(size, str(func), in_backward=in_backward)
+        self._storages[number] += 1
         finalizer = weakref.finalize(storage, self._died, key, number)
         finalizer.atexit = False
         self._live[key] = (number, finalizer)
@@ -143,7 +148,9 @@ class Recorder(TorchDispatchMode):
 
     def _died(self, key: int, number: int) -> None:
         self._live.pop(key, None)
-        self.trace.events.append(-(number + 1))
+        self._storages[number] -= 1
+        if not self._storages[number]:
+            self.trace.events.append(-(number + 1))
 
     def _read(self, tensor: Tensor) -> Any:
         """The value of one element, as `.item()`, `bool()` and `.tolist()` ask for it."""

@@ -54,7 +54,9 @@ class Tracer:
         return trace
 
 
-def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: int = 1) -> Trace:
+def trace_step(
+    task: Task, batch_size: int, precision: str, accumulation_steps: int = 1, device: str = "cuda"
+) -> Trace:
     """Two optimizer steps at one micro-batch size, recorded.
 
     Args:
@@ -62,6 +64,7 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
         batch_size: micro-batch size, samples.
         precision: bf16, fp16, fp32 or tf32.
         accumulation_steps: micro-batches per optimizer step; beyond two they allocate nothing new.
+        device: `cpu` traces what the CPU would allocate, to compare with real runs there.
 
     Raises:
         CannotTraceError: the step needs data.
@@ -72,15 +75,16 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
     try:
         with _naming_the_line(batch_size), fake_cuda() as mode:
             batch = _fake_batch(task, batch_size, mode)
-            return _record(task, batch, batch_size, precision, min(accumulation_steps, _STEPS))
+            trace = Trace(batch_size)
+            _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
+            return normalized(trace)
     finally:
         gc.enable()
 
 
-def _record(task: Task, batch: Any, batch_size: int, precision: str, micro_batches: int) -> Trace:
-    trace = Trace(batch_size)
-    with Recorder(trace) as recorder:
-        trainer = Trainer(task, torch.device("cuda", 0), precision)
+def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str, micro_batches: int) -> None:
+    with recorder:
+        trainer = Trainer(task, torch.device(recorder.device_type, 0), precision)
         roles = Roles(recorder)
         roles.built(trainer)
         with recorder.naming(trainer.model):
@@ -95,7 +99,6 @@ def _record(task: Task, batch: Any, batch_size: int, precision: str, micro_batch
                 roles.updated(trainer)
         roles.finish(trace)
         recorder.forget()
-    return normalized(trace)
 
 
 class Roles:
