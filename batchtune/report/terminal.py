@@ -35,6 +35,20 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         yield Text(f"{result.status}{reason}", style="bold yellow" if result.status == "interrupted" else "bold red")
     if result.recommendation is not None:
         yield _recommendation(result)
+    yield from _evidence(result)
+    if result.recommendation is not None:
+        yield Text("\npaste", style="bold")
+        yield Text(snippet(result), style="cyan")
+    for warning in result.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+    if result.environment is not None:
+        where = [result.environment.device, f"torch {result.environment.torch}"]
+        where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
+        yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
+
+
+def _evidence(result: Result) -> Iterator[RenderableType]:
+    """What the answer rests on: target, probe, runs, or estimates."""
     if result.target is not None and result.target.value is not None:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
@@ -49,15 +63,6 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         yield _estimates(result.estimates)
         notes = {note: None for estimate in result.estimates for note in estimate.notes}
         yield from (Text(f"note: {note}", style="dim") for note in notes)
-    if result.recommendation is not None:
-        yield Text("\npaste", style="bold")
-        yield Text(snippet(result), style="cyan")
-    for warning in result.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
-    if result.environment is not None:
-        where = [result.environment.device, f"torch {result.environment.torch}"]
-        where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
-        yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
 
 
 def _interval(value: Interval | None, unit: str = "") -> str:
