@@ -109,7 +109,7 @@ def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
             (f"probe {probe.precision}  ", "bold"),
             ("largest batch ", ""),
             (f"{probe.max_batch_size:,}", "bold green"),
-            f" {_certificate(probe)}",
+            f" {certificate(probe)}",
         )
     if details:
         yield attempts_table(probe.attempts, probe.memory_limit_bytes)
@@ -123,7 +123,8 @@ def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
         yield Text(f"{line}; within 5 % of the best measured speed from batch {fit.batch_size_within_5_percent}")
 
 
-def _certificate(probe: ProbeResult) -> str:
+def certificate(probe: ProbeResult) -> str:
+    """Why the largest batch can be relied on, as one sentence without its subject."""
     parts = []
     if probe.verified_in_fresh_process:
         parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
