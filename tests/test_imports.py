@@ -84,3 +84,14 @@ def test_the_command_line_starts_without_anything_heavy(arguments):
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "typer" in loaded
     assert not loaded & {"torch", "optuna", "pandas", "plotly", "numpy", "pydantic"}
+
+
+def test_the_functions_stay_functions_after_the_packages_of_their_names_are_imported():
+    import inspect
+
+    import batchtune
+    import batchtune.estimate.allocator
+    import batchtune.probe.search
+    import batchtune.tune.recommend  # noqa: F401
+
+    assert all(inspect.isfunction(each) for each in (batchtune.probe, batchtune.tune, batchtune.estimate))

@@ -87,7 +87,10 @@ def environment_text(facts: dict[str, Any]) -> str:
     lines = {"batchtune": facts["batchtune"]} | facts["environment"] | facts["sensors"]
     width = max(len(name) for name in lines)
     shown = {name: size(value) if name.endswith("_bytes") else value for name, value in lines.items()}
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value is not None)
+    shown["other_processes"] = ", ".join(
+        f"pid {each['pid']} {size(each['memory_bytes'])}" for each in lines.get("other_processes") or ()
+    )
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value not in (None, ""))
 
 
 def _text(value: Interval | None) -> str:

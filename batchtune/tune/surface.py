@@ -151,4 +151,4 @@ def _correlated_noise(theta: Array, random: np.random.Generator) -> Array:
     """Noise with the covariance of the particles, by sums that start no threads: these arrays are small."""
     off = theta - theta.mean(axis=0)
     covariance = np.einsum("pi,pj->ij", off, off) / len(theta) + 1e-9 * np.eye(theta.shape[1])
-    return np.einsum("pj,ij->pi", random.standard_normal(theta.shape), np.linalg.cholesky(covariance))
+    return np.asarray(np.einsum("pj,ij->pi", random.standard_normal(theta.shape), np.linalg.cholesky(covariance)))
