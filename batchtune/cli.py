@@ -55,6 +55,7 @@ class Format(enum.StrEnum):
     table = "table"
     json = "json"
     markdown = "markdown"
+    html = "html"
     csv = "csv"
 
 
@@ -322,6 +323,8 @@ def report(
 
         result = batchtune.load_result(find_run(run, _run_folders()))
         name = "json" if session.json else format_.value
+        if name == "html" and session.output is None and sys.stdout.isatty():
+            raise UsageError("--format html is a page of some megabytes: add --output report.html")
         if name in FORMATS:
             session.deliver_text(FORMATS[name](result))
         elif session.output is not None:

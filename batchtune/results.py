@@ -17,6 +17,7 @@ from batchtune.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 SCHEMA_VERSION = 1
 Outcome = Literal["fit", "oom", "kernel_limit", "crash", "timeout", "user_error"]
@@ -318,10 +319,45 @@ class Result(Record):
             rows = [{"precision": p.precision, **a.model_dump()} for p in probes for a in p.attempts]
         return pd.DataFrame(rows)
 
+    def to_html(self) -> str:
+        """The report as one self-contained page."""
+        from batchtune.report.html import to_html
+
+        return to_html(self)
+
+    def plot_memory(self) -> go.Figure:
+        """Peak memory against batch size, with the limit; UsageError where nothing was attempted."""
+        return self._plot("memory")
+
+    def plot_throughput(self) -> go.Figure:
+        """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
+        return self._plot("throughput")
+
+    def plot_curves(self) -> go.Figure:
+        """Learning curves against training time, with the target; UsageError where no run was evaluated."""
+        return self._plot("curves")
+
+    def plot_landscape(self) -> go.Figure:
+        """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
+        return self._plot("landscape")
+
+    def _plot(self, name: str) -> go.Figure:
+        from batchtune.report import plots
+
+        figure = getattr(plots, name)(self)
+        if figure is None:
+            raise UsageError(f"this {self.kind} result ({self.status}) has no measurements for plot_{name}()")
+        return figure
+
     def __rich__(self) -> object:
         from batchtune.report.terminal import render
 
         return render(self)
+
+    def _repr_html_(self) -> str:
+        from batchtune.report.page_answer import notebook
+
+        return notebook(self)
 
 
 def result_schema() -> dict[str, Any]:

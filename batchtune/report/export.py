@@ -23,7 +23,7 @@ def to_csv(result: Result) -> str:
 
 
 def snippet(result: Result) -> str:
-    """The recommendation as lines of plain PyTorch."""
+    """The recommendation as lines of plain PyTorch; nothing where there is none."""
     found = result.recommendation
     if found is None:
         return ""
@@ -97,5 +97,30 @@ def _text(value: Interval | None) -> str:
     return "" if value is None else f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
 
 
-FORMATS: dict[str, Callable[[Result], str]] = {"json": to_json, "markdown": to_markdown, "csv": to_csv}
+def to_html(result: Result) -> str:
+    """The whole report as one self-contained page."""
+    from batchtune.report.html import to_html as page  # it shows the snippets of this module
+
+    return page(result)
+
+
+def recommendation_json(result: Result) -> str:
+    """The recommendation alone, for a program's configuration."""
+    found = result.recommendation
+    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)
+
+
+FORMATS: dict[str, Callable[[Result], str]] = {
+    "json": to_json,
+    "markdown": to_markdown,
+    "html": to_html,
+    "csv": to_csv,
+}
 """What `report --format` can write besides the table."""
+
+SNIPPETS: dict[str, Callable[[Result], str]] = {
+    "PyTorch": snippet,
+    "JSON": recommendation_json,
+    "Markdown": to_markdown,
+}
+"""What the HTML report offers to paste, one tab each; a writer that has nothing to say for a result returns ''."""

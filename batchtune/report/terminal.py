@@ -121,7 +121,7 @@ def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
             (f"probe {probe.precision}  ", "bold"),
             ("largest batch ", ""),
             (f"{probe.max_batch_size:,}", "bold green"),
-            f" {_certificate(probe)}",
+            f" {certificate(probe)}",
         )
     if details:
         yield attempts_table(probe.attempts, probe.memory_limit_bytes)
@@ -141,7 +141,8 @@ def _speed(probe: ProbeResult) -> Iterator[RenderableType]:
         yield Text.assemble(("data  ", "bold"), probe.input_pipeline.verdict)
 
 
-def _certificate(probe: ProbeResult) -> str:
+def certificate(probe: ProbeResult) -> str:
+    """Why the largest batch can be relied on, as one sentence without its subject."""
     parts = []
     if probe.verified_in_fresh_process:
         parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
