@@ -31,8 +31,8 @@ app = typer.Typer(
     name="batchtune",
     help="Finds the batch size, learning rate and precision that train a PyTorch model to its goal soonest.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # Typer's help in boxes takes as long to load as all the rest
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: Rich's costs more than everything else at start-up
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _INTERRUPTED = RunInterrupted.exit_code
@@ -132,7 +132,7 @@ def _root(
         raise typer.Exit
 
 
-@app.command()
+@app.command(short_help="Write a commented model.py and config.yaml.")
 def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
     json_: JsonOption = False,
@@ -163,7 +163,7 @@ def init(
             session.deliver_text("".join(f"wrote {file}\n" for file in files) + f"next: {next_step}\n")
 
 
-@app.command()
+@app.command(short_help="Find the largest batch that trains in the device's memory.")
 def probe(
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
@@ -225,7 +225,7 @@ def probe(
         session.deliver(result)
 
 
-@app.command()
+@app.command(short_help="Calculate which batch fits on which GPU, without one.")
 def estimate(
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     gpu: Annotated[
@@ -262,7 +262,7 @@ def estimate(
         session.deliver(result)
 
 
-@app.command()
+@app.command(short_help="Find the batch size and learning rate that train soonest.")
 def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[
@@ -300,7 +300,7 @@ def tune(
             session.deliver(result)
 
 
-@app.command()
+@app.command(short_help="Print the recommendation of a run.")
 def report(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
@@ -338,7 +338,7 @@ def report(
             _console().print(result)
 
 
-@app.command()
+@app.command(short_help="Describe this machine, to paste into an issue.")
 def env(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, mps, …")] = "auto",
     json_: JsonOption = False,
@@ -363,7 +363,7 @@ def env(
             session.deliver_text(environment_text(facts))
 
 
-@app.command()
+@app.command(short_help="Print the JSON Schema of configuration or result.")
 def schema(
     which: Annotated[Schema, typer.Argument(metavar="config|result")],
     json_: JsonOption = False,
@@ -392,9 +392,6 @@ def main() -> NoReturn:
         code = end.exit_code
     except typer.Abort:
         code = _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 0
     except Exception as error:
         show: Callable[[], None] | None = getattr(error, "show", None)  # Typer's own usage errors
         if show is None:
@@ -423,8 +420,11 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
     except KeyboardInterrupt:
         _complain("interrupted")
         raise typer.Exit(_INTERRUPTED) from None
-    except (typer.Exit, BrokenPipeError):
+    except typer.Exit:
         raise
+    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit from None
     except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
         if debug:
             traceback.print_exc()
