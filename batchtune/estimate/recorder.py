@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -84,10 +84,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._read(args[0])
-        if func in _ASSUMED_FULL:
-            out = self._with_everything_selected(func, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
         in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # noqa: SLF001
         for tensor in outputs:
@@ -100,6 +97,31 @@ class Recorder(TorchDispatchMode):
             number = self._born(scratch, SCRATCH + str(func), in_backward=in_backward)
             self.trace.events.append(-(number + 1))
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
+        if func not in _ASSUMED_FULL:
+            try:
+                return func(*args, **kwargs)
+            except DynamicOutputShapeException:
+                if self._known((args, kwargs)) is None:
+                    raise
+        real = self._known((args, kwargs))
+        if real is None:
+            return self._with_everything_selected(func, args, kwargs)
+        mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, FakeTensor))
+        with unset_fake_temporarily(), _disable_current_modes():
+            out = func(*real[0], **real[1])
+            fakes = tree_map_only(Tensor, mode.from_tensor, out)
+        self._values.update(zip(tree_leaves(fakes), tree_leaves(out), strict=True))
+        return fakes
+
+    def _known(self, arguments: Any) -> Any:
+        """The arguments with real values in the place of fake tensors; None where one's value is not known."""
+        fakes = [each for each in tree_leaves(arguments) if isinstance(each, FakeTensor)]
+        if not fakes or not all(each in self._values for each in fakes):
+            return None
+        return tree_map_only(FakeTensor, self._values.__getitem__, arguments)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         """Adds an operator of the device to what the step computes and moves."""
