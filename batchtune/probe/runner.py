@@ -36,6 +36,7 @@ class ProbeOptions:
         throughput: also time steps at several sizes.
         accumulation_steps: micro-batches of one optimizer step.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+        useful_size: up to here sizes are of use however long their step takes.
     """
 
     minimum: int = 1
@@ -49,6 +50,7 @@ class ProbeOptions:
     throughput: bool = True
     accumulation_steps: int = 1
     max_step_seconds: float | None = None
+    useful_size: int = 1
 
 
 class Probe:
@@ -173,7 +175,8 @@ class Probe:
         slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
         if longest is None or slowest is None or not slowest.step_seconds:
             return bounds
-        useful = max(slowest.batch_size, int(slowest.batch_size * longest / slowest.step_seconds))
+        least = max(slowest.batch_size, self._options.useful_size)
+        useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
         if bounds.maximum is not None and bounds.maximum <= useful:
             return bounds
         self._too_slow_above = useful

@@ -20,6 +20,7 @@ from batchtune.tune.prior import candidate_batch_sizes
 from batchtune.tune.recommend import recommend
 from batchtune.tune.study import Plan, TuneStudy, open_storage
 
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _NOT_SEARCHED = "no other configuration was tried"
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
@@ -189,6 +190,7 @@ class _Tuning:
             maximum=None if sizes.max == "auto" else sizes.max,
             multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
             max_step_seconds=self._config.budget.run / MIN_STEPS,
+            useful_size=USEFUL_FACTOR * self._config.baseline.batch_size,
         )
         attempts = [
             Attempt.model_validate(entry)
