@@ -12,6 +12,7 @@ from batchtune.device.memory import DeviceMemory
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
 from batchtune.train.clock import StepClock
+from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import Trainer, require_finite, training_batches
 
@@ -84,6 +85,7 @@ def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoi
     Returns:
         `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
+    forget_compiled()
     memory.release()
     shape = (spec.micro_batch_size, spec.accumulation_steps, spec.precision)
     clock = StepClock(shape, spec.expected_step_seconds)
