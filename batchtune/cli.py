@@ -55,6 +55,7 @@ class Format(enum.StrEnum):
     table = "table"
     json = "json"
     markdown = "markdown"
+    html = "html"
     csv = "csv"
 
 
@@ -186,7 +187,8 @@ def probe(
     timeout: Annotated[str, typer.Option(help="After so long without a sign of life an attempt hangs.")] = "120s",
     verify_steps: Annotated[int, typer.Option(help="Steps of the final check in a fresh process.")] = 20,
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
-    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps.")] = False,
+    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
+    accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
     json_: JsonOption = False,
     output: OutputOption = None,
     quiet: QuietOption = False,
@@ -216,8 +218,46 @@ def probe(
                 verify_steps=verify_steps,
                 no_oom=no_oom,
                 throughput=not no_throughput,
+                accumulation=accumulation,
                 observer=observer,
                 run_folders=_run_folders(),
+            )
+        session.deliver(result)
+
+
+@app.command(short_help="Calculate which batch fits on which GPU, without one.")
+def estimate(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", metavar="NAME", help="A GPU, e.g. A100-80GB; repeatable; default: all.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", envvar="BATCHTUNE_MEMORY_LIMIT", help="Bytes that may be reserved, e.g. 24GiB."),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    json_: JsonOption = False,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Calculate which batch fits on which GPU, with no GPU at hand.
+
+    Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
+    """
+    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+        import batchtune
+
+        with session.observer() as observer:
+            result = batchtune.estimate(
+                task,
+                gpus=gpu or "all",
+                precision=precision.value,
+                memory_limit=memory_limit,
+                accumulation_steps=accumulation,
+                observer=observer,
             )
         session.deliver(result)
 
@@ -279,14 +319,12 @@ def report(
     with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
         from batchtune.report.export import FORMATS
-        from batchtune.run_folder import latest_run
+        from batchtune.run_folder import find_run
 
-        root = _run_folders()
-        place = latest_run(root) if run is None else Path(run)
-        if run is not None and not place.exists() and (root / run).is_dir():
-            place = root / run
-        result = batchtune.load_result(place)
+        result = batchtune.load_result(find_run(run, _run_folders()))
         name = "json" if session.json else format_.value
+        if name == "html" and session.output is None and sys.stdout.isatty():
+            raise UsageError("--format html is a page of some megabytes: add --output report.html")
         if name in FORMATS:
             session.deliver_text(FORMATS[name](result))
         elif session.output is not None:

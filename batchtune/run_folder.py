@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ class RunFolder:
     def __init__(self, name: str, root: Path = ROOT) -> None:
         self.path = root / name
         self._lock: IO[str] | None = None
+        self._latest: Result | None = None
 
     def open(self, *, fresh: bool) -> None:
         """Creates the folder and takes it for this process.
@@ -61,7 +63,10 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Draws the report of the result as it is now, and lets another process have the folder."""
+        if self._latest is not None:
+            self._write_report(self._latest)
+            self._latest = None
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.close()
@@ -127,8 +132,24 @@ class RunFolder:
             raise _not_written(self.path / name, error) from None
 
     def write_result(self, result: Result) -> None:
-        """Replaces `result.json`."""
+        """Replaces `result.json`; `report.html` follows it when the folder is closed."""
         self.write("result.json", result.to_json() + "\n")
+        self._latest = result
+
+    def _write_report(self, result: Result) -> None:
+        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
+        try:
+            self.write("report.html", result.to_html())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
+            warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
+
+
+def find_run(run: str | None, root: Path = ROOT) -> Path:
+    """The result that a person means by a run's name, a folder or a file; by nothing, the newest."""
+    if run is None:
+        return latest_run(root)
+    named = root / run
+    return named if (named / "result.json").is_file() else Path(run)
 
 
 def latest_run(root: Path = ROOT) -> Path:

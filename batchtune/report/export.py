@@ -23,7 +23,7 @@ def to_csv(result: Result) -> str:
 
 
 def snippet(result: Result) -> str:
-    """The recommendation as lines of plain PyTorch."""
+    """The recommendation as lines of plain PyTorch; nothing where there is none."""
     found = result.recommendation
     if found is None:
         return ""
@@ -87,12 +87,40 @@ def environment_text(facts: dict[str, Any]) -> str:
     lines = {"batchtune": facts["batchtune"]} | facts["environment"] | facts["sensors"]
     width = max(len(name) for name in lines)
     shown = {name: size(value) if name.endswith("_bytes") else value for name, value in lines.items()}
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value is not None)
+    shown["other_processes"] = ", ".join(
+        f"pid {each['pid']} {size(each['memory_bytes'])}" for each in lines.get("other_processes") or ()
+    )
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value not in (None, ""))
 
 
 def _text(value: Interval | None) -> str:
     return "" if value is None else f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
 
 
-FORMATS: dict[str, Callable[[Result], str]] = {"json": to_json, "markdown": to_markdown, "csv": to_csv}
+def to_html(result: Result) -> str:
+    """The whole report as one self-contained page."""
+    from batchtune.report.html import to_html as page  # it shows the snippets of this module
+
+    return page(result)
+
+
+def recommendation_json(result: Result) -> str:
+    """The recommendation alone, for a program's configuration."""
+    found = result.recommendation
+    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)
+
+
+FORMATS: dict[str, Callable[[Result], str]] = {
+    "json": to_json,
+    "markdown": to_markdown,
+    "html": to_html,
+    "csv": to_csv,
+}
 """What `report --format` can write besides the table."""
+
+SNIPPETS: dict[str, Callable[[Result], str]] = {
+    "PyTorch": snippet,
+    "JSON": recommendation_json,
+    "Markdown": to_markdown,
+}
+"""What the HTML report offers to paste, one tab each; a writer that has nothing to say for a result returns ''."""

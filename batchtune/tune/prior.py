@@ -9,6 +9,8 @@ from batchtune.results import ProbeResult
 from batchtune.tune.surface import Prior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
+_LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
+_MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
 _ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lion", "Adafactor", "RMSprop")
 
 
@@ -72,11 +74,11 @@ def surface_prior(probe: ProbeResult, *, optimizer: str, baseline_batch_size: in
     Baselines are more often too low than too high, since a rate that is too high is noticed, so the middle lies a
     little above. Of other optimizers than the SGD and Adam families less is assumed.
     """
-    fit = probe.throughput_fit
+    saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
     known = optimizer == "SGD" or optimizer in _ADAM_FAMILY
     return Prior(
-        alpha_seconds=fit.alpha_seconds if fit else 0.0,
-        beta_seconds=max(fit.beta_seconds_per_sample, 1e-12) if fit else 1.0,
+        saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
+        saturation_spread=_MEASURED_SPREAD if saturation is not None else 1.2,
         anchor_batch_size=baseline_batch_size,
         anchor_learning_rate=baseline_rate * 2,
         spread=0.7 if known else 1.0,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
 from batchtune.run_folder import ROOT, RunFolder
@@ -19,6 +20,7 @@ from batchtune.tune.prior import candidate_batch_sizes
 from batchtune.tune.recommend import recommend
 from batchtune.tune.study import Plan, TuneStudy, open_storage
 
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _NOT_SEARCHED = "no other configuration was tried"
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
@@ -188,6 +190,7 @@ class _Tuning:
             maximum=None if sizes.max == "auto" else sizes.max,
             multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
             max_step_seconds=self._config.budget.run / MIN_STEPS,
+            useful_size=USEFUL_FACTOR * self._config.baseline.batch_size,
         )
         attempts = [
             Attempt.model_validate(entry)
@@ -221,6 +224,7 @@ class _Tuning:
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
         study, probe = self._study, self._probe
+        environment = Environment.model_validate(self._facts["environment"]) if self._facts else None
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
@@ -230,9 +234,9 @@ class _Tuning:
             kind="tune",
             status=status,
             name=self._config.name,
-            environment=Environment.model_validate(self._facts["environment"]) if self._facts else None,
+            environment=environment,
             task=self._task,
-            warnings=self._warnings(status, trials),
+            warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
             target=study.target if study else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 import warnings
 from dataclasses import dataclass
@@ -386,7 +387,23 @@ class TuneStudy:
             limit_seconds=limit,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
+            expected_step_seconds=self._expected_step_seconds(params["batch_size"]),
         )
+
+    def _expected_step_seconds(self, batch_size: int) -> float | None:
+        """An optimizer step of this size: as earlier runs of it had it, or by the probe's fit scaled to other runs."""
+        fit = self._plan.probe.throughput_fit
+        paces = [(t.batch_size, pace) for t in self.records() if (pace := _pace(t)) is not None]
+        same = [pace for size, pace in paces if size == batch_size]
+        if same:
+            return statistics.median(same)
+        if fit is None or not paces:
+            return None
+
+        def fitted(size: int) -> float:
+            return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
+
+        return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
 
     def _tell(self, trial: optuna.Trial, run: TrialRun, spec: TrialSpec, role: Role) -> None:
         outcome = run.outcome
@@ -427,6 +444,8 @@ class TuneStudy:
         """A trial's attributes from its curve."""
         values = [point.value for point in curve if point.value is not None]
         attributes: dict[str, Any] = {"training_seconds": curve[-1].seconds if curve else 0.0}
+        if curve and curve[-1].measured_seconds is not None:
+            attributes["measured_training_seconds"] = curve[-1].measured_seconds
         if values:
             attributes["best_value"] = min(values) if self._objective.goal == "minimize" else max(values)
         target = self.target.value if self.timed and outcome not in _FAILED else None
@@ -435,6 +454,12 @@ class TuneStudy:
                 attributes |= {"time_to_target_seconds": point.seconds, "samples_to_target": point.samples}
                 return attributes | {"outcome": "reached"}
         return attributes | {"outcome": outcome}
+
+
+def _pace(trial: Trial) -> float | None:
+    """Seconds of an optimizer step of a run; None where it took none."""
+    last = trial.curve[-1] if trial.curve else None
+    return last.seconds * trial.batch_size / last.samples if last and last.samples else None
 
 
 def _over(trial: Trial) -> bool:

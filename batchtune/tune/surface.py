@@ -1,9 +1,10 @@
 """The response surface: what a few runs, finished or cut short, say about the time to target everywhere else.
 
-log T(B, x) = log E + log((alpha + beta * B) / B) + log(1 + B / B_crit) + kappa * (x - x_best(B))^2 with x = log10 of
-the learning rate and x_best(B) = x_0 - q * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target
-follow McCandlish et al. 2018 (E = E_min * (1 + B / B_crit)); q = 1 is their SGD rule, q = 1/2 the one for Adam, and
-the data decide. Above the best learning rate the curve is steeper by a factor of its own: there lies divergence.
+log T(B, x) = log T_0 + log(1 + B_sat / B) + log(1 + B / B_crit) + kappa * (x - x_best(B))^2, where x is log10 of
+the learning rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and
+x_best(B) = x_0 - q * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al.
+2018, E = E_min * (1 + B / B_crit); q = 1 is their rule for SGD, q = 1/2 the one for Adam, and the data decide. Above
+the best learning rate the curve is steeper by a factor of its own: there lies divergence.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class Prior:
     """What is believed before the first run.
 
     Attributes:
-        alpha_seconds: fixed time of a step.
-        beta_seconds: time of a step for each sample.
+        saturation_batch_size: B_sat, at which a step's fixed time equals that of its samples.
+        saturation_spread: standard deviation of its natural logarithm; small where it was measured.
         anchor_batch_size: batch size at which the learning rate is best known.
         anchor_learning_rate: the learning rate believed best there.
         spread: standard deviation of that belief, in decades.
         critical_batch_size: B_crit, the middle of a belief two octaves wide.
     """
 
-    alpha_seconds: float
-    beta_seconds: float
+    saturation_batch_size: float
+    saturation_spread: float
     anchor_batch_size: int
     anchor_learning_rate: float
     spread: float = 0.7
@@ -63,7 +64,7 @@ class Prior:
 
 
 # the parameters of the surface, one column each
-_LOG_E, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_KAPPA, _LOG_STEEPER = range(6)
+_LOG_T, _LOG_SATURATION, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_KAPPA, _LOG_STEEPER = range(7)
 
 
 class Surface:
@@ -85,17 +86,17 @@ class Surface:
         self.particles = self._sample(np.random.default_rng(seed))
 
     def predict(self, batch_sizes: Array, log10_rates: Array, particles: Array | None = None) -> Array:
-        """Gives log T at points (shape [n]) for every particle (shape [p, 6]); shape [p, n]."""
+        """Gives log T at points (shape [n]) for every particle (shape [p, 7]); shape [p, n]."""
         theta = self.particles if particles is None else particles
         column = [theta[:, index][:, None] for index in range(theta.shape[1])]
         prior, batch = self._prior, batch_sizes[None, :]
         critical = np.exp(column[_LOG_CRITICAL])
-        speed = np.log((prior.alpha_seconds + prior.beta_seconds * batch) / batch)
+        speed = np.log1p(np.exp(column[_LOG_SATURATION]) / batch)
         shift = np.log10(1 + critical / batch) - np.log10(1 + critical / prior.anchor_batch_size)
         off = log10_rates[None, :] - (column[_BEST] - column[_EXPONENT] * shift)
         steeper = np.where(off > 0, np.exp(column[_LOG_STEEPER]), 1.0)
         penalty = np.exp(column[_LOG_KAPPA]) * steeper * off**2
-        return np.asarray(column[_LOG_E] + speed + np.log1p(batch / critical) + penalty)
+        return np.asarray(column[_LOG_T] + speed + np.log1p(batch / critical) + penalty)
 
     def expected_improvement(self, batch_sizes: Array, log10_rates: Array, best_log_seconds: float) -> Array:
         """Mean over the cloud of how much lower log T is than the best so far, 0 where it is not; shape [n]."""
@@ -105,16 +106,17 @@ class Surface:
     def _belief(self) -> tuple[Array, Array]:
         prior, first = self._prior, int(np.argmin(self._censored))
         size = self._batch[first]
-        samples_log = self._y[first] - math.log((prior.alpha_seconds + prior.beta_seconds * size) / size)
+        slow, large = math.log1p(prior.saturation_batch_size / size), math.log1p(size / prior.critical_batch_size)
         mean = [
-            samples_log - math.log1p(size / prior.critical_batch_size) - 0.3,  # the first run was hardly the best
+            self._y[first] - slow - large - 0.3,  # the first run was hardly the best
+            math.log(prior.saturation_batch_size),
             math.log(prior.critical_batch_size),
             math.log10(prior.anchor_learning_rate),
             0.6,  # between Adam's 1/2 and SGD's 1; the median exponent over MLPerf's convergence points is 0.43
             math.log(1.4),  # a factor of 2 in time at 0.7 decades
             math.log(2.0),
         ]
-        return np.array(mean), np.array([0.8, 2 * math.log(2), prior.spread, 0.3, 0.7, 0.5])
+        return np.array(mean), np.array([0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.7, 0.5])
 
     def _log_prior(self, theta: Array) -> Array:
         return np.asarray(-0.5 * (((theta - self._mean) / self._spread) ** 2).sum(axis=1))
@@ -136,12 +138,17 @@ class Surface:
             theta, likelihood = theta[chosen], likelihood[chosen]
             for move in range(_MOVES):
                 scale = 2.38 / math.sqrt(theta.shape[1]) / 2**move
-                covariance = np.cov(theta, rowvar=False) + 1e-9 * np.eye(theta.shape[1])
-                jump = random.standard_normal(theta.shape) @ np.linalg.cholesky(covariance).T
-                moved = theta + scale * jump
+                moved = theta + scale * _correlated_noise(theta, random)
                 moved_likelihood = self._log_likelihood(moved)
                 log_ratio = now * (moved_likelihood - likelihood) + self._log_prior(moved) - self._log_prior(theta)
                 accept = np.log(random.random(PARTICLES)) < log_ratio
                 theta = np.where(accept[:, None], moved, theta)
                 likelihood = np.where(accept, moved_likelihood, likelihood)
         return theta
+
+
+def _correlated_noise(theta: Array, random: np.random.Generator) -> Array:
+    """Noise with the covariance of the particles, by sums that start no threads: these arrays are small."""
+    off = theta - theta.mean(axis=0)
+    covariance = np.einsum("pi,pj->ij", off, off) / len(theta) + 1e-9 * np.eye(theta.shape[1])
+    return np.asarray(np.einsum("pj,ij->pi", random.standard_normal(theta.shape), np.linalg.cholesky(covariance)))

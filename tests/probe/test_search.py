@@ -8,7 +8,8 @@ from statistics import mean
 
 import pytest
 
-from batchtune.probe.search import CEILING, Bounds, Choice, bracket, next_size
+from batchtune.probe.memory_model import CEILING
+from batchtune.probe.search import Bounds, Choice, bracket, next_size
 from batchtune.results import Attempt, Outcome
 
 GIB = 1 << 30

@@ -1,0 +1,1 @@
+"""Which batch fits on which GPU, calculated without a GPU."""

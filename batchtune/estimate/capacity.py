@@ -1,0 +1,119 @@
+"""The largest batch that a step trains within a capacity, as the allocator would see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple
+
+from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
+from batchtune.estimate.events import Birth, Trace, Work
+from batchtune.estimate.fit import Step, peak_allocated_bytes, replay
+
+LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
+_RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
+_STEPS_PER_DOUBLING = 4
+
+
+def largest_batch(
+    step: Step,
+    capacity_bytes: int,
+    allocator: Callable[[int | None], CachingAllocator] = CachingAllocator,
+    *,
+    resolution: int = _RESOLUTION,
+) -> int:
+    """The largest batch size whose replay stays within the capacity, to 1/256 of itself; 0 where 1 does not fit.
+
+    Args:
+        step: the training step.
+        capacity_bytes: what the allocator may reserve.
+        allocator: CachingAllocator or ExpandableAllocator.
+        resolution: the answer is less than 1/resolution below the largest that fits; sizes up to it are exact.
+    """
+    bound = largest_allocated(step, capacity_bytes)
+    if bound == 0 or _fits(step, bound, capacity_bytes, allocator):
+        return bound
+    finest = max(1, bound // resolution)
+    failing, fitting, gap = bound, bound - finest, finest
+    while fitting > 0 and not _fits(step, fitting, capacity_bytes, allocator):
+        gap *= 2
+        failing, fitting = fitting, fitting - gap
+    fitting = max(fitting, 0)
+    while failing - fitting > finest:
+        middle = (fitting + failing) // 2
+        if _fits(step, middle, capacity_bytes, allocator):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
+
+
+def largest_allocated(step: Step, capacity_bytes: float) -> int:
+    """The largest batch size whose live storages alone stay within the capacity; 0 where 1 does not."""
+    failing = 1
+    while failing <= LARGEST and peak_allocated_bytes(step, failing) <= capacity_bytes:
+        failing *= 2
+    fitting = failing // 2
+    failing = min(failing, LARGEST + 1)
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        if peak_allocated_bytes(step, middle) <= capacity_bytes:
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
+
+
+def _fits(
+    step: Step, batch_size: int, capacity_bytes: int, allocator: Callable[[int | None], CachingAllocator]
+) -> bool:
+    try:
+        replay(step, batch_size, allocator(capacity_bytes))
+    except OutOfMemory:
+        return False
+    return True
+
+
+class TracedStep:
+    """A step whose traces do not align: traced at sizes on a grid, four to a doubling; between them, scaled.
+
+    A size off the grid takes the events of the nearest traced size below it, with activations and temporaries scaled in
+    proportion.
+
+    Args:
+        trace_at: traces one batch size; called at most once for each size on the grid.
+    """
+
+    def __init__(self, trace_at: Callable[[int], Trace]) -> None:
+        self._trace_at = trace_at
+        self._traces: dict[int, Trace] = {}
+
+    def events(self, batch_size: int) -> list[int]:
+        return self._nearest(batch_size).events
+
+    def births(self, batch_size: int) -> list[Birth]:
+        return self._nearest(batch_size).births
+
+    def sizes(self, batch_size: int) -> list[int]:
+        trace = self._nearest(batch_size)
+        return [
+            -(-birth.size_bytes * batch_size // trace.batch_size) if _grows(birth) else birth.size_bytes
+            for birth in trace.births
+        ]
+
+    def work(self, batch_size: int) -> Work:
+        trace = self._nearest(batch_size)
+        return Work(*(value * batch_size / trace.batch_size for value in astuple(trace.work)))
+
+    def _nearest(self, batch_size: int) -> Trace:
+        steps = math.floor(math.log2(batch_size) * _STEPS_PER_DOUBLING + 1e-9)
+        size = math.ceil(2 ** (steps / _STEPS_PER_DOUBLING) - 1e-9)
+        size = min(size, batch_size)
+        if size not in self._traces:
+            self._traces[size] = self._trace_at(size)
+        return self._traces[size]
+
+
+def _grows(birth: Birth) -> bool:
+    of_the_batch = birth.category in ("activations", "temporaries")
+    return of_the_batch and birth.moment.startswith(("forward", "backward"))

@@ -1,0 +1,120 @@
+"""A trace: when every storage of a training step was born and died, how large it was, and what it was for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
+CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
+_LOOK_AHEAD = 6
+
+
+@dataclass(slots=True)
+class Birth:
+    """One storage.
+
+    Attributes:
+        size_bytes: as asked for, before the allocator rounds it.
+        op: the operator whose result it is.
+        module: path of the module whose forward was running; empty outside of one.
+        moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
+        category: one of CATEGORIES.
+        adds_to: for a sum in backward, the storages of its two terms.
+    """
+
+    size_bytes: int
+    op: str
+    module: str = ""
+    moment: str = "build"
+    category: str = "temporaries"
+    adds_to: tuple[int, ...] = ()
+
+
+@dataclass
+class Work:
+    """What a step asks of a GPU, for a roofline.
+
+    Attributes:
+        flops: floating-point operations of matrix multiplications, convolutions and attention.
+        matmul_bytes: bytes that those operators read and write.
+        other_bytes: bytes that all other operators read and write; their arithmetic is hidden behind that.
+    """
+
+    flops: float = 0.0
+    matmul_bytes: float = 0.0
+    other_bytes: float = 0.0
+
+
+@dataclass
+class Trace:
+    """Births and deaths in order.
+
+    Attributes:
+        batch_size: micro-batch size it was recorded at.
+        events: `number + 1` where storage `number` is born, `-(number + 1)` where it dies.
+        births: the storages by number.
+        notes: what the recorder had to assume, in words.
+        ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
+        work: what the last optimizer step computes and moves.
+    """
+
+    batch_size: int
+    events: list[int] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ops: set[str] = field(default_factory=set)
+    work: Work = field(default_factory=Work)
+
+
+def normalized(trace: Trace) -> Trace:
+    """The trace as a GPU would see it: sums of gradients in place, and runs of frees in one order.
+
+    Autograd adds a gradient that arrives second into the first one's storage, but never while tensors are fake. A sum in
+    backward one of whose terms dies right after it is such an addition. The order within a run of frees is arbitrary
+    (autocast's cache is a hash map) and makes no difference to the allocator's totals.
+    """
+    events, stands_for = list(trace.events), {}
+    dropped: set[int] = set()
+    for place, event in enumerate(events):
+        if event < 0 or not trace.births[event - 1].adds_to:
+            continue
+        terms = {stands_for.get(term, term) for term in trace.births[event - 1].adds_to}
+        for later in range(place + 1, min(place + 1 + _LOOK_AHEAD, len(events))):
+            if events[later] > 0:
+                break
+            dying = -events[later] - 1
+            dying = stands_for.get(dying, dying)
+            if dying in terms and later not in dropped:
+                dropped |= {place, later}
+                stands_for[event - 1] = dying
+                break
+    kept = (event for place, event in enumerate(events) if place not in dropped)
+    return _renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))
+
+
+def _standing(event: int, stands_for: dict[int, int]) -> int:
+    number = abs(event) - 1
+    number = stands_for.get(number, number)
+    return number + 1 if event > 0 else -(number + 1)
+
+
+def _sorted_frees(events: Iterable[int]) -> list[int]:
+    ordered: list[int] = []
+    run: list[int] = []
+    for event in events:
+        if event < 0:
+            run.append(event)
+        else:
+            ordered += sorted(run, reverse=True)
+            run = []
+            ordered.append(event)
+    return ordered + sorted(run, reverse=True)
+
+
+def _renumbered(trace: Trace, events: list[int]) -> Trace:
+    """Numbers the remaining storages from 0 in order of birth."""
+    number = {event: place for place, event in enumerate(event for event in events if event > 0)}
+    births = [trace.births[event - 1] for event in number]
+    renamed = [number[event] + 1 if event > 0 else -(number[-event] + 1) for event in events]
+    return replace(trace, events=renamed, births=births)

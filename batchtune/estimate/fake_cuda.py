@@ -1,0 +1,193 @@
+"""What makes tensors without data behave as CUDA tensors in a process that has no GPU. Only for the tracing child."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from batchtune.errors import DeviceError
+from batchtune.estimate.attention import cuda_attention
+
+_CUDA = 1  # c10::DeviceType::CUDA
+_DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
+_VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
+_HOOK_METHODS = 80  # more than at::CUDAHooksInterface has
+_HOOK_OFFSET = 2  # a vtable's two words before its first method: offset to top, type information
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterface's vtable
+
+
+class _FakeMode(FakeTensorMode):
+    """Fake tensors that never ask for a device, whatever `torch.cuda.is_available` is made to answer."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """A mode in which `cuda` tensors have shapes and no data, and user code sees one CUDA device.
+
+    Raises:
+        DeviceError: this build of torch cannot be given what it lacks for that.
+    """
+    require_cuda_autograd()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(_replaced())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes belong to one thread
+        stack.enter_context(cuda_attention())
+        mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        stack.enter_context(mode)
+        yield mode
+
+
+def require_cuda_autograd() -> None:
+    """Gives a CPU-only build the device guard and hooks that autograd asks for when it meets a CUDA tensor.
+
+    CUDA builds have them, with a GPU or without. PyTorch's own `_ensureCUDADeviceGuardSet` installs a guard that does
+    nothing, but only where a registered guard counts 0 devices; so a stub that answers 0 to everything is registered
+    first, and replaced at once.
+
+    Raises:
+        DeviceError: another platform or ABI, where this was not found to work.
+    """
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+        return
+    if platform.system() != "Linux":
+        raise DeviceError(
+            f"estimate traces on fake CUDA tensors, which torch {torch.__version__} has on Linux or in CUDA builds, "
+            f"not in this build for {platform.system()}"
+        )
+    try:
+        done = _install_guard() and _install_hooks()
+    except (OSError, AttributeError, ValueError):
+        done = False
+    if not done:
+        raise DeviceError(
+            f"estimate cannot trace with this build of torch ({torch.__version__}, {platform.machine()}): its CUDA "
+            "device guard is not where it is expected; use an official build of torch 2.9 or later"
+        )
+
+
+def _library(name: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _addresses() -> tuple[int, int]:
+    """Compiled functions that return 0 and 1 whatever they are called with, also while the process shuts down.
+
+    Python callbacks would crash a process whose interpreter is gone when torch's static objects are destroyed.
+    """
+    return _address(ctypes.CDLL(None).sched_yield), _address(ctypes.pythonapi.Py_IsInitialized)
+
+
+def _keep(table: ctypes.Array[Any]) -> int:
+    """The address of a table that is never freed: compiled code holds on to it until the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
+    return ctypes.addressof(table)
+
+
+def _install_guard() -> bool:
+    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+    registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(
+        _library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    if registry[_CUDA]:
+        return True
+    zero, _ = _addresses()
+    methods = (ctypes.c_void_p * _VIRTUAL_METHODS)(*[zero] * _VIRTUAL_METHODS)
+    stub = _keep((ctypes.c_void_p * 2)(_keep(methods), 0))
+    registry[_CUDA] = stub
+    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+    if registry[_CUDA] == stub:
+        registry[_CUDA] = None
+        return False
+    return True
+
+
+def _install_hooks() -> bool:
+    """Makes `torch.accelerator` answer `cuda`: autograd asks it for streams, and user code for the device."""
+    if torch.accelerator.current_accelerator(check_available=False) is not None:
+        return True
+    find = _library("libtorch_cpu.so")._ZN2at6detail12getCUDAHooksEv  # noqa: SLF001
+    find.restype, find.argtypes = ctypes.c_void_p, []
+    table = ctypes.c_void_p.from_address(find())
+    start = (table.value or 0) - _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
+    methods = (ctypes.c_void_p * _HOOK_METHODS)(*(ctypes.c_void_p * _HOOK_METHODS).from_address(start))
+    methods[_HOOK_OFFSET + _HAS_PRIMARY_CONTEXT], methods[_HOOK_OFFSET + _IS_BUILT] = _addresses()
+    table.value = _keep(methods) + _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    return accelerator is not None and accelerator.type == "cuda"
+
+
+@contextlib.contextmanager
+def _replaced() -> Iterator[None]:
+    """Python names of torch that would answer for a machine without a GPU, or refuse fake tensors."""
+    import torch.optim.optimizer as optimizers
+    import torch.utils._foreach_utils as foreach
+
+    tensors = [torch.Tensor, nn.Parameter, FakeTensor]
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda, "get_device_capability", lambda *_, **__: (8, 0)),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (nn.Module, "_apply", _apply),
+        (optimizers, "_foreach_supported_types", tensors),
+        (foreach, "_foreach_supported_types", tensors),
+    ]
+    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in saved:
+            setattr(owner, name, value)
+
+
+def _apply(module: nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied."""
+    converted: dict[int, tuple[Any, Any]] = {}
+    for part in module.modules() if recurse else (module,):
+        for name, parameter in part._parameters.items():  # noqa: SLF001
+            if parameter is None:
+                continue
+            if id(parameter) not in converted:
+                with torch.no_grad():
+                    moved = convert(parameter)
+                same = moved is parameter
+                converted[id(parameter)] = (parameter, parameter if same else _as_parameter(moved, parameter))
+            part._parameters[name] = converted[id(parameter)][1]  # noqa: SLF001
+        for name, buffer in part._buffers.items():  # noqa: SLF001
+            if buffer is not None:
+                part._buffers[name] = convert(buffer)  # noqa: SLF001
+    return module
+
+
+def _as_parameter(moved: Any, original: nn.Parameter) -> nn.Parameter:
+    parameter = nn.Parameter(moved, original.requires_grad)
+    for name, value in vars(original).items():  # marks such as `no_weight_decay` that build_optimizer reads
+        if not hasattr(parameter, name):
+            setattr(parameter, name, value)
+    return parameter

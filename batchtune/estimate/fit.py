@@ -1,0 +1,206 @@
+"""The size of every storage as a polynomial in the batch size, from a few traces, and the peaks that follow from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchtune.estimate.allocator import ROUNDING_BYTES, CachingAllocator
+from batchtune.estimate.events import SCRATCH, Birth, Trace, Work
+
+BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
+QUADRATIC_BATCH_SIZE = 13
+_DENOMINATOR = 2  # B * (B - 1) / 2 is the one fraction that real losses have
+_LINEAR, _QUADRATIC = 1, 2
+
+
+class Step(Protocol):
+    """A training step whose storages are known at any batch size."""
+
+    def events(self, batch_size: int) -> list[int]:
+        """Births and deaths, as in `Trace.events`."""
+
+    def sizes(self, batch_size: int) -> list[int]:
+        """Bytes of every storage, by number."""
+
+    def births(self, batch_size: int) -> list[Birth]:
+        """What every storage is, by number; sizes in it are those of some traced batch size."""
+
+    def work(self, batch_size: int) -> Work:
+        """What one optimizer step computes and moves."""
+
+
+@dataclass(frozen=True)
+class FittedStep:
+    """A step whose traces align: the same events at every batch size, only the sizes differ.
+
+    Attributes:
+        trace: one of the traces, for its events and what they are.
+        coefficients: (storages, 3) int64, twice the constant, linear and quadratic coefficient of each size.
+        degree: 1 or 2, the highest that a size needed.
+        work_coefficients: (3, 3) float64, constant, linear and quadratic coefficient of each field of `Work`.
+    """
+
+    trace: Trace
+    coefficients: NDArray[np.int64]
+    degree: int
+    work_coefficients: NDArray[np.float64]
+
+    def events(self, batch_size: int) -> list[int]:  # noqa: ARG002 - the same at every size
+        return self.trace.events
+
+    def births(self, batch_size: int) -> list[Birth]:  # noqa: ARG002
+        return self.trace.births
+
+    def work(self, batch_size: int) -> Work:
+        powers = np.array([1, batch_size, batch_size**2], dtype=np.float64)
+        return Work(*(self.work_coefficients @ powers).tolist())
+
+    def sizes(self, batch_size: int) -> list[int]:
+        powers = np.array([1, batch_size, batch_size**2], dtype=np.int64)
+        found: list[int] = (-(-(self.coefficients @ powers) // _DENOMINATOR)).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Misaligned:
+    """Why traces could not be fitted."""
+
+    reason: str
+
+
+def fit(trace_at: Callable[[int], Trace]) -> FittedStep | Misaligned:
+    """Fits every storage's size through traces at 3, 5 and 8 samples; a fourth, at 13, where they are not linear.
+
+    One trace more than coefficients is always taken, so that a size which is no polynomial is found out.
+    """
+    traces = [trace_at(size) for size in BATCH_SIZES]
+    found = align(traces, _LINEAR)
+    if isinstance(found, Misaligned) and _same_events(traces) is None:
+        found = align([*traces, trace_at(QUADRATIC_BATCH_SIZE)], _QUADRATIC)
+    return found
+
+
+def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
+    """The polynomials of one degree through all but the last trace, exact at the last one too, or why not."""
+    different = _same_events(traces)
+    if different is not None:
+        return different
+    births = traces[0].births
+    batch_sizes = [trace.batch_size for trace in traces]
+    sizes = np.array([[birth.size_bytes for birth in trace.births] for trace in traces], dtype=np.int64)
+    scratch = np.array([birth.op.startswith(SCRATCH) for birth in births], dtype=bool)
+    through = list(range(degree + 1))
+    doubled = _DENOMINATOR * _coefficients([batch_sizes[i] for i in through], sizes[through])
+    ends = _DENOMINATOR * _coefficients([batch_sizes[0], batch_sizes[-1]], sizes[[0, -1]])
+    doubled[scratch] = np.ceil(ends[scratch])  # formulas with a round-up in them; a line through the ends is close
+    whole = np.rint(doubled).astype(np.int64)
+    powers = np.array([[1, size, size**2] for size in batch_sizes], dtype=np.int64)
+    wrong = (whole @ powers.T).T != _DENOMINATOR * sizes
+    wrong[:, scratch] = False
+    if wrong.any():
+        at = births[int(wrong.any(axis=0).argmax())]
+        return Misaligned(f"the size of {at.op} in {at.module or at.moment} is no polynomial of the batch size")
+    works = np.array([astuple(traces[i].work) for i in through], dtype=np.float64)
+    return FittedStep(traces[0], whole, degree, _coefficients([batch_sizes[i] for i in through], works))
+
+
+def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
+    first = traces[0]
+    for other in traces[1:]:
+        for mine, theirs in zip(first.births, other.births, strict=False):
+            if mine.op != theirs.op:
+                sizes = f"{first.batch_size} and {other.batch_size}"
+                where = mine.module or mine.moment
+                return Misaligned(f"the step differs between batch sizes {sizes}: {mine.op} or {theirs.op} in {where}")
+        if first.events != other.events:
+            return Misaligned(f"the step differs between batch sizes {first.batch_size} and {other.batch_size}")
+    return None
+
+
+def _coefficients(batch_sizes: Sequence[int], values: NDArray[Any]) -> NDArray[np.float64]:
+    """(columns, 3) coefficients of the polynomials through two or three points, by divided differences."""
+    x, y = batch_sizes, values.astype(np.float64)
+    first = (y[1] - y[0]) / (x[1] - x[0])
+    second = np.zeros_like(first)
+    if len(x) > _QUADRATIC:
+        second = ((y[2] - y[1]) / (x[2] - x[1]) - first) / (x[2] - x[0])
+    linear = first - second * (x[0] + x[1])
+    return np.stack([y[0] - linear * x[0] - second * x[0] ** 2, linear, second], axis=1)
+
+
+def live_bytes(step: Step, batch_size: int) -> NDArray[np.int64]:
+    """Bytes that are alive after each event, every storage rounded to the allocator's 512 bytes."""
+    events = np.array(step.events(batch_size), dtype=np.int64)
+    sizes = np.array(step.sizes(batch_size), dtype=np.int64)
+    rounded = -(-sizes // ROUNDING_BYTES) * ROUNDING_BYTES
+    live: NDArray[np.int64] = np.cumsum(np.sign(events) * rounded[np.abs(events) - 1])
+    return live
+
+
+def peak_allocated_bytes(step: Step, batch_size: int) -> int:
+    """The high-water mark of live storages; no allocator can do with less."""
+    return int(live_bytes(step, batch_size).max(initial=0))
+
+
+def replay(step: Step, batch_size: int, allocator: CachingAllocator) -> CachingAllocator:
+    """Runs the step's allocations through an allocator.
+
+    Raises:
+        OutOfMemory: they pass its capacity.
+    """
+    sizes = step.sizes(batch_size)
+    for event in step.events(batch_size):
+        if event > 0:
+            allocator.allocate(event, sizes[event - 1])
+        else:
+            allocator.free(-event)
+    return allocator
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of the highest use of memory.
+
+    Attributes:
+        allocated_bytes: bytes alive then.
+        by_category: those bytes by parameters, gradients, optimizer_states, activations and temporaries.
+        moment: such as `backward 2`.
+        op: the operator whose result made it the peak.
+        module: whose forward was running, where one was.
+        activations_by_module: bytes of activations alive then by module path, numbers in it replaced by `*`.
+    """
+
+    allocated_bytes: int
+    by_category: dict[str, int]
+    moment: str
+    op: str
+    module: str
+    activations_by_module: dict[str, int]
+
+
+def peak_of(step: Step, batch_size: int) -> Peak:
+    """What is alive at the peak, and what it is for."""
+    live = live_bytes(step, batch_size)
+    events, sizes, births = step.events(batch_size), step.sizes(batch_size), step.births(batch_size)
+    last = int(live.argmax())
+    alive = {event for event in events[: last + 1] if event > 0} - {-event for event in events[: last + 1]}
+    categories: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for event in alive:
+        birth = births[event - 1]
+        rounded = -(-sizes[event - 1] // ROUNDING_BYTES) * ROUNDING_BYTES
+        categories[birth.category] += rounded
+        if birth.category == "activations":
+            modules[_collapsed(birth.module)] += rounded
+    at = births[abs(events[last]) - 1]
+    return Peak(int(live[last]), dict(categories), at.moment, at.op, at.module, dict(modules.most_common()))
+
+
+def _collapsed(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -1,0 +1,124 @@
+"""What training takes from a GPU beside the tensors a trace can see, and how far an estimate may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchtune.estimate.allocator import MIB
+
+_MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_CONVOLUTION = "aten.convolution"
+_TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """One generation's fixed costs.
+
+    Attributes:
+        context_bytes: driver, kernels and libraries of a process that trains, outside the caching allocator.
+        workspace_bytes: cuBLAS's workspace of one handle, inside the caching allocator.
+        source: where the figures come from.
+    """
+
+    context_bytes: int
+    workspace_bytes: int
+    source: str
+
+
+_CONTEXT = (
+    "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (PyTorch maintainer, pytorch#107667), to 500 MB "
+    "on parts with many multiprocessors; not measured here"
+)
+_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (:4096:2:16:8, aten/src/ATen/cuda/CublasHandlePool.cpp)"
+_CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB from compute capability 9.0 on (CublasHandlePool.cpp, pytorch#120925)"
+_AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
+_WORKSPACE = 8_519_680
+OVERHEADS = {
+    "Pascal": Overhead(350 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
+    "Volta": Overhead(400 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
+    "Turing": Overhead(350 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
+    "Ampere": Overhead(450 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
+    "Ada": Overhead(450 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
+    "Hopper": Overhead(550 * MIB, 32 * MIB, f"context: {_CONTEXT}; {_CUBLAS_HOPPER}"),
+    "Blackwell": Overhead(550 * MIB, 32 * MIB, f"context: {_CONTEXT}; {_CUBLAS_HOPPER}"),
+}
+_OTHER = Overhead(550 * MIB, 32 * MIB, f"context: {_AMD}; workspace: {_AMD}")
+_HANDLES = 2  # the forward pass and autograd's thread have one each
+APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
+
+
+def overhead_of(generation: str) -> Overhead:
+    """The fixed costs on GPUs of a generation; those of the costliest for one that is not in the table."""
+    for name, found in OVERHEADS.items():
+        if generation.startswith(name):
+            return found
+    return _OTHER
+
+
+def capacity_bytes(memory_bytes: int, generation: str, vendor: str, ops: Iterable[str], limit: int | None) -> int:
+    """What the caching allocator may reserve for tensors.
+
+    Args:
+        memory_bytes: what the device reports as its total.
+        generation: the architecture's name.
+        vendor: NVIDIA, AMD or Apple.
+        ops: operators of the step; workspaces belong to some of them.
+        limit: bytes that the user allows the process to reserve.
+    """
+    overhead = overhead_of(generation)
+    total = int(memory_bytes * APPLE_SHARE) if vendor == "Apple" else memory_bytes
+    reservable = total - overhead.context_bytes
+    if limit is not None:
+        reservable = min(reservable, limit)
+    if any(op.startswith(_MATMULS) for op in ops):
+        reservable -= _HANDLES * overhead.workspace_bytes
+    return max(0, reservable)
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """How far peak memory may be off, as a share of it, and why.
+
+    Attributes:
+        name: high, medium or low.
+        band: share of the peak by which the truth may be higher.
+        notes: the reasons.
+    """
+
+    name: str
+    band: float
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} (±{self.band:.0%} of memory)"
+
+
+_BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}
+
+
+def confidence(ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str) -> Confidence:
+    """The confidence that the operators of a step and what its trace assumed leave.
+
+    The bands come from the comparisons in tests/benchmarks/results: up to 4 % for steps whose scratch is known, 10 % where
+    cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees.
+    """
+    names, reasons = set(ops), list(assumed)
+    level = "medium" if reasons or not aligned else "high"
+    if any(name.startswith(_CONVOLUTION) for name in names):
+        level = "medium"
+        reasons.append("convolutions: cuDNN's workspace depends on the algorithm it chooses")
+    if "nn.RNNBase" in names:
+        level = "low"
+        reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
+    if any("upper bound" in note for note in reasons):
+        level = "low"
+    custom = sorted(name for name in names if not name.startswith(_TORCHS_OWN))
+    if custom:
+        level = "low"
+        reasons.append(f"custom operators: memory inside {', '.join(custom[:3])} is not seen")
+    if vendor != "NVIDIA":
+        level = "low"
+        reasons.append(f"{vendor}: traced as on an NVIDIA GPU; kernels and allocator differ")
+    return Confidence(level, _BANDS[level], tuple(reasons))

@@ -1,0 +1,240 @@
+"""A dispatch mode that sees every operator of a training step and writes down what it allocates and when that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from batchtune.estimate.events import SCRATCH, Birth, Trace
+from batchtune.estimate.scratch import scratch_bytes
+from batchtune.estimate.places import place_outside_torch
+
+aten = torch.ops.aten
+_VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
+_ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
+
+
+class Recorder(TorchDispatchMode):
+    """Records storages on one type of device; to be entered inside a `FakeTensorMode`.
+
+    Small CPU tensors keep real values (schedules of dropout rates, optimizer step counters), so that code which reads
+    them builds what it would build in training. A value of the fake device that is read is assumed to be 0, and noted.
+    """
+
+    def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
+        super().__init__()
+        self.trace, self.device_type = trace, device_type
+        self.moment = "build"
+        self._live: dict[int, tuple[int, Any]] = {}
+        self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
+        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._modules: list[nn.Module] = []
+        self._paths: dict[int, str] = {}
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage in the trace; None for one that is not there."""
+        try:
+            found = self._live.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
+            return None
+        return None if found is None else found[0]
+
+    def live(self) -> set[int]:
+        """Numbers of the storages that are alive now."""
+        return {number for number, _ in self._live.values()}
+
+    @contextlib.contextmanager
+    def naming(self, model: nn.Module) -> Iterator[None]:
+        """Notes for each storage in which module's forward it was born."""
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self.trace.ops.add("nn.RNNBase")
+        hooks = nn.modules.module
+        entering = hooks.register_module_forward_pre_hook(lambda module, _: self._modules.append(module))
+        leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        if module in self._modules:  # an exception may have skipped the inner ones
+            while self._modules.pop() is not module:
+                pass
+
+    def forget(self) -> None:
+        """Stops recording deaths: what is freed from now on belongs to no step."""
+        for _, finalizer in self._live.values():
+            finalizer.detach()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:  # noqa: SLF001
+            return self._read(args[0])
+        out = self._run(func, args, kwargs)
+        outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # noqa: SLF001
+        for tensor in outputs:
+            if tensor.device.type == self.device_type:
+                self._see(tensor, func, args, in_backward=in_backward)
+        self._keep_values(outputs, func, args, kwargs)
+        self._count(func, args, kwargs, out, outputs)
+        scratch = scratch_bytes(func, args, kwargs, out) if self.device_type == "cuda" else 0
+        if scratch:
+            number = self._born(scratch, SCRATCH + str(func), in_backward=in_backward)
+            self.trace.events.append(-(number + 1))
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
+        if func not in _ASSUMED_FULL:
+            try:
+                return func(*args, **kwargs)
+            except DynamicOutputShapeException:
+                if self._known((args, kwargs)) is None:
+                    raise
+        real = self._known((args, kwargs))
+        if real is None:
+            return self._with_everything_selected(func, args, kwargs)
+        mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, FakeTensor))
+        with unset_fake_temporarily(), _disable_current_modes():
+            out = func(*real[0], **real[1])
+            fakes = tree_map_only(Tensor, mode.from_tensor, out)
+        self._values.update(zip(tree_leaves(fakes), tree_leaves(out), strict=True))
+        return fakes
+
+    def _known(self, arguments: Any) -> Any:
+        """The arguments with real values in the place of fake tensors; None where one's value is not known."""
+        fakes = [each for each in tree_leaves(arguments) if isinstance(each, FakeTensor)]
+        if not fakes or not all(each in self._values for each in fakes):
+            return None
+        return tree_map_only(FakeTensor, self._values.__getitem__, arguments)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
+        """Adds an operator of the device to what the step computes and moves."""
+        if not any(each.device.type == self.device_type for each in outputs):
+            return
+        self.trace.ops.add(str(func))
+        work, formula = self.trace.work, flop_registry.get(func.overloadpacket)
+        if formula is None and func.is_view:
+            return
+        inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
+        moved = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
+        if formula is None:
+            work.other_bytes += moved
+        else:
+            work.flops += formula(*args, **kwargs, out_val=out)
+            work.matmul_bytes += moved
+
+    def _see(self, tensor: Tensor, func: Any, args: Any, *, in_backward: bool) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live or size == 0:
+            return
+        number = self.number_of(args[0]) if func.is_view and args and _is_tensor(args[0]) else None
+        if number is None:
+            number = self._born(size, str(func), in_backward=in_backward)
+        self._storages[number] += 1
+        finalizer = weakref.finalize(storage, self._died, key, number)
+        finalizer.atexit = False
+        self._live[key] = (number, finalizer)
+        if in_backward and func is aten.add.Tensor and isinstance(args[1], Tensor) and args[0].shape == args[1].shape:
+            terms = (self.number_of(args[0]), self.number_of(args[1]))
+            self.trace.births[number].adds_to = tuple(term for term in terms if term is not None)
+
+    def _born(self, size: int, op: str, *, in_backward: bool) -> int:
+        module = self._modules[-1] if self._modules else None
+        path = "compute_loss" if self.moment.startswith("forward") and not in_backward else ""
+        if module is not None:
+            path = self._paths.get(id(module)) or type(module).__name__
+        moment = "backward" if in_backward and self.moment.startswith("forward") else self.moment
+        self.trace.births.append(Birth(size, op, path, moment))
+        self.trace.events.append(len(self.trace.births))
+        return len(self.trace.births) - 1
+
+    def _died(self, key: int, number: int) -> None:
+        self._live.pop(key, None)
+        self._storages[number] -= 1
+        if not self._storages[number]:
+            self.trace.events.append(-(number + 1))
+
+    def _read(self, tensor: Tensor) -> Any:
+        """The value of one element, as `.item()`, `bool()` and `.tolist()` ask for it."""
+        if tensor in self._values:
+            with _disable_current_modes():
+                return self._values[tensor].item()
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.item()
+        place = place_outside_torch(sys._getframe())  # noqa: SLF001
+        if place is not None:
+            self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
+        if tensor.dtype == torch.bool:
+            return False
+        return 0.0 if tensor.dtype.is_floating_point else 0
+
+    def _note(self, text: str) -> None:
+        if text not in self.trace.notes:
+            self.trace.notes.append(text)
+
+    def _keep_values(self, outputs: list[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+        """Calculates what comes of small CPU tensors for real, from real inputs."""
+        inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
+        touched = [*inputs, *outputs]
+        if not touched or any(each.device.type != "cpu" or each.numel() > _VALUES_KEPT for each in touched):
+            return
+        known = all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
+        if not known or torch.Tag.nondeterministic_seeded in func.tags:
+            for each in outputs:
+                self._values.pop(each, None)
+            return
+        real_args, real_kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
+        with _disable_current_modes(), contextlib.suppress(RuntimeError, NotImplementedError):
+            values = tree_leaves(func(*real_args, **real_kwargs))
+            self._values.update(zip(outputs, filter(_is_tensor, values), strict=False))
+
+    def _with_everything_selected(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Operators whose result is as long as the data has it: the longest result there can be."""
+        tensor = args[0]
+        if func is aten.index.Tensor:
+            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+            if not masks:
+                return func(*args, **kwargs)
+            indices: list[Any] = []
+            for each in args[1]:
+                if each is None or each.dtype not in (torch.bool, torch.uint8):
+                    indices.append(each)
+                else:
+                    indices += [
+                        torch.empty(each.numel(), dtype=torch.int64, device=tensor.device) for _ in range(each.dim())
+                    ]
+            out = func(tensor, indices, **kwargs)
+        elif func is aten.nonzero.default:
+            out = tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+        else:
+            out = tensor.new_empty((torch.broadcast_shapes(tensor.shape, args[1].shape).numel(),))
+        place = place_outside_torch(sys._getframe())  # noqa: SLF001
+        self._note(
+            f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed (upper bound)"
+        )
+        return out
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

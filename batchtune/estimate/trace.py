@@ -1,0 +1,189 @@
+"""The user's own training step on fake CUDA tensors: what is traced is what `batchtune.train` trains."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from batchtune.errors import BatchtuneError
+from batchtune.estimate.events import Trace, Work, normalized
+from batchtune.estimate.fake_cuda import fake_cuda
+from batchtune.estimate.places import place_of_error
+from batchtune.estimate.recorder import Recorder
+from batchtune.task.contract import Task, tensor_bytes
+from batchtune.task.load import load_task
+from batchtune.train.step import Trainer
+
+_STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
+_REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy
+
+
+class CannotTraceError(BatchtuneError):
+    """The user's step does something that needs data; the message names its line."""
+
+
+class Tracer:
+    """Traces one task at one precision at any batch size, keeping what all traces had in common.
+
+    Attributes:
+        notes: what the traces had to assume.
+        ops: the operators of the step.
+    """
+
+    def __init__(self, spec: str, precision: str, accumulation_steps: int = 1) -> None:
+        self.notes: list[str] = []
+        self.ops: set[str] = set()
+        self._precision, self._accumulation_steps = precision, accumulation_steps
+        with compilation_ignored(self.notes):
+            self._task = load_task(spec)
+        self._task.require("probe")
+
+    def trace(self, batch_size: int) -> Trace:
+        """The step at one micro-batch size; see `trace_step`."""
+        with compilation_ignored(self.notes):
+            trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps)
+        self.ops |= trace.ops
+        self.notes += [note for note in trace.notes if note not in self.notes]
+        return trace
+
+
+def trace_step(
+    task: Task, batch_size: int, precision: str, accumulation_steps: int = 1, device: str = "cuda"
+) -> Trace:
+    """Two optimizer steps at one micro-batch size, recorded.
+
+    Args:
+        task: the user's code.
+        batch_size: micro-batch size, samples.
+        precision: bf16, fp16, fp32 or tf32.
+        accumulation_steps: micro-batches per optimizer step; beyond two they allocate nothing new.
+        device: `cpu` traces what the CPU would allocate, to compare with real runs there.
+
+    Raises:
+        CannotTraceError: the step needs data.
+        DeviceError: this build of torch cannot trace.
+    """
+    gc.collect()
+    gc.disable()  # a collection in the middle would free storages at a random place
+    try:
+        with _naming_the_line(batch_size), fake_cuda() as mode:
+            batch = _fake_batch(task, batch_size, mode)
+            trace = Trace(batch_size)
+            _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
+            return normalized(trace)
+    finally:
+        gc.enable()
+
+
+def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str, micro_batches: int) -> None:
+    with recorder:
+        trainer = Trainer(task, torch.device(recorder.device_type, 0), precision)
+        roles = Roles(recorder)
+        roles.built(trainer)
+        with recorder.naming(trainer.model):
+            for step in range(_STEPS):
+                trace.work = Work()
+                for _ in range(micro_batches):
+                    recorder.moment = f"forward {step + 1}"
+                    trainer.forward_backward(batch, micro_batches)
+                    roles.backward_done(trainer)
+                recorder.moment = f"optimizer {step + 1}"
+                trainer.update()
+                roles.updated(trainer)
+        roles.finish(trace)
+        recorder.forget()
+
+
+class Roles:
+    """Which storages are parameters, gradients, optimizer states and activations."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._numbers: dict[str, set[int]] = {"parameters": set(), "gradients": set(), "optimizer_states": set()}
+
+    def built(self, trainer: Trainer) -> None:
+        """All that is there before the first step: the model, and copies of it such as an EMA's."""
+        del trainer
+        self._numbers["parameters"] = self._recorder.live()
+
+    def backward_done(self, trainer: Trainer) -> None:
+        """The parameters' gradients."""
+        grads = [parameter.grad for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        grads += [parameter.grad for parameter in trainer.model.parameters()]
+        self._add("gradients", [grad for grad in grads if grad is not None])
+
+    def updated(self, trainer: Trainer) -> None:
+        """What outlives the update and was not there before: the optimizer's states, and what a scaler keeps."""
+        del trainer
+        self._numbers["optimizer_states"] |= self._recorder.live() - self._numbers["parameters"]
+
+    def _add(self, category: str, tensors: list[Tensor]) -> None:
+        self._numbers[category] |= {
+            number for tensor in tensors if (number := self._recorder.number_of(tensor)) is not None
+        }
+
+    def finish(self, trace: Trace) -> None:
+        """Writes the categories into the trace."""
+        alive: set[int] = set()
+        kept: set[int] = set()
+        in_backward = False
+        for event in trace.events:
+            if event < 0:
+                alive.discard(-event - 1)
+                continue
+            backward = trace.births[event - 1].moment.startswith("backward")
+            if backward and not in_backward:
+                kept |= {number for number in alive if trace.births[number].moment.startswith("forward")}
+            in_backward = backward
+            alive.add(event - 1)
+        for category, numbers in (("activations", kept), *reversed(self._numbers.items())):
+            for number in numbers:
+                trace.births[number].category = category
+
+
+def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode) -> Any:
+    """The worst batch: made for real and then emptied of data where it is small, else made of fake tensors."""
+    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        small = tensor_bytes(task.worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
+        batch = task.worst_batch(batch_size) if small else None
+    return tree_map_only(Tensor, mode.from_tensor, batch) if small else task.worst_batch(batch_size)
+
+
+@contextlib.contextmanager
+def _naming_the_line(batch_size: int) -> Iterator[None]:
+    try:
+        yield
+    except BatchtuneError:
+        raise
+    except Exception as error:
+        place = place_of_error(error)
+        text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
+        raise CannotTraceError(
+            f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {batch_size}: "
+            f"{type(error).__name__}: {text}"
+        ) from error
+
+
+@contextlib.contextmanager
+def compilation_ignored(notes: list[str]) -> Iterator[None]:
+    """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
+    original = torch.compile
+
+    def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+        note = "torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
+        if note not in notes:
+            notes.append(note)
+        return (lambda function: function) if model is None else model
+
+    torch.compile = eager  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original

@@ -1,0 +1,160 @@
+"""Where memory ends, as guesses: what the peaks of the attempts so far say about sizes that were not tried.
+
+A guess is a size with a spread and a weight; several models of memory (straight, bent, quadratic, an estimate made
+beforehand) each give theirs, and the search weighs them. None of them is ever the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from batchtune.results import Attempt
+
+Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
+
+CEILING = 2**22  # samples; a search without a maximum ends here
+MAX_GROWTH = 32.0  # in one step: memory that hardly grows says nothing about sizes further away
+REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in growth is not used
+PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
+NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
+WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may be unable to give back at the limit
+ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batch
+DRIFT = 0.05  # how far off an extrapolation may be, per factor e
+BROAD, BENT, CURVED, FROM_PRIOR = 0.03, 0.15, 4.0, 6.0  # weights of guesses; that of a straight line is 1
+
+
+class Point(NamedTuple):
+    """What a fit used, in bytes; `activation` is the peak of forward and backward, without the optimizer's."""
+
+    size: int
+    activation: float
+    allocated: float
+    reserved: float
+    noise: float
+
+
+class Guess(NamedTuple):
+    """The limit is at `size` samples, give or take `spread` (standard deviation of the logarithm)."""
+
+    weight: float
+    size: float
+    spread: float
+
+    def below(self, size: float) -> float:
+        return self.weight * 0.5 * math.erfc(math.log(self.size / size) / (self.spread * math.sqrt(2)))
+
+
+def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
+    """The fits whose memory is known, by size."""
+    points = []
+    for attempt in {attempt.batch_size: attempt for attempt in attempts}.values():
+        allocated = attempt.peak_allocated_bytes or attempt.peak_reserved_bytes
+        if attempt.fits and allocated:
+            activation = attempt.forward_backward_peak_bytes or allocated
+            noise = activation * (NOISE if attempt.peak_allocated_bytes else NOISE_OF_RESERVED)
+            reserved = max(allocated, attempt.peak_reserved_bytes or 0)
+            points.append(Point(attempt.batch_size, activation, allocated, reserved, noise))
+    return sorted(points)
+
+
+def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Guess]:
+    """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
+    guesses: list[Guess] = []
+    for share in WASTE if points else ():
+        last = points[-1]
+        # Reserved bytes are limited but allocated ones extrapolated: under pressure the allocator gives back some of
+        # what it holds in vain; how much shows only at the limit.
+        waste = last.reserved / last.allocated - 1
+        allowed = limit / (1 + share * waste)
+        blur = math.hypot(last.noise, 0.1 * waste * limit)
+        if prior is not None:
+            guesses.append(prior_guess(points, allowed - last.allocated, blur, prior))
+        room = max(allowed - last.activation, -0.3 * last.activation)
+        if len(points) > 1:
+            guesses += _curve_guesses(points, room, blur)
+        elif prior is None:
+            guesses.append(Guess(1.0, last.size * max(1.1, 1 + ONE_POINT * room / last.activation), 1.0))
+    return guesses
+
+
+def curve(points: list[Point]) -> tuple[float, float, float, float, float]:
+    """Growth of activations up to the largest fit: span, slope, its error, curvature if it shows, and at worst."""
+    last = points[-1]
+    middle = next((point for point in points[-2::-1] if point.size <= 0.9 * last.size), points[0])
+    first = next((point for point in points[::-1] if point.size <= 0.7 * middle.size), None)
+    span = last.size - middle.size
+    slope, error = max(last.activation - middle.activation, 0.5 * last.noise) / span, 1.4 * last.noise / span
+    worst = slope / (last.size + middle.size)  # as if all growth were with the square of the size
+    if first is None:
+        return span, slope, error, 0.0, worst
+    run, width = middle.size - first.size, last.size - first.size
+    change = slope - (middle.activation - first.activation) / run
+    doubt = math.hypot(error, 1.4 * middle.noise / run)
+    error *= min(max(abs(change) / doubt, 0.15), 1.0)  # three points on a line: less noise than feared
+    shown = change / width if change > 2 * doubt else 0.0
+    return span, slope, error, shown, max(shown, min(worst, max(0.0, change + 2 * doubt) / width))
+
+
+def reach(room: float, slope: float, curvature: float) -> float:
+    """How many samples more until `room` bytes are used."""
+    return 2 * room / (slope + math.sqrt(slope * slope + 4 * curvature * max(room, 0.0)))
+
+
+def _curve_guesses(points: list[Point], room: float, blur: float) -> list[Guess]:
+    """A straight line and a parabola through the largest fits; `room` is what activations may still grow, in bytes."""
+    last, guesses = points[-1].size, []
+    span, slope, error, shown, worst = curve(points)
+    for weight, curvature in ((1.0, 0.0), (CURVED, shown) if shown else (BENT, worst)):
+        ahead = reach(room, slope + curvature * span, curvature)
+        size = max(last + ahead, 0.5 * last)
+        spread = math.hypot(blur, error * ahead) / slope / size + DRIFT * abs(math.log(size / last))
+        guesses.append(Guess(weight, size, min(2.0, spread) + 1e-4))
+    return guesses
+
+
+def prior_guess(points: list[Point], room: float, blur: float, prior: Prior) -> Guess:
+    """The prior, shifted to the largest fit and scaled by the growth measured since the smallest."""
+    last, first = points[-1], points[0]
+    here, scale, scale_error = prior(last.size), 1.0, PRIOR_SCALE_ERROR
+    rise, weight = here - prior(first.size), FROM_PRIOR
+    if rise > 0:
+        measured, error = (last.allocated - first.allocated) / rise, 1.4 * last.noise / rise + 0.01
+        trust = scale_error**2 / (scale_error**2 + error**2)
+        if error < trust and abs(math.log(max(measured, 0.01))) > REFUTED:
+            weight = 0.0  # no such curve: the measured one takes over
+        scale, scale_error = min(max(1 + trust * (measured - 1), 0.5), 2.0), math.sqrt(trust) * error
+    size = prior_fit(prior, here + room / scale, 1, CEILING)
+    step = max(1, size // 50)
+    slope = scale * max(prior(size + step) - prior(size), 1) / step
+    return Guess(weight, size, min(1.0, math.hypot(blur, scale_error * room) / slope / size) + 1e-4)
+
+
+def prior_fit(prior: Prior, limit: float, floor: int, ceiling: int) -> int:
+    """Largest size, at least `floor`, that the prior puts within `limit` bytes, to within a thousandth."""
+    low, high = floor, floor * 2
+    while high < ceiling and prior(high) <= limit:
+        low, high = high, high * 2
+    high = min(high, ceiling + 1)
+    while high - low > max(1, low // 1000):
+        middle = (low + high) // 2
+        low, high = (middle, high) if prior(middle) <= limit else (low, middle)
+    return low
+
+
+def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:
+    """The size below which the limit lies with probability `share`, now that it is known to lie in the bracket."""
+    top = high or low * MAX_GROWTH
+    known = sum(guess.below(low) for guess in guesses)
+
+    def below(size: float) -> float:
+        # The last term is bisection (of logarithms): what is left where every guess has failed.
+        return sum(guess.below(size) for guess in guesses) - known + BROAD * math.log(size / low) / math.log(top / low)
+
+    whole = below(high) if high else BROAD + sum(guess.weight for guess in guesses) - known
+    start, end = math.log(low), math.log(top)
+    for _ in range(30):
+        middle = (start + end) / 2
+        start, end = (middle, end) if below(math.exp(middle)) < share * whole else (start, middle)
+    return math.exp(end)

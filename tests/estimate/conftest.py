@@ -1,0 +1,36 @@
+"""A child process that traces task files, one for all tests of this folder."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from batchtune.train.worker import Worker
+
+A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
+
+
+@pytest.fixture(scope="session")
+def child():
+    with Worker(None) as worker:
+        yield worker
+
+
+@pytest.fixture
+def ask(child, tmp_path):
+    """Estimates the task in a source text; returns the child's answer."""
+
+    def asking(source, precision="fp32", *, accumulation_steps=1, gpus=(A100,), memory_limit=None, name="task"):
+        path = tmp_path / f"{name}.py"
+        path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
+        arguments = {
+            "task": str(path),
+            "precision": precision,
+            "accumulation_steps": accumulation_steps,
+            "gpus": list(gpus),
+            "memory_limit": memory_limit,
+        }
+        return child.call("apply", timeout=120, function="batchtune.estimate.answer:answer", arguments=arguments)
+
+    return asking

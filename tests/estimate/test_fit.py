@@ -1,0 +1,120 @@
+"""Polynomials through traces, the peaks that follow, and the largest batch under a capacity."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator
+from batchtune.estimate.capacity import TracedStep, largest_allocated, largest_batch
+from batchtune.estimate.events import SCRATCH, Birth, Trace, Work, normalized
+from batchtune.estimate.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
+
+
+def step_trace(batch_size, *, constant=1 << 20, linear=1 << 16, quadratic=0, op="aten.mm"):
+    """A parameter that stays, an activation that grows with the batch, and a scratch with a round-up in it."""
+    births = [
+        Birth(constant, "aten.empty", category="parameters"),
+        Birth(linear * batch_size + quadratic * batch_size**2, op, "blocks.3.up", "forward 1", "activations"),
+        Birth(-(-batch_size * 1000 // 128) * 128, SCRATCH + "aten.mm", moment="backward"),
+    ]
+    return Trace(batch_size, [1, 2, 3, -3, -2], births, work=Work(10.0 * batch_size, 4.0 * batch_size, 2.0))
+
+
+@given(constant=st.integers(1, 1 << 30), linear=st.integers(0, 1 << 24), batch_size=st.integers(1, 5000))
+@settings(max_examples=50, deadline=None)
+def test_linear_sizes_are_exact_at_every_batch_size(constant, linear, batch_size):
+    step = fit(lambda size: step_trace(size, constant=constant, linear=linear + 1))
+    assert isinstance(step, FittedStep)
+    assert step.degree == 1
+    assert step.sizes(batch_size)[:2] == [constant, (linear + 1) * batch_size]
+
+
+def test_quadratic_sizes_take_a_fourth_trace_and_are_exact():
+    asked = []
+
+    def trace(size):
+        asked.append(size)
+        return step_trace(size, quadratic=4)
+
+    step = fit(trace)
+    assert asked == [3, 5, 8, 13]
+    assert step.degree == 2
+    assert step.sizes(1001)[1] == 65536 * 1001 + 4 * 1001**2
+
+
+def test_halves_are_exact_too():
+    step = fit(lambda size: Trace(size, [1], [Birth(size * (size - 1) // 2, "aten.triu")]))
+    assert step.sizes(101) == [5050]
+
+
+def test_a_size_that_is_no_polynomial_is_found_out_and_named():
+    found = fit(lambda size: Trace(size, [1], [Birth(4 * (size // 2), "aten.chunk", "head")]))
+    assert found == Misaligned("the size of aten.chunk in head is no polynomial of the batch size")
+
+
+def test_a_step_that_does_other_things_at_other_sizes_is_found_out_and_named():
+    found = fit(lambda size: step_trace(size, op="aten.mm" if size < 8 else "aten.bmm"))
+    assert "aten.mm or aten.bmm in blocks.3.up" in found.reason
+    longer = fit(lambda size: Trace(size, [1, -1] * size, [Birth(4, "aten.mm")]))
+    assert "differs between batch sizes 3 and 5" in longer.reason
+
+
+def test_what_a_step_computes_and_moves_is_interpolated():
+    assert fit(step_trace).work(100) == Work(pytest.approx(1000), pytest.approx(400), pytest.approx(2))
+
+
+def test_the_peak_is_split_by_what_storages_are_for():
+    peak = peak_of(fit(step_trace), 16)
+    assert peak.allocated_bytes == sum(peak.by_category.values()) == peak_allocated_bytes(fit(step_trace), 16)
+    assert peak.by_category["parameters"] == MIB
+    assert peak.by_category["activations"] == MIB
+    assert peak.activations_by_module == {"blocks.*.up": MIB}
+    assert (peak.moment, peak.op) == ("backward", SCRATCH + "aten.mm")
+
+
+@pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("capacity", [30 * MIB, 500 * MIB, 4000 * MIB])
+def test_the_largest_batch_fits_and_the_next_one_does_not(allocator, capacity):
+    step = fit(lambda size: step_trace(size, linear=MIB))
+    found = largest_batch(step, capacity, allocator, resolution=1 << 30)
+    assert replay(step, found, allocator(capacity)).peak_reserved_bytes <= capacity
+    with pytest.raises(Exception, match=r"\d+"):
+        replay(step, found + 1, allocator(capacity))
+
+
+def test_no_batch_fits_where_the_model_alone_is_too_large():
+    assert largest_batch(fit(step_trace), MIB // 2) == 0
+
+
+def test_live_bytes_bound_what_any_allocator_can_hold():
+    step = fit(step_trace)
+    assert largest_allocated(step, 200 * MIB) >= largest_batch(step, 200 * MIB)
+
+
+def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
+    traced = []
+
+    def trace(size):
+        traced.append(size)
+        return step_trace(size, linear=MIB)
+
+    step = TracedStep(trace)
+    found = largest_batch(step, 300 * MIB)
+    assert 250 < found < 300
+    assert len(traced) == len(set(traced)) < 20
+    assert step.births(1)[0].category == "parameters"
+
+
+def test_a_gradient_that_is_added_to_another_takes_no_memory_of_its_own():
+    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", adds_to=(0, 1)), Birth(7, "x")]
+    trace = normalized(Trace(3, [1, 2, 3, -1, -2, 4, -3, -4], births))
+    assert trace.events == [1, 2, -2, 3, -1, -3]
+    assert [birth.op for birth in trace.births] == ["first", "second", "x"]
+
+
+def test_a_sum_whose_terms_live_on_keeps_its_own_memory():
+    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", adds_to=(0, 1)), Birth(7, "x")]
+    trace = normalized(Trace(3, [1, 2, 3, 4, -1, -2, -3, -4], births))
+    assert len(trace.births) == 4

@@ -1,0 +1,120 @@
+"""The records that an estimate ends in, from the child's answers and the catalogue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from batchtune.errors import UsageError
+from batchtune.estimate.allocator import MIB
+from batchtune.estimate.overheads import OVERHEADS, capacity_bytes, confidence, overhead_of
+from batchtune.estimate.run import choose, estimate_task, samples_per_second
+
+GIB = 1 << 30
+TASK = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+
+def make_batch(size):
+    return torch.randn(size, 64, 1024)
+
+def compute_loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@dataclass
+class Gpu:
+    name: str = "A100"
+    vendor: str = "NVIDIA"
+    generation: str = "Ampere"
+    capacity_bytes: int = 40 * GIB
+    memory_bytes: int = 41 * GIB
+    compute_capability: tuple[int, int] | None = (8, 0)
+    bandwidth_bytes_per_second: float = 1.5e12
+    tflops: dict = field(default_factory=lambda: {"bf16": 312.0, "fp32": 19.5, "tf32": 156.0})
+    board_power_watts: int | None = 400
+
+
+def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    gpus = [Gpu("small", capacity_bytes=8 * GIB), Gpu("large"), Gpu("tiny", capacity_bytes=500 * MIB)]
+    run = estimate_task(str(path), gpus, ["fp32", "tf32"])
+    assert [(each.gpu, each.precision) for each in run.estimates] == [
+        (gpu.name, precision) for gpu in gpus for precision in ("fp32", "tf32")
+    ]
+    small, _, large, _, tiny, _ = run.estimates
+    assert 4 * small.max_batch_size < large.max_batch_size
+    assert small.safe_max_batch_size < small.max_batch_size <= small.expandable_segments_max_batch_size
+    assert 0.9 * (8 * GIB - 450 * MIB) < small.peak_bytes < 8 * GIB
+    assert tiny.max_batch_size == 0
+    assert tiny.peak_bytes is None
+    assert any("a batch of 1 needs" in note for note in tiny.notes)
+    assert run.estimates[0].max_batch_size == run.estimates[1].max_batch_size, "TF32 stores what FP32 does"
+    assert run.estimates[1].samples_per_second > run.estimates[0].samples_per_second
+    assert [detail.precision for detail in run.details] == ["fp32"]
+    assert run.details[0].batch_size == large.max_batch_size
+
+
+def test_a_memory_limit_counts_where_it_is_below_what_the_gpu_has():
+    ops = {"aten.addmm.default"}
+    free = capacity_bytes(40 * GIB, "Ampere", "NVIDIA", ops, None)
+    assert capacity_bytes(40 * GIB, "Ampere", "NVIDIA", ops, 20 * GIB) == 20 * GIB - 2 * 8_519_680
+    assert capacity_bytes(40 * GIB, "Ampere", "NVIDIA", ops, 80 * GIB) == free
+    assert capacity_bytes(40 * GIB, "Ampere", "NVIDIA", set(), None) == 40 * GIB - 450 * MIB
+
+
+def test_hopper_keeps_larger_workspaces_and_an_unknown_generation_counts_as_the_costliest():
+    assert overhead_of("Hopper").workspace_bytes == 32 * MIB
+    assert overhead_of("Ada Lovelace") is OVERHEADS["Ada"]
+    assert overhead_of("of next year").context_bytes == max(each.context_bytes for each in OVERHEADS.values())
+    assert all(each.source for each in OVERHEADS.values())
+
+
+@pytest.mark.parametrize(
+    ("ops", "vendor", "level"),
+    [
+        ({"aten.addmm.default"}, "NVIDIA", "high"),
+        ({"aten.convolution.default"}, "NVIDIA", "medium"),
+        ({"nn.RNNBase", "aten.addmm.default"}, "NVIDIA", "low"),
+        ({"my_kernels.fused.default"}, "NVIDIA", "low"),
+        ({"aten.addmm.default"}, "AMD", "low"),
+    ],
+)
+def test_confidence_falls_with_what_a_trace_cannot_see_and_says_why(ops, vendor, level):
+    found = confidence(ops, [], aligned=True, vendor=vendor)
+    assert found.name == level
+    assert bool(found.notes) == (level != "high")
+    assert f"{found.band:.0%}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"),
+    [
+        (Gpu(), "bf16"),
+        (Gpu(compute_capability=(7, 5)), "fp16"),
+        (Gpu(compute_capability=(6, 1)), "fp32"),
+        (Gpu(vendor="AMD", compute_capability=None), "bf16"),
+        (Gpu(vendor="Apple", compute_capability=None), "fp32"),
+    ],
+)
+def test_auto_is_what_the_gpu_does_well(gpu, precision):
+    assert choose(gpu) == precision
+
+
+def test_speed_is_bounded_by_arithmetic_or_by_memory_and_absent_where_a_rate_is_not_known():
+    work = {"flops": 312e12, "matmul_bytes": 0.0, "other_bytes": 1.5e12}
+    row = {"max_batch_size": 10, "work": work}
+    assert samples_per_second(Gpu(), "bf16", row, 1) == pytest.approx(5.0)
+    assert samples_per_second(Gpu(), "fp16", row, 1) is None
+    assert samples_per_second(Gpu(), "bf16", {"max_batch_size": 0}, 1) is None
+
+
+def test_an_unknown_precision_is_a_usage_error():
+    with pytest.raises(UsageError, match="--precision int8"):
+        estimate_task("model.py", [Gpu()], ["int8"])

@@ -1,0 +1,206 @@
+"""What tracing on fake CUDA tensors sees of a training step; every test runs in the child process."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchtune.errors import BatchtuneError
+
+MLP = """
+    def build_model():
+        return nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024, bias=False))
+
+    def make_batch(size):
+        return torch.randn(size, 1024)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+"""
+WEIGHTS = 2 * 1024 * 1024 * 4
+ATTENTION = """
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(x.shape[0], 2048, 3, 1, 64).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def build_model():
+        return Attention()
+
+    def make_batch(size):
+        return torch.randn(size, 2048, 64)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+"""
+
+
+def test_parameters_gradients_and_adam_states_are_told_apart(ask):
+    detail = ask(MLP, memory_limit=200 << 20)["details"][0]
+    assert detail["by_category"]["parameters"] == WEIGHTS
+    assert detail["by_category"]["optimizer_states"] >= 2 * WEIGHTS
+    assert detail["activations_by_module"].keys() >= {"*"}
+    assert max(live for _, live in detail["curve"]) == detail["allocated_bytes"]
+
+
+def test_sgd_keeps_no_states(ask):
+    source = MLP + "\n    def build_optimizer(model, lr):\n        return torch.optim.SGD(model.parameters(), lr=lr)\n"
+    detail = ask(source, memory_limit=200 << 20)["details"][0]
+    assert detail["by_category"].get("optimizer_states", 0) == 0
+
+
+def test_foreach_and_fused_adam_differ_in_their_temporaries(ask):
+    def peak(extra):
+        source = MLP + f"""
+    def build_optimizer(model, lr):
+        return torch.optim.AdamW(model.parameters(), lr=lr, {extra})
+"""
+        row = ask(source, memory_limit=1 << 20)["gpus"][0]
+        return row["needed_bytes"]
+
+    assert peak("") == peak("foreach=True")
+    assert peak("fused=True") + WEIGHTS // 2 < peak("foreach=True")
+
+
+def test_gradients_outlive_the_first_of_two_micro_batches(ask):
+    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 4096, 1024)")
+    one = ask(wide, memory_limit=1 << 20)["gpus"][0]["needed_bytes"]
+    two = ask(wide, memory_limit=1 << 20, accumulation_steps=2)["gpus"][0]["needed_bytes"]
+    assert two >= one + WEIGHTS
+
+
+def test_flash_attention_keeps_no_scores_and_a_mask_takes_the_efficient_kernel(ask):
+    scores = 2048 * 2048 * 4
+    for source in (ATTENTION, ATTENTION.replace("(q, k, v)", "(q, k, v, attn_mask=x.new_ones(2048, 2048).tril().bool())")):
+        small = ask(source, "bf16", memory_limit=400 << 20)["gpus"][0]
+        assert small["max_batch_size"] * scores > 400 << 20
+        assert small["confidence"].startswith("high")
+
+
+def test_checkpointing_halves_what_is_kept(ask):
+    deep = """
+    from torch.utils.checkpoint import checkpoint
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = CALL
+            return x
+
+    def build_model():
+        return Deep()
+
+    def make_batch(size):
+        return torch.randn(size, 512, 256)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+"""
+    plain = ask(deep.replace("CALL", "block(x)"), memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
+    kept = ask(deep.replace("CALL", "checkpoint(block, x, use_reentrant=False)"), memory_limit=2 << 30)
+    assert kept["gpus"][0]["max_batch_size"] > 2 * plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_keeps_activations_in_half(ask, precision):
+    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 256, 1024)")
+    full = ask(wide, memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
+    half = ask(wide, precision, memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
+    assert half > 1.1 * full
+
+
+def test_rates_read_from_small_tensors_are_real(ask):
+    source = MLP.replace("nn.ReLU()", "nn.Dropout([x.item() for x in torch.linspace(0, 0.5, 3)][1])")
+    source = source.replace("return model(batch)", "assert model[1].p == 0.25; return model(batch)")
+    answer = ask(source)
+    assert answer["gpus"][0]["notes"] == []
+
+
+def test_a_value_that_is_read_is_named_with_its_line_and_lowers_the_confidence(ask):
+    source = MLP.replace("return model(batch).square().mean()", "loss = model(batch).square().mean(); loss.item(); return loss")
+    row = ask(source)["gpus"][0]
+    assert row["confidence"].startswith("medium")
+    assert any("task.py:11: reads a tensor's value" in note for note in row["notes"])
+
+
+def test_a_selection_by_mask_is_estimated_as_if_everything_were_selected(ask):
+    source = MLP.replace("return model(batch)", "out = model(batch); return out[out > 0]")
+    row = ask(source)["gpus"][0]
+    assert row["confidence"].startswith("low")
+    assert any("upper bound" in note and "task.py:11" in note for note in row["notes"])
+
+
+def test_what_needs_data_is_refused_with_its_line(ask):
+    source = MLP.replace("return model(batch)", "model(batch).detach().cpu().numpy(); return model(batch)")
+    assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
+
+
+def test_compiled_models_are_traced_as_eager_ones_and_say_so(ask):
+    source = MLP.replace("return nn.Sequential(", "return torch.compile(nn.Sequential(").replace("bias=False))", "bias=False)))")
+    row = ask(source)["gpus"][0]
+    assert row["confidence"].startswith("medium")
+    assert any("torch.compile" in note for note in row["notes"])
+
+
+def test_a_step_that_changes_with_the_batch_falls_back_to_direct_traces(ask):
+    source = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 256, 1024)")
+    source = source.replace("return model(batch)", "half = batch[: (len(batch) + 1) // 2]; return model(half)")
+    row = ask(source, memory_limit=200 << 20)["gpus"][0]
+    assert row["confidence"].startswith("medium")
+    assert row["max_batch_size"] > 0
+    assert any("scaled" in note for note in row["notes"])
+
+
+def test_tied_weights_stay_tied_and_copies_count(ask):
+    tied = MLP.replace("return nn.Sequential(", "model = nn.Sequential(") + ""
+    tied = tied.replace("bias=False))\n\n    def make", "bias=False))\n        model[2].weight = model[0].weight\n        return model\n\n    def make")
+    detail = ask(tied, memory_limit=200 << 20)["details"][0]
+    assert detail["by_category"]["parameters"] == WEIGHTS // 2
+    copied = MLP + """
+    def build_optimizer(model, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        optimizer.average = torch.optim.swa_utils.AveragedModel(model)
+        return optimizer
+"""
+    detail = ask(copied, memory_limit=200 << 20)["details"][0]
+    assert detail["by_category"]["parameters"] - 2 * WEIGHTS < 4096
+
+
+def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
+    lines = []
+    child._echo = lines.append
+    source = """
+    import resource
+
+    def build_model():
+        return nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(16)])
+
+    def make_batch(size):
+        return torch.randn(size, 8192)
+
+    def compute_loss(model, batch):
+        print("resident", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        return model(batch).square().mean()
+"""
+    answer = ask(source)
+    child._echo = None
+    assert answer["gpus"][0]["max_batch_size"] > 1
+    resident_kib = [int(line.split()[1]) for line in lines if line.startswith("resident")]
+    assert max(resident_kib) < 1 << 20
+
+
+def test_an_incomplete_task_is_the_users_error(ask):
+    with pytest.raises(BatchtuneError, match="make_batch"):
+        ask("""
+    def build_model():
+        return nn.Linear(1, 1)
+""")

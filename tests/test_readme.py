@@ -1,0 +1,67 @@
+"""Every command of the README runs: the set-up lines in CI letter by letter, the others here."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+CONSOLE = [line[2:] for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
+SETUP = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+
+
+def test_there_are_exactly_two_set_up_commands_each_a_single_line_with_its_own_environment():
+    assert len(SETUP) == 2
+    assert all(line.startswith("python3 -m venv .venv") for line in SETUP)
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "batchtune tune recipes/digits/config.yaml" in SETUP[0]
+    assert "batchtune tune recipes/digits/config.yaml" in ci
+    assert "-m pytest" in SETUP[1]
+    assert "-m pytest" in ci
+
+
+def test_the_commands_for_your_own_model_run_in_order(tmp_path):
+    assert len(CONSOLE) >= 6
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for line in CONSOLE:
+        words = shlex.split(line)
+        assert words[0] == "batchtune", line
+        command = [sys.executable, "-m", "batchtune", *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+    assert "## batchtune tune: mymodel" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+
+
+def test_the_result_shown_in_the_readme_is_a_result_document():
+    import json
+
+    from batchtune.results import Result
+
+    (shown,) = [block for kind, block in BLOCKS if kind == "json"]
+    document = json.loads(shown.replace(', "...": "..."', "").replace('"reason": "..."', '"reason": "so"'))
+    for trial in document["trials"]:
+        trial |= {"precision": "bf16", "seed": 0}
+    Result.model_validate(document | {"task": {"path": "model.py"}})
+
+
+def test_the_files_that_the_readme_points_to_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml")))
+def test_each_recipe_has_its_three_files_and_passes_a_dry_run(folder, tmp_path):
+    recipe = ROOT / "recipes" / folder
+    assert all((recipe / name).is_file() for name in ("model.py", "config.yaml", "README.md"))
+    command = [sys.executable, "-m", "batchtune", "tune", str(recipe / "config.yaml"), "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "baseline:" in done.stdout

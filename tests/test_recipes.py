@@ -1,0 +1,32 @@
+"""Both recipes, end to end and for real: the study they were made for, with a clear speed-up at the end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from batchtune.results import load_result, result_schema
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("recipe", ["digits", "charlm"])
+def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(recipe, tmp_path):
+    output = tmp_path / "result.json"
+    config = ROOT / "recipes" / recipe / "config.yaml"
+    command = [sys.executable, "-m", "batchtune", "tune", str(config), "--json", "-q", "-o", str(output)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output.read_text(encoding="utf-8")
+    jsonschema.validate(json.loads(done.stdout), result_schema())
+    result = load_result(output)
+    assert result.status == "complete"
+    assert result.recommendation.speedup_over_baseline.low > 1
+    assert result.probe.verified_in_fresh_process
+    sizes = {trial.micro_batch_size for trial in result.trials if trial.state == "complete"}
+    assert result.recommendation.micro_batch_size in sizes

@@ -1,0 +1,56 @@
+"""A made-up training law with a simulated clock: what a worker would measure if training followed it exactly."""
+
+import math
+import random
+
+from batchtune.results import CurvePoint
+
+ALPHA, BETA = 2e-3, 1e-4  # seconds
+E_MIN, B_CRITICAL = 20_000, 128  # samples
+BEST_RATE, BEST_BATCH = 0.02, 64
+START, FLOOR = 2.0, 0.1
+
+
+def best_rate(batch_size):
+    return BEST_RATE * ((1 + B_CRITICAL / BEST_BATCH) / (1 + B_CRITICAL / batch_size)) ** 0.5
+
+
+def seconds_to_target(batch_size, rate, *, target=0.5, noise=0.0, seed=0):
+    """Time until the loss START * exp(-progress) + FLOOR meets the target; infinite where the rate diverges."""
+    off = math.log10(rate / best_rate(batch_size))
+    if off > 0.8:
+        return math.inf
+    samples = E_MIN * (1 + batch_size / B_CRITICAL) * math.exp(1.5 * off**2)
+    scale = math.log((START - FLOOR) / (target - FLOOR)) / math.log((START - FLOOR) / 0.4)
+    jitter = math.exp(noise * random.Random(f"{seed}-{batch_size}-{rate}").gauss(0, 1))
+    return samples * scale * jitter * (ALPHA + BETA * batch_size) / batch_size
+
+
+class LawWorker:
+    """Stands in for a child process: `train` follows the law, on a clock that takes no time."""
+
+    def __init__(self, noise=0.0, fail_at=()):
+        self.noise, self.fail_at, self.specs = noise, set(fail_at), []
+
+    def call(self, command, *, timeout, on_event, **spec):
+        assert command == "train"
+        assert timeout > spec["limit_seconds"]
+        self.specs.append(spec)
+        if len(self.specs) in self.fail_at:
+            raise KeyboardInterrupt
+        batch = spec["micro_batch_size"] * spec["accumulation_steps"]
+        needed = seconds_to_target(batch, spec["learning_rate"], noise=self.noise, seed=spec["seed"])
+        rate = 0.0 if math.isinf(needed) else math.log((START - FLOOR) / 0.4) / needed
+        seconds = 0.0
+        while True:
+            value = FLOOR + (START - FLOOR) * math.exp(-rate * seconds) if rate else START * (1 + seconds)
+            per_second = batch / (ALPHA + BETA * batch)
+            point = CurvePoint(seconds=seconds, samples=int(seconds * per_second), value=value)
+            go_on = on_event(point.model_dump())
+            if spec["target"] is not None and value <= spec["target"]:
+                return {"outcome": "reached"}
+            if seconds >= spec["limit_seconds"]:
+                return {"outcome": "finished"}
+            if not go_on:
+                return {"outcome": "pruned"}
+            seconds = min(spec["limit_seconds"], seconds * 1.05 + 0.02)

@@ -1,0 +1,46 @@
+from batchtune.results import ProbeResult, ThroughputFit
+from batchtune.tune.prior import candidate_batch_sizes, split_batch
+
+
+def probe(largest, limited_by="memory", saturation=64.0):
+    fit = ThroughputFit(alpha_seconds=saturation * 1e-4, beta_seconds_per_sample=1e-4, saturation_batch_size=saturation)
+    return ProbeResult(precision="fp32", max_batch_size=largest, limited_by=limited_by, throughput_fit=fit)
+
+
+def sizes(largest=512, **changes):
+    known = {"minimum": 1, "maximum": None, "baseline": 32, "multiple_of": 1, "data_size": 50_000}
+    limited_by = changes.pop("limited_by", "memory")
+    return candidate_batch_sizes(probe(largest, limited_by), **(known | changes))
+
+
+def test_candidates_go_from_a_quarter_of_saturation_to_two_octaves_beyond_memory():
+    assert sizes().batch_sizes == (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def test_a_users_maximum_and_the_data_set_are_never_passed():
+    assert max(sizes(maximum=200).batch_sizes) <= 200
+    assert max(sizes(data_size=300).batch_sizes) <= 300
+
+
+def test_what_was_not_limited_by_memory_is_not_exceeded_by_accumulation():
+    assert max(sizes(700, limited_by="max").batch_sizes) <= 700
+
+
+def test_the_baseline_is_always_a_candidate():
+    assert 48 in sizes(baseline=48).batch_sizes
+    assert 7 in sizes(baseline=7).batch_sizes
+
+
+def test_micro_batches_fit_and_divide_evenly():
+    for batch in (1, 7, 96, 1000, 1024, 997):
+        micro, steps = split_batch(batch, 100)
+        assert micro * steps == batch
+        assert micro <= 100
+    assert split_batch(1024, 300) == (256, 4)
+    assert split_batch(64, 64) == (64, 1)
+
+
+def test_the_reason_names_what_ends_the_range():
+    assert "memory" in sizes().reason
+    assert "data set" in sizes(data_size=300).reason
+    assert "your maximum 200" in sizes(maximum=200).reason

@@ -1,0 +1,49 @@
+import optuna
+import pytest
+
+from batchtune.tune.pruner import TimeToValuePruner
+
+
+def study_with_best(curve, seconds, goal="minimize"):
+    study = optuna.create_study(pruner=TimeToValuePruner(goal))
+    study.add_trial(
+        optuna.trial.create_trial(value=seconds, intermediate_values={int(s * 1000): v for s, v in curve.items()})
+    )
+    return study
+
+
+BEST = {0: 2.0, 1: 1.0, 2: 0.7, 4: 0.5, 10: 0.3}
+
+
+def pruned(study, reports):
+    trial = study.ask()
+    for seconds, value in reports.items():
+        trial.report(value, int(seconds * 1000))
+    return trial.should_prune()
+
+
+def test_a_run_that_takes_three_times_as_long_for_the_same_loss_is_pruned():
+    assert pruned(study_with_best(BEST, 10.0), {0: 2.0, 6: 0.8})
+
+
+def test_a_run_that_keeps_up_goes_on():
+    assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 3: 0.7})
+
+
+def test_nothing_is_judged_before_a_third_of_the_best_time():
+    assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 2.5: 1.9})
+
+
+def test_the_first_run_is_never_pruned():
+    study = optuna.create_study(pruner=TimeToValuePruner("minimize"))
+    assert not pruned(study, {0: 2.0, 60: 1.99})
+
+
+def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():
+    assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 9: 0.1})
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.2, True), (0.8, False)])
+def test_metrics_that_are_maximized_are_read_upwards(value, expected):
+    study = study_with_best({0: 0.1, 1: 0.5, 4: 0.8, 8: 0.9}, 8.0, goal="maximize")
+    assert pruned(study, {0: 0.1, 6: value}) is expected

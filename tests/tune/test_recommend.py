@@ -1,0 +1,131 @@
+import pytest
+
+from batchtune.results import CurvePoint, Trial
+from batchtune.tune.recommend import automatic_target, finalists, median_interval, ratio_interval, recommend
+
+
+def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):
+    return Trial(
+        number=number,
+        state=state,
+        role=role,
+        batch_size=batch,
+        micro_batch_size=batch,
+        gradient_accumulation_steps=1,
+        learning_rate=rate,
+        precision="fp32",
+        seed=number,
+        time_to_target_seconds=seconds,
+        training_seconds=used if used is not None else seconds,
+        value=value,
+        outcome="reached" if seconds is not None else "finished",
+    )
+
+
+def confirmed(*groups):
+    trials = [trial(0, "baseline", 32, 1e-3, 10.0)]
+    for (batch, rate), times in groups:
+        trials += [trial(len(trials) + n, "confirm", batch, rate, seconds) for n, seconds in enumerate(times)]
+    return trials
+
+
+def curve(*values):
+    return [CurvePoint(seconds=float(n), samples=n * 10, value=value) for n, value in enumerate(values)]
+
+
+def test_a_falling_curve_sets_the_value_it_held_at_80_percent_of_the_time():
+    target, _ = automatic_target(curve(10, 6, 4, 2, 1, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), "minimize")
+    assert target == 0.2
+
+
+def test_a_curve_that_was_looked_at_twice_still_sets_a_hard_target():
+    target, _ = automatic_target(curve(10, 9, 0), "minimize")
+    assert target == pytest.approx(0.5)
+
+
+def test_a_level_curve_sets_its_best_less_one_percent_of_the_improvement():
+    target, _ = automatic_target(curve(10, 1, 0.5, 0.02, 0.01, 0.005, 0.004, 0.003, 0.002, 0.0), "minimize")
+    assert target == pytest.approx(0.1)
+
+
+def test_accuracy_sets_a_target_from_above():
+    target, reason = automatic_target(curve(0.1, 0.5, 0.9, 0.95, 0.96, 0.96), "maximize")
+    assert 0.9 <= target < 0.96
+    assert "0.1 to 0.96" in reason
+
+
+@pytest.mark.parametrize("values", [(2.0,), (2.0, 2.0, 2.0), (2.0, 3.0, None)])
+def test_a_run_that_never_improves_sets_no_target(values):
+    assert automatic_target(curve(*values), "minimize") is None
+
+
+def test_finalists_are_the_fastest_distinct_configurations_without_the_baseline():
+    trials = [
+        trial(0, "baseline", 32, 1e-3, 10.0),
+        trial(1, "search", 32, 1e-3, 1.0),
+        trial(2, "search", 64, 1e-2, 4.0),
+        trial(3, "search", 64, 1e-2, 3.0),
+        trial(4, "search", 128, 1e-2, 5.0),
+        trial(5, "search", 256, 1e-2, None, state="pruned"),
+    ]
+    assert [each.number for each in finalists(trials, 2, timed=True, goal="minimize")] == [3, 4]
+
+
+def test_a_clear_winner_comes_with_its_interval():
+    found, base = recommend(confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6))), timed=True, goal="minimize")
+    assert (found.global_batch_size, base.global_batch_size) == (64, 32)
+    assert found.speedup_over_baseline.low > 1
+    assert found.speedup_over_baseline.median == pytest.approx(11 / 5)
+    assert found.speedup_over_baseline.low <= 11 / 5 <= found.speedup_over_baseline.high
+
+
+def test_a_tie_goes_to_the_smaller_batch():
+    groups = (((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (5.0, 5.2, 5.4)), ((256, 1e-2), (4.9, 5.1, 5.5)))
+    found, _ = recommend(confirmed(*groups), timed=True, goal="minimize")
+    assert found.global_batch_size == 64
+
+
+def test_no_better_than_the_baseline_is_an_answer():
+    found, _ = recommend(confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (9, 11, 13))), timed=True, goal="minimize")
+    assert found.global_batch_size == 32
+    assert found.speedup_over_baseline is None
+    assert found.reason.startswith("no better than your baseline")
+
+
+def test_a_baseline_that_missed_the_target_makes_the_speedup_a_lower_bound():
+    trials = confirmed(((64, 1e-2), (4, 5, 6)))
+    trials += [trial(10 + n, "confirm", 32, 1e-3, None, used=20.0) for n in range(3)]
+    found, _ = recommend(trials, timed=True, goal="minimize")
+    assert "at least" in found.reason
+    assert found.speedup_over_baseline.median == pytest.approx(4.0)
+
+
+def test_without_confirmation_the_best_single_run_is_said_to_be_just_that():
+    trials = [trial(0, "baseline", 32, 1e-3, 10.0), trial(1, "search", 64, 1e-2, 4.0)]
+    found, base = recommend(trials, timed=True, goal="minimize")
+    assert found.global_batch_size == 64
+    assert "not confirmed" in found.reason
+    assert base is None
+
+
+def test_a_metric_to_maximize_is_compared_the_right_way_round():
+    trials = [trial(0, "baseline", 32, 1e-3, None, value=0.8)]
+    trials += [trial(1 + n, "confirm", 32, 1e-3, None, value=v) for n, v in enumerate((0.80, 0.81, 0.79))]
+    trials += [trial(4 + n, "confirm", 64, 1e-2, None, value=v) for n, v in enumerate((0.90, 0.91, 0.89))]
+    found, _ = recommend(trials, timed=False, goal="maximize")
+    assert found.global_batch_size == 64
+    assert (found.value.low, found.value.median, found.value.high) == (0.89, 0.90, 0.91)
+
+
+def test_intervals_hold_their_median_and_widen_with_the_spread():
+    narrow, wide = median_interval([1.0, 1.1, 1.2]), median_interval([0.5, 1.1, 2.0])
+    assert narrow.low <= narrow.median <= narrow.high
+    assert wide.high - wide.low > narrow.high - narrow.low
+    assert ratio_interval([2.0], [1.0]).median == 2.0
+
+
+def test_many_seeds_are_resampled_without_counting_every_case():
+    values = [1 + 0.01 * n for n in range(12)]
+    first, second = ratio_interval(values, values), ratio_interval(values, values)
+    assert first == second
+    assert first.low < 1 < first.high

@@ -1,0 +1,131 @@
+import math
+
+import law
+import numpy as np
+import optuna
+import pytest
+
+from batchtune.tune.sampler import LOWER_BOUND, TimeToTargetSampler
+from batchtune.tune.surface import Prior, Run, Surface
+
+PRIOR = Prior(
+    saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3
+)
+SIZES = (8, 16, 32, 64, 128, 256, 512)
+SPACE = {
+    "batch_size": optuna.distributions.CategoricalDistribution(SIZES),
+    "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+def oracle():
+    rates = np.logspace(-5, 0, 201)
+    return min(law.seconds_to_target(batch, rate) for batch in SIZES for rate in rates)
+
+
+def run_study(sampler, trials, *, noise=0.05, cap=None):
+    study = optuna.create_study(sampler=sampler)
+    study.enqueue_trial({"batch_size": 16, "learning_rate": 1e-3})
+    for _ in range(trials):
+        trial = study.ask(SPACE)
+        seconds = law.seconds_to_target(
+            trial.params["batch_size"], trial.params["learning_rate"], noise=noise, seed=trial.number
+        )
+        best = min((each.value for each in study.trials if each.state.name == "COMPLETE"), default=math.inf)
+        limit = min(200.0, 1.2 * best) if cap else 200.0
+        if seconds <= limit:
+            study.tell(trial, seconds)
+        else:
+            trial.set_user_attr(LOWER_BOUND, limit)
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    return study
+
+
+def test_the_surface_finds_where_a_law_of_its_own_form_is_lowest():
+    runs = [
+        Run(batch, rate, law.seconds_to_target(batch, rate), censored=False)
+        for batch in (16, 64, 256)
+        for rate in (3e-3, 1e-2, 3e-2)
+    ]
+    surface = Surface(PRIOR, runs, seed=0)
+    rates = np.linspace(-4, 0, 81)
+    sizes, grid = (axis.ravel() for axis in np.meshgrid(np.array(SIZES, float), rates, indexing="ij"))
+    lowest = int(np.argmin(surface.predict(sizes, grid).mean(axis=0)))
+    found = law.seconds_to_target(int(sizes[lowest]), 10 ** grid[lowest])
+    assert found <= 1.15 * oracle()
+
+
+def test_a_censored_run_pushes_the_surface_up_and_never_down():
+    seen = [Run(16, 1e-3, 50.0, censored=False)]
+    point = (np.array([64.0]), np.array([-2.0]))
+    before = Surface(PRIOR, seen, seed=1).predict(*point).mean()
+    after = Surface(PRIOR, [*seen, Run(64, 1e-2, 100.0, censored=True)], seed=1).predict(*point).mean()
+    assert after > before + 0.3
+
+
+def test_one_outlier_does_not_bend_the_surface():
+    runs = [Run(b, r, law.seconds_to_target(b, r), censored=False) for b in (16, 64, 256) for r in (3e-3, 1e-2, 3e-2)]
+    point = (np.array([64.0]), np.array([math.log10(law.best_rate(64))]))
+    clean = Surface(PRIOR, runs, seed=2).predict(*point).mean()
+    odd = Run(64, 1e-2, 10 * law.seconds_to_target(64, 1e-2), censored=False)
+    assert abs(Surface(PRIOR, [*runs, odd], seed=2).predict(*point).mean() - clean) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ten_trials_come_within_a_quarter_of_the_best_there_is(seed):
+    study = run_study(TimeToTargetSampler(PRIOR, seed=seed), 10, cap=True)
+    best = study.best_trial.params
+    assert law.seconds_to_target(best["batch_size"], best["learning_rate"]) <= 1.25 * oracle()
+
+
+def test_it_beats_random_search_on_the_same_number_of_trials():
+    def mean_log_regret(make):
+        best = [run_study(make(seed), 10).best_trial.params for seed in range(5)]
+        times = [law.seconds_to_target(each["batch_size"], each["learning_rate"]) for each in best]
+        return sum(math.log(time / oracle()) for time in times) / len(times)
+
+    ours = mean_log_regret(lambda seed: TimeToTargetSampler(PRIOR, seed=seed))
+    theirs = mean_log_regret(lambda seed: optuna.samplers.RandomSampler(seed=seed))
+    assert ours < 0.25 * theirs
+
+
+def test_expected_improvement_falls_as_the_optimum_is_found():
+    sampler = TimeToTargetSampler(PRIOR, seed=0)
+    run_study(sampler, 3)
+    early = sampler.last_expected_improvement
+    run_study(sampler := TimeToTargetSampler(PRIOR, seed=0), 14)
+    assert sampler.last_expected_improvement < 0.3 * early
+
+
+def test_the_same_seed_gives_the_same_trials():
+    first = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
+    second = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
+    assert [trial.params for trial in first.trials] == [trial.params for trial in second.trials]
+
+
+def test_any_optuna_user_can_take_it_with_an_int_batch_size_and_parameters_of_their_own():
+    def objective(trial):
+        batch = trial.suggest_int("batch_size", 8, 512, log=True)
+        rate = trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
+        decay = trial.suggest_float("weight_decay", 0.0, 0.1)
+        return law.seconds_to_target(batch, min(rate, 5 * law.best_rate(batch))) * (1 + decay)
+
+    study = optuna.create_study(sampler=TimeToTargetSampler(seed=3))
+    study.optimize(objective, n_trials=12)
+    assert all(0 <= trial.params["weight_decay"] <= 0.1 for trial in study.trials)
+    assert study.best_value <= 1.5 * oracle()
+
+
+def test_a_pruned_trial_without_a_bound_counts_by_its_last_step_in_milliseconds():
+    study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=0))
+    trial = study.ask(SPACE)
+    trial.report(1.0, step=2500)
+    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    (run,) = study.sampler.runs(study.trials)
+    assert run.seconds == 2.5
+    assert run.censored
