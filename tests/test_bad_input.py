@@ -5,7 +5,9 @@ import resource
 from pathlib import Path
 
 import pytest
+import yaml
 
+import batchtune
 from batchtune.errors import UsageError
 from batchtune.results import Attempt
 from batchtune.run_folder import RunFolder
@@ -92,13 +94,16 @@ def test_an_override_that_cannot_be_used_is_named(invoke, folder, override, told
     assert told in refused(invoke, folder, "task: model.py\nbatch_size: {max: 16}\n", override)
 
 
-def test_numbers_and_switches_may_be_spelled_as_people_spell_them(cli):
-    spelled = "task: linear.py\nlearning_rate: {min: 1e-5, max: 1}\nconfirm: off\nmemory: {limit: 2GiB}\nname: on\n"
-    cli.write("config.yaml", spelled)
-    checked = cli("tune", "config.yaml", "--dry-run", "-q")
-    assert checked.code == 0, checked.err
-    for line in ("min: 1.0e-05", "seeds: 0", f"limit: {2 << 30}", "name: 'on'"):
-        assert line in checked.out
+def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder, monkeypatch):
+    monkeypatch.setattr(batchtune, "check", lambda *_, **__: {})  # what a dry run does in a child
+    (folder / "config.yaml").write_text(
+        "task: model.py\nlearning_rate: {min: 1e-5, max: 1}\nconfirm: off\nmemory: {limit: 2GiB}\nname: on\n"
+    )
+    resolved = yaml.safe_load(invoke("tune", "config.yaml", "--dry-run", "-q").stdout)
+    assert resolved["learning_rate"] == {"min": 1e-5, "max": 1.0}
+    assert resolved["confirm"]["seeds"] == 0
+    assert resolved["memory"]["limit"] == 2 << 30
+    assert resolved["name"] == "on"
 
 
 # Command lines
@@ -171,12 +176,6 @@ CASES = {
         3,
         [r'File ".*task\.py", line \d+', r"importing task\.py raised ValueError: .*task\.py:\d+: no data at hand"],
     ),
-    "imports what is not installed": (
-        PROBE,
-        "import nowhere_to_be_found",
-        3,
-        ["No module named 'nowhere"],
-    ),
     "ends the process at import": (
         PROBE,
         "import os; print('farewell', flush=True); os._exit(7)",
@@ -234,7 +233,7 @@ CASES = {
     ),
     "raises in training": (
         PROBE,
-        LOSS + "error.mean() if len(points) > 9 else 1 / 0",
+        LOSS + "error.mean() + 1 / 0",
         3,
         [r"compute_loss raised ZeroDivisionError at batch size \d \(not an out-of-memory error\): .*task\.py:\d+: "],
     ),
@@ -262,9 +261,9 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def answers(new_cli, pool):
-    """All the commands of CASES, two at a time."""
+    """All the commands of CASES, two at a time while the other tests run."""
     begun = {}
     for name, (command, ending, _, _) in CASES.items():
         cli = new_cli()
@@ -272,22 +271,6 @@ def answers(new_cli, pool):
         cli.write("task.yaml", TUNED)
         begun[name] = pool.submit(cli, *command)
     return begun
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_task_is_refused_in_one_line_that_says_why_when_it(answers, name):
-    _, _, code, told = CASES[name]
-    answer = answers[name].result()
-    assert answer.code == code, answer.err
-    for pattern in told:
-        assert re.search(pattern, answer.err), answer.err
-    assert "Traceback" not in answer.err
-    assert "batchtune/" not in answer.err.replace("/.batchtune/", "")  # no frame of ours
-    assert len(re.findall("^batchtune: ", answer.err, re.MULTILINE)) == 1
-    assert answer.err.splitlines()[-1].startswith("batchtune: ")
-    document = answer.document
-    assert document["status"] == "failed"
-    assert document["error"] == {"exit_code": code, "message": answer.err.splitlines()[-1].removeprefix("batchtune: ")}
 
 
 # A run folder that is another's
@@ -394,3 +377,22 @@ def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, cli):
     assert again.code == 0, again.err
     assert again.document["status"] == "complete"
     assert again.document["trials"][:before] == tuned.document["trials"]
+
+
+# The user's code, as it is answered
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_is_refused_in_one_line_that_says_why_when_it(answers, name):
+    _, _, code, told = CASES[name]
+    answer = answers[name].result()
+    assert answer.code == code, answer.err
+    for pattern in told:
+        assert re.search(pattern, answer.err), answer.err
+    assert "Traceback" not in answer.err
+    assert "batchtune/" not in answer.err.replace("/.batchtune/", "")  # no frame of ours
+    assert len(re.findall("^batchtune: ", answer.err, re.MULTILINE)) == 1
+    assert answer.err.splitlines()[-1].startswith("batchtune: ")
+    document = answer.document
+    assert document["status"] == "failed"
+    assert document["error"] == {"exit_code": code, "message": answer.err.splitlines()[-1].removeprefix("batchtune: ")}

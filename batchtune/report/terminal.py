@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import shorten
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -17,6 +18,7 @@ from batchtune.results import Attempt, Estimate, Interval, ProbeResult, Recommen
 
 _COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 _MAX_TRIALS = 12
+_MAX_WHY = 96  # of characters; the message of a failure that matters is told in full elsewhere
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
     "max": "that is the most that was allowed",
@@ -163,14 +165,14 @@ def attempts_table(attempts: list[Attempt], limit_bytes: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("batch", "outcome", "peak", "of limit", "step"):
         table.add_column(name, justify="left" if name in {"outcome", "of limit"} else "right", no_wrap=True)
-    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=48)
+    table.add_column("why", max_width=48)  # the one column that gives way in a narrow terminal
     for attempt in attempts:
         peak = attempt.peak_reserved_bytes if attempt.fits else None
         why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
         outcome = Text(attempt.outcome, style=_COLOURS.get(attempt.outcome, "yellow"))
         bar = _bar(peak / limit_bytes) if peak and limit_bytes else ""
         step = duration(attempt.step_seconds) if attempt.fits else "-"
-        table.add_row(f"{attempt.batch_size:,}", outcome, size(peak), bar, step, Text(why))
+        table.add_row(f"{attempt.batch_size:,}", outcome, size(peak), bar, step, Text(shorten(why, _MAX_WHY)))
     return table
 
 
