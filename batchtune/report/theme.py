@@ -101,7 +101,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def batch_axis(low: float, high: float, title: str = "batch size") -> dict[str, Any]:
+def batch_axis(low: float, high: float, title: str, *, room: float = 0.06) -> dict[str, Any]:
     """A logarithmic axis over batch sizes, with powers of two for ticks."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
     step = math.ceil((last - first + 1) / _MOST_TICKS)
@@ -109,14 +109,14 @@ def batch_axis(low: float, high: float, title: str = "batch size") -> dict[str, 
     return axis(
         title,
         type="log",
-        range=padded(low, high),
+        range=padded(low, high, room),
         tickmode="array",
         tickvals=ticks,
         ticktext=[f"{tick:,}" for tick in ticks],
     )
 
 
-def padded(low: float, high: float, share: float = 0.06) -> list[float]:
+def padded(low: float, high: float, share: float) -> list[float]:
     """The range of a logarithmic axis, in decades, with room at both ends."""
     first, last = math.log10(low), math.log10(high)
     room = max(share * (last - first), 0.08)
