@@ -80,6 +80,13 @@ def to_markdown(result: Result) -> str:
                 for point in probe.throughput
             ]
             lines.append("")
+    if result.estimates:
+        lines += ["| GPU (estimated, not measured) | precision | largest | safe |", "|---|---|---:|---:|"]
+        lines += [
+            f"| {each.gpu} | {each.precision} | {each.max_batch_size or '-'} | {each.safe_max_batch_size or '-'} |"
+            for each in result.estimates
+        ]
+        lines.append("")
     lines += [f"> warning: {warning}" for warning in result.warnings]
     if result.environment:
         lines.append(f"Measured on {result.environment.device}, torch {result.environment.torch}.")

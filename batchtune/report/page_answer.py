@@ -6,7 +6,7 @@ from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import probes_of
 from batchtune.report.terminal import batch_text, certificate
 from batchtune.report.units import duration, number, size
-from batchtune.results import Interval, ProbeResult, Recommendation, Result
+from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 
 def answer(result: Result) -> Markup | None:
@@ -133,9 +133,7 @@ def _estimated(result: Result) -> Markup | None:
     if not rows:
         return None
     if len(rows) > 1:
-        gpus = len({row.gpu for row in rows})
-        why = tag("p", "Calculated, not measured: expected and safe batch sizes stand below.", class_="why")
-        return _hero(str(gpus), "GPUs could train it" if gpus > 1 else "GPU could train it", why)
+        return _estimated_on_several(rows)
     (row,) = rows
     details: list[tuple[str, object]] = [
         ("GPU", row.gpu),
@@ -146,6 +144,21 @@ def _estimated(result: Result) -> Markup | None:
     why = tag("p", "Calculated, not measured: 'probe' on this GPU gives the size that runs.", class_="why")
     words = "is the largest micro-batch size expected to fit"
     return _hero(f"{row.max_batch_size:,}", words, facts(details, class_="choice"), why)
+
+
+def _estimated_on_several(rows: list[Estimate]) -> Markup:
+    rows = sorted(rows, key=lambda row: (row.memory_bytes, row.max_batch_size or 0))
+    gpus = len({row.gpu for row in rows})
+    ends = {"least memory": rows[0], "most memory": rows[-1]}
+    details: list[tuple[str, object]] = [
+        (name, join([f"{row.max_batch_size:,}", tag("small", f"{row.gpu}, {size(row.memory_bytes)}")]))
+        for name, row in ends.items()
+    ]
+    details.append(("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
+    why = tag("p", "Calculated, not measured: 'probe' on a GPU gives the size that runs there.", class_="why")
+    return _hero(
+        str(gpus), "GPUs could train it" if gpus > 1 else "GPU could train it", facts(details, class_="choice"), why
+    )
 
 
 def notebook(result: Result) -> str:

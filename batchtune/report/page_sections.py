@@ -61,7 +61,7 @@ def sections(result: Result, figures: dict[str, Markup]) -> Iterator[Markup | No
     yield _paste(result)
     certificates = [_certificate(probe) for probe in probes_of(result)]
     yield _section("Certificate", *certificates, precisions(result), id_="certificate") if certificates else None
-    yield _section("Measurements", tag("div", *figures.values(), class_="plots")) if figures else None
+    yield _section("Figures", tag("div", *figures.values(), class_="plots")) if figures else None
     yield _section("Estimates", estimates(result)) if result.estimates else None
     yield _section("Runs", trials(result)) if result.trials else None
     tried = [attempts(probe) for probe in probes_of(result) if probe.attempts]

@@ -75,7 +75,7 @@ def layout(title: str, *, height: int = 360, **more: Any) -> dict[str, Any]:
         "paper_bgcolor": LIGHT["card"],
         "plot_bgcolor": LIGHT["card"],
         "margin": {"l": 8, "r": 16, "t": 64, "b": 8},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
+        "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / height, "xanchor": "left", "yanchor": "bottom"},
         "hoverlabel": {
             "bgcolor": LIGHT["card"],
             "bordercolor": LIGHT["rule"],
