@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-_VOID = {"meta", "link", "br", "rect", "line"}
+_VOID = {"meta", "link", "br"}
 
 
 class Markup(str):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, facts, join, tag
+from batchtune.report.pick import probes_of
 from batchtune.report.terminal import batch_text, certificate
 from batchtune.report.units import duration, number, size
-from batchtune.results import Interval, ProbeResult, Recommendation, Result
-
-
-def probes_of(result: Result) -> list[ProbeResult]:
-    """The probe of each precision."""
-    return result.probes or ([result.probe] if result.probe else [])
+from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 
 def answer(result: Result) -> Markup | None:
@@ -36,7 +32,8 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
     ]
     speedup = found.speedup_over_baseline
     why = tag("p", _sentence(found.reason), class_="why")
-    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result)]
+    data = _data(result.probe) if result.probe else None
+    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), data]
     if speedup is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
     words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
@@ -86,7 +83,7 @@ def _bars(result: Result, found: Recommendation) -> Markup | None:
 
 def _bar(value: Interval, longest: float, class_: str) -> Markup:
     middle, low, high = (100 * each / longest for each in (value.median, value.low, value.high))
-    bar = tag("rect", x="0", y="3", width=f"{middle:.2f}", height="8", class_=class_)
+    bar = tag("rect", x="0", y="2", width=f"{middle:.2f}", height="10", class_=class_)
     whisker = tag("line", x1=f"{low:.2f}", x2=f"{high:.2f}", y1="7", y2="7", class_="whisker")
     return tag("svg", bar, whisker, viewBox="0 0 100 14", preserveAspectRatio="none", aria_hidden="true")
 
@@ -113,7 +110,7 @@ def _probed(probe: ProbeResult) -> Markup:
     ]
     words = "is the largest micro-batch size that trains"
     why = tag("p", _sentence(certificate(probe)), class_="why")
-    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, _step_time(probe))
+    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, _step_time(probe), _data(probe))
 
 
 def _step_time(probe: ProbeResult) -> Markup | None:
@@ -126,14 +123,17 @@ def _step_time(probe: ProbeResult) -> Markup | None:
     return tag("p", tag("b", "Step time: "), f"{text}.", class_="target")
 
 
+def _data(probe: ProbeResult) -> Markup | None:
+    fed = probe.input_pipeline
+    return None if fed is None else tag("p", tag("b", "Data: "), _sentence(fed.verdict), class_="target")
+
+
 def _estimated(result: Result) -> Markup | None:
     rows = [row for row in result.estimates or [] if row.max_batch_size is not None]
     if not rows:
         return None
     if len(rows) > 1:
-        gpus = len({row.gpu for row in rows})
-        why = tag("p", "Calculated, not measured: expected and safe batch sizes stand below.", class_="why")
-        return _hero(str(gpus), "GPUs could train it" if gpus > 1 else "GPU could train it", why)
+        return _estimated_on_several(rows)
     (row,) = rows
     details: list[tuple[str, object]] = [
         ("GPU", row.gpu),
@@ -144,6 +144,21 @@ def _estimated(result: Result) -> Markup | None:
     why = tag("p", "Calculated, not measured: 'probe' on this GPU gives the size that runs.", class_="why")
     words = "is the largest micro-batch size expected to fit"
     return _hero(f"{row.max_batch_size:,}", words, facts(details, class_="choice"), why)
+
+
+def _estimated_on_several(rows: list[Estimate]) -> Markup:
+    rows = sorted(rows, key=lambda row: (row.memory_bytes, row.max_batch_size or 0))
+    gpus = len({row.gpu for row in rows})
+    ends = {"least memory": rows[0], "most memory": rows[-1]}
+    details: list[tuple[str, object]] = [
+        (name, join([f"{row.max_batch_size:,}", tag("small", f"{row.gpu}, {size(row.memory_bytes)}")]))
+        for name, row in ends.items()
+    ]
+    details.append(("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
+    why = tag("p", "Calculated, not measured: 'probe' on a GPU gives the size that runs there.", class_="why")
+    return _hero(
+        str(gpus), "GPUs could train it" if gpus > 1 else "GPU could train it", facts(details, class_="choice"), why
+    )
 
 
 def notebook(result: Result) -> str:

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 
 from batchtune.report.export import SNIPPETS
 from batchtune.report.markup import Markup, facts, tag
-from batchtune.report.page_answer import answer, probes_of
+from batchtune.report.page_answer import answer
 from batchtune.report.page_tables import attempts, estimates, precisions, trials
+from batchtune.report.pick import probes_of
 from batchtune.report.units import duration, size
 from batchtune.results import ProbeResult, Result
 
@@ -44,7 +45,7 @@ def header(result: Result) -> Markup:
 
 def footer(result: Result) -> Markup:
     """Who wrote this, from what."""
-    rule = "Calculated, not measured." if result.kind == "estimate" else "Every number was measured."
+    rule = "Calculated, not measured." if result.kind == "estimate" else "What was not measured is not shown."
     return tag("footer", tag("p", f"Written by batchtune {result.batchtune_version}. {rule}"))
 
 
@@ -60,7 +61,7 @@ def sections(result: Result, figures: dict[str, Markup]) -> Iterator[Markup | No
     yield _paste(result)
     certificates = [_certificate(probe) for probe in probes_of(result)]
     yield _section("Certificate", *certificates, precisions(result), id_="certificate") if certificates else None
-    yield _section("Measurements", tag("div", *figures.values(), class_="plots")) if figures else None
+    yield _section("Figures", tag("div", *figures.values(), class_="plots")) if figures else None
     yield _section("Estimates", estimates(result)) if result.estimates else None
     yield _section("Runs", trials(result)) if result.trials else None
     tried = [attempts(probe) for probe in probes_of(result) if probe.attempts]
@@ -128,7 +129,10 @@ def _environment(result: Result) -> Markup:
         ("batchtune", result.batchtune_version),
         ("measured at", _moment(result.created_at)),
     ]
-    return facts([*rows, *about])
+    others = [
+        f"process {each.pid}: {size(each.memory_bytes)}" for each in (where.other_processes if where else None) or []
+    ]
+    return facts([*rows, ("memory held by others", ", ".join(others)), *about])
 
 
 def _moment(text: str) -> str:

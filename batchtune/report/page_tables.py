@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, table, tag
-from batchtune.report.page_answer import probes_of
-from batchtune.report.units import duration, number, size
-from batchtune.results import ProbeResult, Recommendation, Result, Trial
+from batchtune.report.pick import is_of, probes_of
+from batchtune.report.units import duration, number, share, size
+from batchtune.results import ProbeResult, Result, Trial
 
 _Cell = object
+_PRECISION = 5  # its column among those of the runs
 
 
 def _sortable(shown: str, value: float | None) -> _Cell:
@@ -25,16 +26,18 @@ def trials(result: Result) -> Markup:
         ("micro × acc.", True),
         ("learning rate", True),
         ("precision", False),
-        ("time to target", True),
-        ("samples to target", True),
+        ("to target", True),
+        ("samples", True),
         (f"best {metric}", True),
         ("trained", True),
         ("outcome", False),
         ("note", False),
     ]
     shown = [trial for trial in result.trials or [] if trial.state != "waiting"]
-    marked = ["best" if _same(trial, result.recommendation) else None for trial in shown]
+    marked = ["best" if is_of(trial, result.recommendation) else None for trial in shown]
     rows = [_run(trial) for trial in shown]
+    if len({trial.precision for trial in shown}) == 1:
+        rows = [[*row[:_PRECISION], "-", *row[_PRECISION + 1 :]] for row in rows]  # the recommendation names it
     return table(columns, rows, caption="All runs of the study", sortable=True, marked=marked)
 
 
@@ -55,15 +58,6 @@ def _run(trial: Trial) -> list[_Cell]:
         tag("span", trial.outcome or trial.state, class_=f"outcome {trial.outcome or trial.state}"),
         trial.message or "-",
     ]
-
-
-def _same(trial: Trial, found: Recommendation | None) -> bool:
-    return (
-        found is not None
-        and trial.batch_size == found.global_batch_size
-        and trial.learning_rate == found.learning_rate
-        and trial.precision == found.precision
-    )
 
 
 def attempts(probe: ProbeResult) -> Markup:
@@ -105,10 +99,18 @@ def precisions(result: Result) -> Markup | None:
     probes = probes_of(result)
     if len(probes) < 2:  # noqa: PLR2004 - nothing to compare
         return None
-    columns = [("precision", False), ("largest", True), ("fails at", True), ("peak", True), ("best samples/s", True)]
+    columns = [
+        ("precision", False),
+        ("largest", True),
+        ("fails at", True),
+        ("peak", True),
+        ("best samples/s", True),
+        ("at batch", True),
+        ("MFU", True),
+    ]
     rows: list[list[_Cell]] = []
     for probe in probes:
-        best = max((point.samples_per_second for point in probe.throughput), default=None)
+        best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
         largest, failing = probe.max_batch_size, probe.first_failing_batch_size
         rows.append(
             [
@@ -116,7 +118,9 @@ def precisions(result: Result) -> Markup | None:
                 _sortable("-" if largest is None else f"{largest:,}", largest),
                 _sortable("-" if failing is None else f"{failing:,}", failing),
                 _sortable(size(probe.peak_reserved_bytes), probe.peak_reserved_bytes),
-                _sortable(number(best), best),
+                _sortable(number(best.samples_per_second), best.samples_per_second) if best else "-",
+                _sortable(f"{best.batch_size:,}", best.batch_size) if best else "-",
+                _sortable(share(best.mfu), best.mfu) if best else "-",
             ]
         )
     return table(columns, rows, caption="The precisions side by side", sortable=True)

@@ -7,7 +7,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from batchtune.report.plots_of_probes import memory, probes_of, throughput
+from batchtune.report.pick import probes_of
+from batchtune.report.plots_of_probes import memory, throughput
 from batchtune.report.plots_of_trials import curves, landscape
 from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout
 from batchtune.report.units import size
@@ -15,6 +16,8 @@ from batchtune.results import Estimate, Result, ThroughputPoint
 
 __all__ = ["curves", "estimates", "figures", "landscape", "memory", "sensors", "throughput"]
 
+_MOST_BARS = 24
+_LONGEST_NAME = 24
 _SENSORS = {
     "gpu_utilization": ("GPU busy", "%", 100.0),
     "memory_controller_utilization": ("memory bus busy", "%", 100.0),
@@ -74,13 +77,14 @@ def _read(points: list[ThroughputPoint], key: str) -> list[Any]:
 
 def estimates(result: Result) -> go.Figure | None:
     """The largest batch on each GPU as calculated, with the part of it that is safe drawn solid."""
-    rows = [row for row in result.estimates or [] if row.max_batch_size is not None]
-    if not rows:
+    known = [row for row in result.estimates or [] if row.max_batch_size is not None]
+    if not known:
         return None
-    rows.sort(key=lambda row: (row.memory_bytes, row.max_batch_size or 0))
-    several = len({row.precision for row in rows}) > 1
-    names = [_gpu(row, several=several) for row in rows]
-    about = [[size(row.memory_bytes), row.precision, label(row.confidence or "not stated")] for row in rows]
+    groups = _alike(sorted(known, key=lambda row: (row.memory_bytes, row.max_batch_size or 0)))
+    several = len({row.precision for row in known}) > 1
+    rows = [group[0] for group in groups]
+    names = [_gpu(group, several=several) for group in groups]
+    about = [[label(", ".join(row.gpu for row in group)), *_facts(group[0])] for group in groups]
     figure = go.Figure()
     for key, words, colour, width in (
         ("max_batch_size", "expected", LIGHT["brisk"], 0.62),
@@ -96,8 +100,8 @@ def estimates(result: Result) -> go.Figure | None:
                 width=width,
                 marker={"color": colour, "line": {"width": 0}},
                 customdata=about,
-                hovertemplate=f"%{{y}}<br>{words}: %{{x:,}}<br>%{{customdata[0]}}, %{{customdata[1]}}"
-                "<br>confidence: %{customdata[2]}<extra></extra>",
+                hovertemplate=f"%{{customdata[0]}}<br>{words}: %{{x:,}}<br>%{{customdata[1]}}, %{{customdata[2]}}"
+                "<br>confidence: %{customdata[3]}<extra></extra>",
             )
     figure.update_layout(
         layout(
@@ -112,5 +116,25 @@ def estimates(result: Result) -> go.Figure | None:
     return figure
 
 
-def _gpu(row: Estimate, *, several: bool) -> str:
-    return label(f"{row.gpu} {row.precision}" if several else row.gpu)
+def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
+    """GPUs with one and the same answer share a bar where there are too many for a bar each."""
+    if len(rows) <= _MOST_BARS:
+        return [[row] for row in rows]
+    groups: dict[tuple[object, ...], list[Estimate]] = {}
+    for row in rows:
+        answer = (row.memory_bytes, row.precision, row.max_batch_size, row.safe_max_batch_size)
+        groups.setdefault(answer, []).append(row)
+    return list(groups.values())
+
+
+def _gpu(group: list[Estimate], *, several: bool) -> str:
+    """A name of its own for each bar: equal ones would be drawn on top of each other."""
+    row = group[0]
+    words = [row.gpu if len(row.gpu) <= _LONGEST_NAME else f"{row.gpu[: _LONGEST_NAME - 1]}…"]
+    words += [f"+{len(group) - 1}"] if len(group) > 1 else []
+    words += [row.precision] if several else []
+    return label(" ".join(words))
+
+
+def _facts(row: Estimate) -> list[str]:
+    return [size(row.memory_bytes), row.precision, label(row.confidence or "not stated")]

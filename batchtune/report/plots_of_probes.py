@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
+from batchtune.report.pick import probes_of
 from batchtune.report.theme import LIGHT, SERIES, axis, batch_axis, label, layout
 from batchtune.report.units import duration, number, size
 from batchtune.results import Attempt, ProbeResult, Result
@@ -18,11 +19,6 @@ _OUTCOMES = {
     "timeout": "timed out",
     "user_error": "the task's code raised",
 }
-
-
-def probes_of(result: Result) -> list[ProbeResult]:
-    """The probe of each precision."""
-    return result.probes or ([result.probe] if result.probe else [])
 
 
 def memory(result: Result) -> go.Figure | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from batchtune.report.pick import is_of
 from batchtune.report.theme import LIGHT, axis, batch_axis, gaps, label, layout, padded, spread
 from batchtune.report.units import duration, number
 from batchtune.results import Recommendation, Result, Target, Trial
@@ -17,17 +18,6 @@ from batchtune.results import Recommendation, Result, Target, Trial
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis
 _BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
-
-
-def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
-    """Whether a trial ran with exactly this configuration."""
-    return (
-        configuration is not None
-        and configuration.learning_rate is not None
-        and trial.batch_size == configuration.global_batch_size
-        and trial.precision == configuration.precision
-        and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
-    )
 
 
 def curves(result: Result) -> go.Figure | None:
@@ -58,8 +48,8 @@ def curves(result: Result) -> go.Figure | None:
         layout(
             "Learning curves against training time",
             height=400,
-            xaxis=axis("training time, seconds", type="log" if log_time else "linear", **_decades(log=log_time)),
-            yaxis=axis(metric, type="log" if log_value else "linear", **_decades(log=log_value)),
+            xaxis=_value_axis("training time, seconds", seconds, log=log_time),
+            yaxis=_value_axis(metric, values, log=log_value),
             showlegend=True,
         )
     )
@@ -70,9 +60,13 @@ def _is_baseline(trial: Trial, result: Result) -> bool:
     return trial.role == "baseline" or is_of(trial, result.baseline)
 
 
-def _decades(*, log: bool) -> dict[str, Any]:
-    """Ticks at 1, 2 and 5 of every decade."""
-    return {"dtick": "D2"} if log else {}
+def _value_axis(title: str, values: Sequence[float], *, log: bool) -> dict[str, Any]:
+    """An axis with ticks at every digit of a decade, at 1, 2 and 5, or at the decades, as there is room."""
+    if not log:
+        return axis(title)
+    decades = math.log10(spread([value for value in values if value > 0]))
+    step = "D1" if decades < 0.9 else "D2" if decades < 3 else 1  # noqa: PLR2004 - about six ticks each
+    return axis(title, type="log", dtick=step, tickformat="~g" if decades < 3 else None)  # noqa: PLR2004
 
 
 def _draw_curves(
@@ -147,11 +141,11 @@ def landscape(result: Result) -> go.Figure | None:
     _ring(figure, result.baseline, "what you run today", LIGHT["baseline"])
     _ring(figure, result.recommendation, "recommended", LIGHT["accent"])
     sizes, rates = [place.batch_size for place in places], [place.learning_rate for place in places]
-    rate_axis = axis("learning rate", type="log", range=padded(min(rates), max(rates), 0.12), exponentformat="power")
+    rate_axis = axis("learning rate", type="log", range=padded(min(rates), max(rates), 0.14), exponentformat="power")
     if spread(rates) < 1e4:  # noqa: PLR2004 - further apart, the decades alone are enough ticks
         rate_axis |= {"dtick": "D2", "tickformat": "~g"}
     title = "Where the runs lie: batch size and learning rate"
-    x_axis = batch_axis(min(sizes), max(sizes), "global batch size")
+    x_axis = batch_axis(min(sizes), max(sizes), "global batch size", room=0.14)
     figure.update_layout(layout(title, height=420, xaxis=x_axis, yaxis=rate_axis, showlegend=True))
     return figure
 

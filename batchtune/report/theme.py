@@ -75,7 +75,7 @@ def layout(title: str, *, height: int = 360, **more: Any) -> dict[str, Any]:
         "paper_bgcolor": LIGHT["card"],
         "plot_bgcolor": LIGHT["card"],
         "margin": {"l": 8, "r": 16, "t": 64, "b": 8},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
+        "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / height, "xanchor": "left", "yanchor": "bottom"},
         "hoverlabel": {
             "bgcolor": LIGHT["card"],
             "bordercolor": LIGHT["rule"],
@@ -101,7 +101,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def batch_axis(low: float, high: float, title: str = "batch size") -> dict[str, Any]:
+def batch_axis(low: float, high: float, title: str, *, room: float = 0.06) -> dict[str, Any]:
     """A logarithmic axis over batch sizes, with powers of two for ticks."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
     step = math.ceil((last - first + 1) / _MOST_TICKS)
@@ -109,14 +109,14 @@ def batch_axis(low: float, high: float, title: str = "batch size") -> dict[str, 
     return axis(
         title,
         type="log",
-        range=padded(low, high),
+        range=padded(low, high, room),
         tickmode="array",
         tickvals=ticks,
         ticktext=[f"{tick:,}" for tick in ticks],
     )
 
 
-def padded(low: float, high: float, share: float = 0.06) -> list[float]:
+def padded(low: float, high: float, share: float) -> list[float]:
     """The range of a logarithmic axis, in decades, with room at both ends."""
     first, last = math.log10(low), math.log10(high)
     room = max(share * (last - first), 0.08)
