@@ -117,8 +117,10 @@ class AcceleratorMemory:
     def _name(self) -> str:
         if hasattr(self._module, "get_device_name"):
             return str(self._module.get_device_name(self.device))
-        named = getattr(torch.backends.mps, "get_name", None) if self.device.type == "mps" else None
-        return str(named()) if named is not None else str(self.device)
+        if self.device.type == "mps":
+            with contextlib.suppress(AttributeError, RuntimeError):  # torch before 2.8
+                return str(torch.backends.mps.get_name())
+        return str(self.device)
 
     def default_limit(self, margin: float) -> int | None:
         _, total, free = self.describe()

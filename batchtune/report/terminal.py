@@ -55,10 +55,7 @@ def _evidence(result: Result) -> Iterator[RenderableType]:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
         yield Text.assemble(("target  ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
-    if result.probes and len(result.probes) > 1:
-        yield comparison(result.probes, chosen=result.probe)
-    for probe in result.probes or ([result.probe] if result.probe else []):
-        yield from _probe(probe, details=result.kind == "probe")
+    yield from _probes(result)
     if result.trials:
         yield _trials(result)
     if result.estimates:
@@ -113,6 +110,13 @@ def _recommendation(result: Result) -> RenderableType:
             table.add_row(name, value)
     title = f"[bold]{result.name or 'batchtune'}[/bold]" if "[" not in result.name else "batchtune"
     return Panel(Group(table, Text(f"\n{found.reason}", style="italic")), title=title, box=box.ROUNDED, expand=False)
+
+
+def _probes(result: Result) -> Iterator[RenderableType]:
+    if result.probes and len(result.probes) > 1:
+        yield comparison(result.probes, chosen=result.probe)
+    for probe in result.probes or ([result.probe] if result.probe else []):
+        yield from _probe(probe, details=result.kind == "probe")
 
 
 def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:

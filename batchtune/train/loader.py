@@ -38,18 +38,26 @@ def time_loader(
     Returns:
         Samples a second, or the message of what the loader or the user's data set raised.
     """
-    loader = training_loader(
-        task, batch_size, _SEED, num_workers=num_workers, pin_memory=pin_memory, context=_start_method(num_workers)
-    )
-    batches = _epochs(loader)
+    batches: Generator[Any, None, None] | None = None
     try:
+        batches = _epochs(
+            training_loader(
+                task,
+                batch_size,
+                _SEED,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                context=_start_method(num_workers),
+            )
+        )
         rate = _rate(batches, lambda batch: _deliver(batch, memory), max(1, num_workers), batch_size, seconds, clock)
     except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
         message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
         return LoaderPoint(num_workers=num_workers, pin_memory=pin_memory, message=message)
     finally:
-        batches.close()
-        del batches, loader
+        if batches is not None:
+            batches.close()
+        batches = None
         gc.collect()  # the loader ends its workers when it is collected
     return LoaderPoint(num_workers=num_workers, pin_memory=pin_memory, samples_per_second=rate)
 
