@@ -31,7 +31,7 @@ _CONTEXT = (
     "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (PyTorch maintainer, pytorch#107667), to 500 MB "
     "on parts with many multiprocessors; not measured here"
 )
-_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (:4096:2:16:8, CublasHandlePool.cpp)"
+_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"
 _CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB from compute capability 9.0 on (CublasHandlePool.cpp, pytorch#120925)"
 _AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
 _WORKSPACE = 8_519_680

@@ -51,6 +51,12 @@ class Recorder(TorchDispatchMode):
             return None
         return None if found is None else found[0]
 
+    def holds(self, value: Any) -> None:
+        """Counts what was made before recording began and lives through all of it, such as a batch on the CPU."""
+        for tensor in tree_leaves(value):
+            if _is_tensor(tensor) and tensor.device.type == self.device_type:
+                self._see(tensor, aten.empty.memory_format, (), in_backward=False)
+
     def live(self) -> set[int]:
         """Numbers of the storages that are alive now."""
         return {number for number, _ in self._live.values()}

@@ -133,7 +133,7 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
         f"2026-11-21 · torch {torch.__version__} · timm {timm.__version__} · `{command}`",
         "",
         f"{len(rows)} models drawn at random (seed 0) from the rows below 512, {len(rows) - len(good)} not traced.",
-        f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the card's 24, hits {fitted}.",
+        f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the 24, hits {fitted}.",
         f"Scored on the other {len(held_out)}: **{scored} hit the true bracket ({scored / max(1, len(held_out)):.1%})**;",
         f"{len(above)} more than 10 % above the failing size.",
         "",
