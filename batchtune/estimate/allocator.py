@@ -22,7 +22,7 @@ _SEGMENT_GAP = 1 << 40  # segments are far apart, so that blocks of two never lo
 _ADDRESS_SPACE = 1 << 50  # of an expandable segment; the real one is 1.125 x the device's memory
 
 
-class OutOfMemory(Exception):  # noqa: N818 - named as torch names it
+class OutOfMemory(Exception):
     """The device has not the memory for another segment, even with every free one given back."""
 
 

@@ -61,9 +61,7 @@ def _attention(
     return plain
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     """Flash attention as `at::scaled_dot_product_attention` calls it: head sizes padded to a multiple of 8."""
     head = query.shape[-1]
     padding = -head % 8
@@ -71,7 +69,7 @@ def _flash(
         query, key, value = (torch.nn.functional.pad(each, (0, padding)) for each in (query, key, value))
         scale = scale if scale is not None else head**-0.5
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-        query, key, value, dropout_p, is_causal, False, scale=scale
+        query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
     )[0]
     return out[..., :head] if padding else out
 

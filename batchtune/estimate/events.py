@@ -70,11 +70,12 @@ class Trace:
 def normalized(trace: Trace) -> Trace:
     """The trace as a GPU would see it: sums of gradients in place, and runs of frees in one order.
 
-    Autograd adds a gradient that arrives second into the first one's storage, but never while tensors are fake. A sum in
-    backward one of whose terms dies right after it is such an addition. The order within a run of frees is arbitrary
+    Autograd adds a gradient that arrives second into the first one's storage, but never while tensors are fake. A sum
+    in backward one of whose terms dies right after it is such an addition. The order within a run of frees is arbitrary
     (autocast's cache is a hash map) and makes no difference to the allocator's totals.
     """
-    events, stands_for = list(trace.events), {}
+    events = list(trace.events)
+    stands_for: dict[int, int] = {}
     dropped: set[int] = set()
     for place, event in enumerate(events):
         if event < 0 or not trace.births[event - 1].adds_to:

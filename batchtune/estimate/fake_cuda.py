@@ -47,7 +47,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         stack.enter_context(_replaced())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes belong to one thread
         stack.enter_context(cuda_attention())
-        mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)
         stack.enter_context(mode)
         yield mode
 
@@ -63,7 +63,7 @@ def require_cuda_autograd() -> None:
         DeviceError: another platform or ABI, where this was not found to work.
     """
     if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+        torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001
         return
     if platform.system() != "Linux":
         raise DeviceError(
@@ -104,7 +104,7 @@ def _keep(table: ctypes.Array[Any]) -> int:
 
 
 def _install_guard() -> bool:
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+    torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001
     registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(
         _library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
     )
@@ -114,7 +114,7 @@ def _install_guard() -> bool:
     methods = (ctypes.c_void_p * _VIRTUAL_METHODS)(*[zero] * _VIRTUAL_METHODS)
     stub = _keep((ctypes.c_void_p * 2)(_keep(methods), 0))
     registry[_CUDA] = stub
-    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # noqa: SLF001
+    torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001
     if registry[_CUDA] == stub:
         registry[_CUDA] = None
         return False

@@ -101,7 +101,7 @@ def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
     doubled[scratch] = np.ceil(ends[scratch])  # formulas with a round-up in them; a line through the ends is close
     whole = np.rint(doubled).astype(np.int64)
     powers = np.array([[1, size, size**2] for size in batch_sizes], dtype=np.int64)
-    wrong = (whole @ powers.T).T != _DENOMINATOR * sizes
+    wrong = _DENOMINATOR * sizes != (whole @ powers.T).T
     wrong[:, scratch] = False
     if wrong.any():
         at = births[int(wrong.any(axis=0).argmax())]

@@ -31,7 +31,7 @@ _CONTEXT = (
     "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (PyTorch maintainer, pytorch#107667), to 500 MB "
     "on parts with many multiprocessors; not measured here"
 )
-_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (:4096:2:16:8, aten/src/ATen/cuda/CublasHandlePool.cpp)"
+_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"
 _CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB from compute capability 9.0 on (CublasHandlePool.cpp, pytorch#120925)"
 _AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
 _WORKSPACE = 8_519_680
@@ -101,7 +101,7 @@ _BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}
 def confidence(ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str) -> Confidence:
     """The confidence that the operators of a step and what its trace assumed leave.
 
-    The bands come from the comparisons in tests/benchmarks/results: up to 4 % for steps whose scratch is known, 10 % where
+    The bands come from the comparisons in tests/benchmarks/results: 4 % for steps whose scratch is known, 10 % where
     cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees.
     """
     names, reasons = set(ops), list(assumed)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.events import SCRATCH, Birth, Trace
-from batchtune.estimate.scratch import scratch_bytes
 from batchtune.estimate.places import place_outside_torch
+from batchtune.estimate.scratch import scratch_bytes
 
 aten = torch.ops.aten
 _VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace, self.device_type = trace, device_type
         self.moment = "build"
         self._live: dict[int, tuple[int, Any]] = {}
@@ -46,10 +46,16 @@ class Recorder(TorchDispatchMode):
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage in the trace; None for one that is not there."""
         try:
-            found = self._live.get(tensor.untyped_storage()._cdata)
+            found = self._live.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
         except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
             return None
         return None if found is None else found[0]
+
+    def holds(self, value: Any) -> None:
+        """Counts what was made before recording began and lives through all of it, such as a batch on the CPU."""
+        for tensor in tree_leaves(value):
+            if _is_tensor(tensor) and tensor.device.type == self.device_type:
+                self._see(tensor, aten.empty.memory_format, (), in_backward=False)
 
     def live(self) -> set[int]:
         """Numbers of the storages that are alive now."""
@@ -80,13 +86,13 @@ class Recorder(TorchDispatchMode):
         for _, finalizer in self._live.values():
             finalizer.detach()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._read(args[0])
         out = self._run(func, args, kwargs)
         outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # noqa: SLF001
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for tensor in outputs:
             if tensor.device.type == self.device_type:
                 self._see(tensor, func, args, in_backward=in_backward)
@@ -144,7 +150,7 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
             return
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001
         if key in self._live or size == 0:
             return
         number = self.number_of(args[0]) if func.is_view and args and _is_tensor(args[0]) else None

@@ -29,7 +29,7 @@ def _flash_backward(args: Any) -> int:
     """mha_bwd in flash_attn/flash_api.cpp: dq in float, and softmax's row sums, lengths rounded to 128."""
     query: Tensor = args[1]
     batch, heads, length, head = query.shape
-    rows = batch * heads * round_up(length, 128)
+    rows: int = batch * heads * round_up(length, 128)
     return rows * (round_up(head, 32) + 1) * _FLOAT
 
 
@@ -49,8 +49,9 @@ def _embedding_backward(args: Any) -> int:
     float for every tenth index. Up to 3,072 indices are not sorted; that little is not worth an exception.
     """
     gradient, indices = args[0], args[1]
-    count = indices.numel()
-    return count * _LONG * 6 + math.ceil(count / 10) * gradient.shape[-1] * _FLOAT
+    count: int = indices.numel()
+    width: int = gradient.shape[-1]
+    return count * _LONG * 6 + math.ceil(count / 10) * width * _FLOAT
 
 
 def _sorted_indices(args: Any) -> int:
@@ -58,7 +59,7 @@ def _sorted_indices(args: Any) -> int:
     accumulate = len(args) > 3 and args[3]  # noqa: PLR2004 - self, indices, values, accumulate
     if not accumulate:
         return 0
-    count = max((index.numel() for index in args[1] if index is not None), default=0)
+    count: int = max((index.numel() for index in args[1] if index is not None), default=0)
     return count * _LONG * 6
 
 
@@ -68,5 +69,5 @@ _FORMULAS: dict[Any, Callable[[Any], int]] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.index_put.default: _sorted_indices,
     aten.index_put_.default: _sorted_indices,
-    aten._index_put_impl_.default: _sorted_indices,  # noqa: SLF001
+    aten._index_put_impl_.default: _sorted_indices,
 }

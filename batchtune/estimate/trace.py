@@ -54,9 +54,7 @@ class Tracer:
         return trace
 
 
-def trace_step(
-    task: Task, batch_size: int, precision: str, accumulation_steps: int = 1, device: str = "cuda"
-) -> Trace:
+def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: int = 1, device: str = "cuda") -> Trace:
     """Two optimizer steps at one micro-batch size, recorded.
 
     Args:
@@ -84,6 +82,7 @@ def trace_step(
 
 def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str, micro_batches: int) -> None:
     with recorder:
+        recorder.holds(batch)
         trainer = Trainer(task, torch.device(recorder.device_type, 0), precision)
         roles = Roles(recorder)
         roles.built(trainer)
@@ -150,7 +149,7 @@ class Roles:
 
 def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode) -> Any:
     """The worst batch: made for real and then emptied of data where it is small, else made of fake tensors."""
-    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily():
         small = tensor_bytes(task.worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
         batch = task.worst_batch(batch_size) if small else None
     return tree_map_only(Tensor, mode.from_tensor, batch) if small else task.worst_batch(batch_size)
@@ -182,7 +181,7 @@ def compilation_ignored(notes: list[str]) -> Iterator[None]:
             notes.append(note)
         return (lambda function: function) if model is None else model
 
-    torch.compile = eager  # type: ignore[assignment]
+    torch.compile = eager
     try:
         yield
     finally:

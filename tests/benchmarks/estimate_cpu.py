@@ -2,7 +2,7 @@
 
     python tests/benchmarks/estimate_cpu.py
 
-The trace is of the CPU's operators here, on the same kind of fake tensors; the CUDA-specific parts are not tested by it.
+The trace is of the CPU's operators here, on the same kind of fake tensors; it does not test the parts for CUDA.
 """
 
 from __future__ import annotations

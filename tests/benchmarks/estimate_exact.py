@@ -1,6 +1,6 @@
 """The polynomial replay against the tracer's own direct trace: peaks at five batch sizes of 19 models, to the byte.
 
-    python tests/benchmarks/estimate_exact.py
+python tests/benchmarks/estimate_exact.py
 """
 
 from __future__ import annotations

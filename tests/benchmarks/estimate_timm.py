@@ -4,8 +4,8 @@
     pip install huggingface_hub safetensors pillow
     python tests/benchmarks/estimate_timm.py --data timm_train_amp_nhwc_rtx3090_pt112.csv --models 160 --jobs 2
 
-In that data the batch starts at 512 and goes down a ladder until it fits: `train_batch_size` fits and the next one up did
-not. A model is hit where the estimate is at least the one and below the other. What PyTorch 1.12 and CUDA 11.3 take
+In that data the batch starts at 512 and goes down a ladder until it fits: `train_batch_size` fits and the next one up
+did not. A model is hit where the estimate is at least the one and below the other. What PyTorch 1.12 and CUDA 11.3 take
 beside the allocator is one constant, fitted on every second model and scored on the others.
 """
 
@@ -64,7 +64,7 @@ def task_of(name: str, resolution: int) -> Any:
     from batchtune.task.contract import Task
 
     class Sgd(torch.optim.SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:  # PyTorch 1.12's default
+        def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - PyTorch 1.12's default
             super().zero_grad(set_to_none=False)
 
     def build_model() -> torch.nn.Module:
@@ -126,16 +126,16 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
     best = max(range(len(CAPACITIES_GIB)), key=lambda place: hits(calibration, place))
     misses = [row for row in held_out if not row["fits"] <= row["largest"][best] < row["fails"]]
     above = [row for row in held_out if row["largest"][best] > 1.1 * row["fails"]]
+    fitted, scored = hits(calibration, best), hits(held_out, best)
     lines = [
         "# Estimate against timm's RTX 3090 training batch sizes",
         "",
         f"2026-11-21 · torch {torch.__version__} · timm {timm.__version__} · `{command}`",
         "",
-        f"{len(rows)} models drawn at random (seed 0) from the rows below 512; {len(rows) - len(good)} could not be traced.",
-        f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the card's 24 "
-        f"({hits(calibration, best)} of them hit).",
-        f"Scored on the other {len(held_out)}: **{hits(held_out, best)} hit the true bracket "
-        f"({hits(held_out, best) / max(1, len(held_out)):.1%})**; {len(above)} more than 10 % above the failing size.",
+        f"{len(rows)} models drawn at random (seed 0) from the rows below 512, {len(rows) - len(good)} not traced.",
+        f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the 24, hits {fitted}.",
+        f"Scored on the other {len(held_out)}: **{scored} hit the true bracket ({scored / max(1, len(held_out)):.1%})**;",
+        f"{len(above)} more than 10 % above the failing size.",
         "",
         "| model | fits | fails | estimate |",
         "|---|---|---|---|",

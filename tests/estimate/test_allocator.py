@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def check(allocator, live):
     assert allocator.reserved_bytes == sum(block.size for block in blocks)
     assert allocator.reserved_bytes <= allocator.peak_reserved_bytes
     assert allocator.allocated_bytes <= allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes
-    for left, right in zip(blocks, blocks[1:], strict=False):
+    for left, right in pairwise(blocks):
         assert left.address + left.size <= right.address, "blocks overlap"
     for block in blocks:
         assert block.size % 512 == 0
