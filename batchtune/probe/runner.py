@@ -225,7 +225,9 @@ class Probe:
             checked = [each for each in self.attempts if each.purpose == "verify"]
             size = bracket(checked)[0]
             while not self._verify_at(size, steps):
-                size = max(each.batch_size for each in checked if each.fits and each.batch_size < size)
+                size = max((each.batch_size for each in checked if each.fits and each.batch_size < size), default=0)
+                if not size:
+                    raise self._nothing_fits()
 
     def _verify_at(self, size: int, steps: int) -> bool:
         self._worker.close()

@@ -7,6 +7,7 @@ code is imported, so that nothing it prints, reads or closes can disturb them.
 from __future__ import annotations
 
 import importlib
+import contextlib
 import json
 import os
 import platform
@@ -191,10 +192,13 @@ def _unexpected(error: Exception) -> dict[str, Any]:
     from batchtune.device.failures import classify, leaves_device_usable
     from batchtune.task.load import describe_user_error
 
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if classify(error) == "oom":
         return {"outcome": "oom", "error": str(error).split("\n")[0][:300], "usable": leaves_device_usable(error)}
-    if innermost.startswith(str(Path(__file__).resolve().parents[1])):
+    package = Path(__file__).resolve().parents[1]
+    if (
+        innermost.is_relative_to(package) and innermost != package / "task" / "contract.py"
+    ):  # that calls the user's code
         return {"error": traceback.format_exc(), "exit_code": BatchtuneError.exit_code, "frames": ""}
     described = describe_user_error(error, "in training")
     return {"error": str(described), "exit_code": UserCodeError.exit_code, "frames": described.frames}
@@ -210,4 +214,5 @@ def main() -> None:
     while True:
         command = channel.receive()
         channel.send(**run_command(methods[command.pop("command")], command))
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
+            sys.stdout.flush()

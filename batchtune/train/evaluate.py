@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,8 +30,7 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
         UsageError: the task does not return this metric.
     """
     task = trainer.task
-    devices = [] if trainer.device.type == "cpu" else [trainer.device]
-    with torch.random.fork_rng(devices=devices, device_type=trainer.device.type), torch.no_grad():
+    with kept_random_numbers(trainer.device), torch.no_grad():
         trainer.model.eval()
         try:
             if task.has("evaluate"):
@@ -40,6 +43,21 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
             return _mean_loss(trainer, batch_size, max_batches)
         finally:
             trainer.model.train()
+
+
+@contextlib.contextmanager
+def kept_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leaves the random numbers of torch, Python and NumPy as if the block had drawn none."""
+    devices = [] if device.type == "cpu" else [device]
+    numpy: Any = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:

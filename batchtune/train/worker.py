@@ -24,6 +24,7 @@ START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, build
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENTRY = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.child import main; main()"
 _TAIL_LINES = 40
+_PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
 
 
 class WorkerLost(BatchtuneError):
@@ -165,7 +166,12 @@ class Worker:
         while True:
             answer = self._next_answer(timeout)
             if "event" in answer:
-                self._send({"go_on": on_event is None or on_event(answer["event"])})
+                try:
+                    go_on = on_event is None or on_event(answer["event"])
+                except BaseException:
+                    self.close()  # it waits for an answer that nobody will give
+                    raise
+                self._send({"go_on": go_on})
             elif "done" in answer:
                 done: dict[str, Any] = answer["done"]
                 if not done.get("usable", True):
@@ -182,7 +188,7 @@ class Worker:
 
     def _next_answer(self, timeout: float) -> dict[str, Any]:
         try:
-            answer = self._answers.get(timeout=timeout)
+            answer = self._await_answer(timeout)
         except queue.Empty:
             self.close()
             raise WorkerLost("timeout", f"no sign of life for {timeout:g} s") from None
@@ -192,6 +198,21 @@ class Worker:
         if answer is None:
             raise self._death()
         return answer
+
+    def _await_answer(self, timeout: float) -> dict[str, Any] | None:
+        """The next answer; None once the child has ended, though what it started may hold its end of the line open."""
+        assert self._process is not None  # noqa: S101 - it was asked
+        deadline, ended = time.monotonic() + timeout, False
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._answers.get(timeout=max(0.0, min(left, _PATIENCE_SECONDS)))
+            except queue.Empty:
+                if ended:
+                    return None
+                ended = self._process.poll() is not None  # what it said last may still be on its way
+                if left <= 0 and not ended:
+                    raise
 
     def _death(self) -> WorkerLost:
         process = self._process
@@ -203,7 +224,7 @@ class Worker:
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         self.close()
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
+            name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
             killed = describe_kill(self._kills_before, oom_kills())
             text = killed if name == "SIGKILL" else f"the process died by {name}"
         else:

@@ -89,12 +89,12 @@ class TestRequirements:
             "build_optimizer returned a list, not a torch.optim.Optimizer",
         ),
         (
-            {"build_scheduler": lambda optimizer, total_steps: 3},
+            {"build_scheduler": lambda _optimizer, _steps: 3},
             lambda task: task.scheduler(None, 9),
             r"build_scheduler returned a int, which has no step\(\)",
         ),
         (
-            {"compute_loss": lambda model, batch: 0.5},
+            {"compute_loss": lambda _model, _batch: 0.5},
             lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
             "compute_loss returned a float, not a tensor",
         ),
@@ -109,10 +109,10 @@ class TestRequirements:
             "train_dataset returned a .*, not a Dataset",
         ),
         ({"train_dataset": lambda: Stream(0)}, lambda task: task.worst_batch(2), "a data set of 0 samples"),
-        ({"evaluate": lambda model: "good"}, lambda task: task.evaluate(None), r"evaluate\(\) is a str"),
-        ({"evaluate": lambda model: None}, lambda task: task.evaluate(None), r"evaluate\(\) is a NoneType"),
-        ({"evaluate": lambda model: torch.ones(2)}, lambda task: task.evaluate(None), r"evaluate\(\) is a Tensor"),
-        ({"evaluate": lambda model: {"f1": [1]}}, lambda task: task.evaluate(None), r"evaluate\(\)\['f1'\] is a list"),
+        ({"evaluate": lambda _model: "good"}, lambda task: task.evaluate(None), r"evaluate\(\) is a str"),
+        ({"evaluate": lambda _model: None}, lambda task: task.evaluate(None), r"evaluate\(\) is a NoneType"),
+        ({"evaluate": lambda _model: torch.ones(2)}, lambda task: task.evaluate(None), r"evaluate\(\) is a Tensor"),
+        ({"evaluate": lambda _model: {"f1": [1]}}, lambda task: task.evaluate(None), r"evaluate\(\)\['f1'\] is a list"),
     ],
 )
 def test_a_wrong_return_value_is_named(functions, use, words):
@@ -128,7 +128,7 @@ class TestStandIns:
 
     def test_there_is_no_scheduler(self):
         assert task_of().scheduler(None, 9) is None
-        assert task_of(build_scheduler=lambda optimizer, total_steps: None).scheduler(None, 9) is None
+        assert task_of(build_scheduler=lambda _optimizer, _steps: None).scheduler(None, 9) is None
 
     def test_hugging_face_models_bring_their_loss(self):
         model = nn.Linear(4, 1)
@@ -170,9 +170,9 @@ def test_streams_and_missing_sets_have_no_size():
 
 
 def test_metrics_come_as_plain_numbers():
-    found = task_of(evaluate=lambda model: {"acc": torch.tensor(0.5), "f1": np.float32(1), "n": 3}).evaluate(None)
+    found = task_of(evaluate=lambda _model: {"acc": torch.tensor(0.5), "f1": np.float32(1), "n": 3}).evaluate(None)
     assert found == {"acc": 0.5, "f1": 1.0, "n": 3.0}
-    assert task_of(evaluate=lambda model: torch.tensor([[2.0]])).evaluate(None) == 2.0
+    assert task_of(evaluate=lambda _model: torch.tensor([[2.0]])).evaluate(None) == 2.0
 
 
 def test_the_bytes_of_a_sample_are_those_of_all_its_tensors():

@@ -82,7 +82,7 @@ class TestPlaces:
 
 class TestWhatIsNotThere:
     def test_a_module_is_named(self):
-        with pytest.raises(UsageError, match="no_such_package.inner: no such module here"):
+        with pytest.raises(UsageError, match=r"no_such_package\.inner: no such module here"):
             load_task("no_such_package.inner")
 
     def test_an_attribute_is_answered_with_those_there_are(self, load):

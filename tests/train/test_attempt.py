@@ -1,0 +1,171 @@
+"""One attempt, in this process, on a device that runs out of memory on demand."""
+
+import gc
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchtune.train.attempt import PeakTracker, attempt
+from batchtune.train.step import NonFiniteLossError
+
+WIDTH = 256
+SAMPLE_BYTES = WIDTH * 4
+
+
+@pytest.fixture
+def wide(linear_task):
+    """A task whose samples outweigh its model."""
+
+    def make(**functions: object):
+        usual = {
+            "build_model": lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)),
+            "make_batch": lambda batch_size: torch.ones(batch_size, WIDTH),
+            "compute_loss": lambda model, batch: model(batch).square().mean(),
+            "val_dataset": None,
+        }
+        return linear_task(**usual | functions)
+
+    return make
+
+
+@pytest.fixture
+def run(fake_device):
+    def on_device(task, batch_size, *, limit=None, steps=3, precision="fp32", verify=False):
+        with fake_device(limit) as device:
+            device.last = attempt(task, device, batch_size=batch_size, steps=steps, precision=precision, verify=verify)
+        return device.last
+
+    return on_device
+
+
+class TestFits:
+    def test_a_size_that_trains_is_a_fit_with_its_peaks_and_times(self, run, wide):
+        result, usable = run(wide(), 1000)
+        assert (result.batch_size, result.outcome, result.steps, result.message, usable) == (1000, "fit", 3, None, True)
+        assert 2 * 1000 * SAMPLE_BYTES < result.peak_allocated_bytes < 8 * 1000 * SAMPLE_BYTES
+        assert 0 < result.step_seconds <= result.seconds
+
+    def test_twice_the_samples_take_about_twice_the_memory(self, run, wide):
+        small, large = (run(wide(), size)[0].peak_allocated_bytes for size in (2000, 4000))
+        assert large / small == pytest.approx(2, rel=0.05)
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_every_precision_of_the_device_trains(self, run, wide, precision):
+        assert run(wide(), 8, precision=precision)[0].fits
+
+    def test_the_optimizers_states_exist_and_are_told_apart_from_the_activations(self, run, wide):
+        hungry = wide(
+            build_model=lambda: nn.Linear(WIDTH, WIDTH * 64),
+            build_optimizer=lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr, foreach=True),
+        )
+        result, _ = run(hungry, 1)
+        parameters = WIDTH * WIDTH * 64 * 4
+        assert result.peak_allocated_bytes > 4 * parameters
+        assert result.forward_backward_peak_bytes < result.peak_allocated_bytes
+
+    def test_the_final_check_evaluates_and_saves(self, run, wide):
+        seen = []
+        task = wide(evaluate=lambda model: seen.append((model.training, torch.is_grad_enabled())) or 0.5)
+        assert run(task, 4)[0].purpose == "search"
+        assert seen == []
+        assert run(task, 4, verify=True)[0].purpose == "verify"
+        assert seen == [(False, False)]
+
+    def test_evaluation_that_needs_more_memory_than_training_fails_the_final_check(self, run, wide):
+        task = wide(evaluate=lambda model: float(model(torch.ones(9000, WIDTH)).mean()))
+        limit = 4000 * SAMPLE_BYTES
+        assert run(task, 100, limit=limit)[0].fits
+        assert run(task, 100, limit=limit, verify=True)[0].outcome == "oom"
+
+
+class TestOutOfMemory:
+    def test_a_size_beyond_the_limit_is_an_oom_and_leaves_the_process_usable(self, run, wide):
+        result, usable = run(wide(), 1000, limit=1000 * SAMPLE_BYTES * 3 // 2)
+        assert (result.outcome, result.steps, usable) == ("oom", 0, True)
+        assert result.message.startswith("out of memory: ")
+        assert result.step_seconds is None
+        assert result.forward_backward_peak_bytes is None
+
+    def test_ten_of_them_in_turn_with_fits_change_nothing(self, fake_device, wide):
+        limit, task = 4000 * SAMPLE_BYTES, wide()
+        with fake_device(limit) as device:
+
+            def outcomes(size: int) -> str:
+                return attempt(task, device, batch_size=size, steps=2, precision="fp32")[0].outcome
+
+            assert [outcomes(size) for _ in range(10) for size in (500, 5000)] == ["fit", "oom"] * 10
+            gc.collect()
+            assert sum(device.live.values()) == 0
+
+    def test_nothing_of_a_failed_step_stays_alive(self, fake_device, wide):
+        class Leaky(ValueError):
+            """Holds on to what it is told, as users' exceptions do."""
+
+        def compute_loss(model, batch):
+            loss = model(batch).square().mean()
+            try:
+                raise Leaky(loss)
+            except Leaky as error:
+                raise RuntimeError("no") from error
+
+        with fake_device() as device:
+            result, _ = attempt(wide(compute_loss=compute_loss), device, batch_size=500, steps=1, precision="fp32")
+            gc.collect()
+            assert result.outcome == "user_error"
+            assert sum(device.live.values()) == 0
+
+    def test_memory_is_given_back_before_and_after(self, fake_device, wide):
+        with fake_device() as device:
+            attempt(wide(), device, batch_size=4, steps=1, precision="fp32")
+        assert device.released == 2
+
+    def test_numpy_that_finds_no_memory_is_an_oom(self, run, wide):
+        result, usable = run(wide(make_batch=lambda batch_size: np.empty(2**58)), 4)
+        assert (result.outcome, usable) == ("oom", True)
+        assert "Unable to allocate" in result.message
+
+
+class TestUserErrors:
+    @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, ValueError, OSError], ids=lambda kind: kind.__name__)
+    def test_words_about_memory_make_no_oom(self, run, wide, kind):
+        def compute_loss(model, batch):
+            raise kind("CUDA out of memory. DefaultCPUAllocator: can't allocate memory")
+
+        result, _ = run(wide(compute_loss=compute_loss), 7)
+        assert result.outcome == "user_error"
+        assert re.match(
+            rf"compute_loss raised {kind.__name__} at batch size 7 \(not an out-of-memory error\): .*test_attempt.py:\d+: ",
+            result.message,
+        )
+
+    def test_a_size_that_the_users_layers_reject_is_theirs(self, run, wide):
+        model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+        result, usable = run(wide(build_model=lambda: model), 1)
+        assert (result.outcome, usable) == ("user_error", True)
+        assert "Expected more than 1 value per channel" in result.message
+        assert run(wide(build_model=lambda: model), 2)[0].fits
+
+    def test_a_loss_without_a_graph_is_named_as_such(self, run, wide):
+        result, _ = run(wide(compute_loss=lambda model, batch: model(batch).mean().detach()), 2)
+        assert result.outcome == "user_error"
+        assert "a tensor without a graph; no parameter of the model leads to it" in result.message
+
+    @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+    def test_a_loss_that_is_no_number_from_the_first_step_stops_everything(self, run, wide, factor):
+        task = wide(compute_loss=lambda model, batch: model(batch).sum() * factor)
+        with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 2, before any weight"):
+            run(task, 2)
+
+
+def test_the_peak_of_forward_and_backward_is_kept_apart_from_the_optimizers(fake_device):
+    device = fake_device()
+    tracker = PeakTracker(device)
+    for peak, forward_backward in ((300, True), (900, False), (200, True)):
+        tracker.start_phase()
+        device.peak = peak
+        tracker.end_phase(forward_backward=forward_backward)
+    assert tracker.forward_backward_bytes == 300
+    assert (tracker.highest.allocated_bytes, tracker.highest.reserved_bytes) == (900, 900)
