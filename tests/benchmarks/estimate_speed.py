@@ -1,4 +1,4 @@
-"""Seconds and memory of an estimate: one question, the whole catalogue at four precisions, and a 7-billion-parameter model.
+"""Seconds and memory of an estimate: one question, the whole catalogue, and a model of 7 billion parameters.
 
 python tests/benchmarks/estimate_speed.py
 """
@@ -96,8 +96,8 @@ def main() -> None:
     lines = [
         "# Speed and memory of an estimate",
         "",
-        f"2026-11-21 · torch {torch.__version__} · Python {platform.python_version()} · {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f} at the start · `python {sys.argv[0]}`",
+        f"2026-11-21 · torch {torch.__version__} · Python {platform.python_version()} · `python {sys.argv[0]}`",
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
         "",
         f"Importing torch alone takes {importing_torch():.1f} s here. Seconds count the whole process. Memory is the",
         "largest resident size of any process so far, in MiB.",
