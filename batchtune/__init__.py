@@ -10,8 +10,10 @@ The functions here do what the commands of the same name do and return the same 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from batchtune.results import Result
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_result", "probe", "tune"]
+__all__ = ["__version__", "check", "environment", "estimate", "load_result", "probe", "tune"]
 
 
 def probe(
@@ -39,6 +41,7 @@ def probe(
     verify_steps: int = 20,
     no_oom: bool = False,
     throughput: bool = True,
+    accumulation: int = 1,
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -58,7 +61,8 @@ def probe(
         timeout: seconds (or "2m") after which a silent attempt counts as hanging.
         verify_steps: optimizer steps of the final check in a fresh process.
         no_oom: never risk an out-of-memory error.
-        throughput: also time steps at several sizes.
+        throughput: also time steps at several sizes, and the data loader against them.
+        accumulation: micro-batches of one optimizer step, as you train.
         observer: told of what happens on the way.
         run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
@@ -68,7 +72,7 @@ def probe(
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
-    from batchtune.config import parse_bytes, parse_seconds
+    from batchtune.config import parse_seconds
     from batchtune.errors import UsageError
     from batchtune.probe.run import run_probe
     from batchtune.probe.runner import ProbeOptions
@@ -77,13 +81,14 @@ def probe(
     from batchtune.train.worker import WorkerSettings
 
     try:
-        limit: Any = parse_bytes(memory_limit)
+        limit = _bytes(memory_limit)
         silence: Any = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    for name, value, least in (("min", min, 1), ("max", max, 1), ("multiple-of", multiple_of, 1), ("steps", steps, 1)):
-        if value is not None and value < least:
-            raise UsageError(f"--{name} {value}: must be at least {least}")
+    counts = {"min": min, "max": max, "multiple-of": multiple_of, "steps": steps, "accumulation": accumulation}
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
     if max is not None and min > max:
         raise UsageError(f"--min {min} is greater than --max {max}; swap them or raise --max")
     if not 0 <= margin < 1 or not 0 <= tolerance < 1:
@@ -107,10 +112,49 @@ def probe(
         verify_steps=verify_steps,
         no_oom=no_oom,
         throughput=throughput,
+        accumulation_steps=accumulation,
     )
     name = Path(os.fspath(task).partition(":")[0]).stem
     folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
     return run_probe(settings, options, name=name, observer=observer or Observer(), folder=folder)
+
+
+def estimate(
+    task: str | os.PathLike[str],
+    *,
+    gpus: str | Sequence[str] = "all",
+    precision: str | Sequence[str] = "auto",
+    memory_limit: int | str | None = None,
+    accumulation_steps: int = 1,
+    observer: Observer | None = None,
+) -> Result:
+    """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
+
+    Args:
+        task: `model.py`, `path.py:attribute` or `package.module:attribute`.
+        gpus: names from the catalogue such as "A100-80GB", or "all".
+        precision: `auto` (what each GPU does well), `all`, one of bf16, fp16, fp32 and tf32, or a list of these.
+        memory_limit: bytes a process may reserve, or text such as "24GiB"; None: what each GPU has.
+        accumulation_steps: micro-batches per optimizer step.
+        observer: told of what happens on the way.
+
+    Returns:
+        The result document; `result.estimates` has a row for each GPU and precision, each with its confidence.
+
+    Raises:
+        batchtune.errors.BatchtuneError: its class says whose fault it is.
+    """
+    from batchtune.estimate.document import run_estimate
+    from batchtune.progress import Observer
+
+    return run_estimate(
+        os.fspath(task),
+        [gpus] if isinstance(gpus, str) else list(gpus),
+        [precision] if isinstance(precision, str) else list(precision),
+        memory_limit=_bytes(memory_limit),
+        accumulation_steps=accumulation_steps,
+        observer=observer or Observer(),
+    )
 
 
 def tune(
@@ -181,3 +225,30 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     from batchtune.results import load_result as load
 
     return load(path)
+
+
+def _bytes(value: int | str | None) -> int | None:
+    from batchtune.config import parse_bytes
+    from batchtune.errors import UsageError
+
+    try:
+        found: Any = parse_bytes(value)
+    except ValueError as error:
+        raise UsageError(f"--memory-limit: {error}") from None
+    if found is not None and found <= 0:
+        raise UsageError("--memory-limit must be greater than 0")
+    return None if found is None else int(found)
+
+
+class _Package(ModuleType):
+    """Keeps `batchtune.probe`, `.tune` and `.estimate` the functions that people call.
+
+    Importing a package of the same name would put the package in the function's place.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in {"probe", "tune", "estimate"} and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
+import io
 import json
 import os
 import shutil
@@ -29,8 +31,8 @@ app = typer.Typer(
     name="batchtune",
     help="Finds the batch size, learning rate and precision that train a PyTorch model to its goal soonest.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # Typer's help in boxes takes as long to load as all the rest
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: Rich's costs more than everything else at start-up
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _INTERRUPTED = RunInterrupted.exit_code
@@ -53,6 +55,7 @@ class Format(enum.StrEnum):
     table = "table"
     json = "json"
     markdown = "markdown"
+    html = "html"
     csv = "csv"
 
 
@@ -93,11 +96,21 @@ class Session:
 
     def deliver(self, result: Result) -> None:
         """Prints a result, and writes it to the output file."""
-        if self.output is not None:
-            _write(self.output, result.to_json() + "\n")
+        shown = self.json or not self.quiet or self.output is None
+        try:
+            if self.output is not None:
+                _write(self.output, result.to_json() + "\n")
+        except UsageError:
+            shown = True  # what took so long to find out is not lost
+            raise
+        finally:
+            if shown:
+                self._show(result)
+
+    def _show(self, result: Result) -> None:
         if self.json:
             sys.stdout.write(result.to_json() + "\n")
-        elif not (self.quiet and self.output is not None):
+        else:
             _console().print(result)
         sys.stdout.flush()
 
@@ -119,9 +132,9 @@ def _root(
         raise typer.Exit
 
 
-@app.command()
+@app.command(short_help="Write a commented model.py and config.yaml.")
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write; made if missing.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
     json_: JsonOption = False,
     output: OutputOption = None,
     quiet: QuietOption = False,
@@ -150,7 +163,7 @@ def init(
             session.deliver_text("".join(f"wrote {file}\n" for file in files) + f"next: {next_step}\n")
 
 
-@app.command()
+@app.command(short_help="Find the largest batch that trains in the device's memory.")
 def probe(
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
@@ -174,7 +187,8 @@ def probe(
     timeout: Annotated[str, typer.Option(help="After so long without a sign of life an attempt hangs.")] = "120s",
     verify_steps: Annotated[int, typer.Option(help="Steps of the final check in a fresh process.")] = 20,
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
-    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps.")] = False,
+    no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
+    accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
     json_: JsonOption = False,
     output: OutputOption = None,
     quiet: QuietOption = False,
@@ -204,17 +218,55 @@ def probe(
                 verify_steps=verify_steps,
                 no_oom=no_oom,
                 throughput=not no_throughput,
+                accumulation=accumulation,
                 observer=observer,
                 run_folders=_run_folders(),
             )
         session.deliver(result)
 
 
-@app.command()
+@app.command(short_help="Calculate which batch fits on which GPU, without one.")
+def estimate(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", metavar="NAME", help="A GPU, e.g. A100-80GB; repeatable; default: all.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", envvar="BATCHTUNE_MEMORY_LIMIT", help="Bytes that may be reserved, e.g. 24GiB."),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    json_: JsonOption = False,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Calculate which batch fits on which GPU, with no GPU at hand.
+
+    Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
+    """
+    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+        import batchtune
+
+        with session.observer() as observer:
+            result = batchtune.estimate(
+                task,
+                gpus=gpu or "all",
+                precision=precision.value,
+                memory_limit=memory_limit,
+                accumulation_steps=accumulation,
+                observer=observer,
+            )
+        session.deliver(result)
+
+
+@app.command(short_help="Find the batch size and learning rate that train soonest.")
 def tune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Laid over it, e.g. budget.total=5m.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Laid over it, e.g. budget.total=5m.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
@@ -248,10 +300,10 @@ def tune(
             session.deliver(result)
 
 
-@app.command()
+@app.command(short_help="Print the recommendation of a run.")
 def report(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN|FILE.json]", help="A run's name, its folder, or a result file.")
+        str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.table,
     json_: JsonOption = False,
@@ -271,18 +323,22 @@ def report(
 
         result = batchtune.load_result(find_run(run, _run_folders()))
         name = "json" if session.json else format_.value
+        if name == "html" and session.output is None and sys.stdout.isatty():
+            raise UsageError("--format html is a page of some megabytes: add --output report.html")
         if name in FORMATS:
             session.deliver_text(FORMATS[name](result))
         elif session.output is not None:
             from rich.console import Console
 
-            with session.output.open("w", encoding="utf-8") as stream:
-                Console(file=stream, width=100).print(result)
+            page = Console(file=io.StringIO(), width=100)
+            with page.capture() as captured:
+                page.print(result)
+            session.deliver_text(captured.get())
         else:
             _console().print(result)
 
 
-@app.command()
+@app.command(short_help="Describe this machine, to paste into an issue.")
 def env(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, mps, …")] = "auto",
     json_: JsonOption = False,
@@ -307,7 +363,7 @@ def env(
             session.deliver_text(environment_text(facts))
 
 
-@app.command()
+@app.command(short_help="Print the JSON Schema of configuration or result.")
 def schema(
     which: Annotated[Schema, typer.Argument(metavar="config|result")],
     json_: JsonOption = False,
@@ -336,9 +392,6 @@ def main() -> NoReturn:
         code = end.exit_code
     except typer.Abort:
         code = _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 0
     except Exception as error:
         show: Callable[[], None] | None = getattr(error, "show", None)  # Typer's own usage errors
         if show is None:
@@ -359,20 +412,23 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
     except BatchtuneError as error:
         _explain(error, debug=debug)
         if error.result is not None and session is not None and (session.json or _worth_showing(error.result)):
-            session.deliver(error.result)
+            try:
+                session.deliver(error.result)
+            except UsageError as second:
+                _explain(second, debug=debug)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         _complain("interrupted")
         raise typer.Exit(_INTERRUPTED) from None
-    except (typer.Exit, BrokenPipeError):
+    except typer.Exit:
         raise
+    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit from None
     except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
         if debug:
             traceback.print_exc()
-        _complain(
-            f"this is a bug in batchtune: {type(error).__name__}: {error}\n"
-            "run again with --debug and report it together with the output of 'batchtune env'"
-        )
+        _complain(_bug(f"{type(error).__name__}: {error}"))
         raise typer.Exit(BatchtuneError.exit_code) from None
 
 
@@ -397,7 +453,17 @@ def _explain(error: BatchtuneError, *, debug: bool) -> None:
     if debug:
         traceback.print_exc()
     frames = getattr(error, "frames", "")
-    _complain(f"{frames.rstrip()}\n{error}" if frames else str(error))
+    if frames:
+        sys.stderr.write(frames.rstrip() + "\n")
+    text = str(error).strip()
+    if error.exit_code == BatchtuneError.exit_code:  # a child's report of a bug is its traceback
+        text = _bug(text if debug else text.splitlines()[-1])
+    _complain(text)
+
+
+def _bug(what: str) -> str:
+    remedy = "run again with --debug and report it together with the output of 'batchtune env'"
+    return f"this is a bug in batchtune: {what}\n{remedy}"
 
 
 def _complain(message: str) -> None:
@@ -419,20 +485,32 @@ def _run_folders() -> Path:
 
 def _check_writable(path: Path) -> None:
     """Opens the output file before the work starts; what it holds stays until there is a result."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # a pipe or a device: to open it is to use it
     try:
         existed = path.exists()
         with path.open("ab"):
             pass
         if not existed:
             path.unlink()
+        if not os.access(path.resolve().parent, os.W_OK):  # the file is replaced, not overwritten
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise _not_written(path, error) from None
 
 
 def _write(path: Path, text: str) -> None:
     from batchtune.results import write_atomically
 
+    text = text if text.endswith("\n") else text + "\n"
     try:
-        write_atomically(path, text if text.endswith("\n") else text + "\n")
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path.resolve(), text)
     except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from None
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"--output {path}: cannot be written: {error.strerror}; name a file elsewhere, or make room")

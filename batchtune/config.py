@@ -9,12 +9,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
+_NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _UNIT_BYTES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
+_TOO_MANY_BYTES = 2**60
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -26,9 +29,9 @@ def parse_seconds(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*([a-z]*)\s*", value.lower())
+    match = re.fullmatch(rf"\s*({_NUMBER}(?:e-?[0-9]+)?)\s*([a-z]*)\s*", value.lower())
     if not match or (match[2] or "s") not in _UNIT_SECONDS:
-        raise ValueError(f"{value!r} is not a duration; write 90s, 10m or 1h")
+        raise ValueError(f"{value[:60]!r} is not a duration; write 90s, 10m or 1h")
     return float(match[1]) * _UNIT_SECONDS[match[2] or "s"]
 
 
@@ -40,27 +43,55 @@ def parse_bytes(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", value.lower())
-    if not match or match[2] not in _UNIT_BYTES:
-        raise ValueError(f"{value!r} is not a size; write 20GiB, 24GB or 500MiB")
-    return int(float(match[1]) * _UNIT_BYTES[match[2]])
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", value.lower())
+    size = int(float(match[1]) * _UNIT_BYTES[match[2]]) if match and match[2] in _UNIT_BYTES else _TOO_MANY_BYTES
+    if size >= _TOO_MANY_BYTES:
+        raise ValueError(f"{value[:60]!r} is not a size; write 20GiB, 24GB or 500MiB")
+    return size
+
+
+def _no_switch(value: object) -> object:
+    """Python counts true as 1; nobody who writes true means a number."""
+    if isinstance(value, bool):
+        raise ValueError(f"should be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic wants a ValueError
+    return value
+
+
+def _off_is_null(value: object) -> object:
+    """`storage: off` is how people spell that there is none."""
+    return None if value is False or value in {"off", "no", "none"} else value
+
+
+def _device_name(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError(f"{value!r} names no device; use auto, cpu, cuda, cuda:0 or mps")
+    return value
+
+
+def _each_once(value: list[str]) -> list[str]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"{', '.join(value)}: each precision once")
+    return value
 
 
 def _run_name(value: str) -> str:
-    if not _RUN_NAME.fullmatch(value):
+    if value and not _RUN_NAME.fullmatch(value):
         raise ValueError(f"{value!r} cannot name a run folder; use letters, digits, '.', '_' and '-'")
     return value
 
 
 _SECONDS_SCHEMA = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "examples": ["90s", "10m"]}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "examples": ["20GiB"]}]}
+NoSwitch = BeforeValidator(_no_switch)
 Seconds = Annotated[
-    float, BeforeValidator(parse_seconds), Field(gt=0, allow_inf_nan=False), WithJsonSchema(_SECONDS_SCHEMA)
+    float, Field(gt=0, allow_inf_nan=False), NoSwitch, BeforeValidator(parse_seconds), WithJsonSchema(_SECONDS_SCHEMA)
 ]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), WithJsonSchema(_BYTES_SCHEMA)]
+Bytes = Annotated[
+    int, Field(gt=0, lt=_TOO_MANY_BYTES), NoSwitch, BeforeValidator(parse_bytes), WithJsonSchema(_BYTES_SCHEMA)
+]
 RunName = Annotated[str, AfterValidator(_run_name)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), NoSwitch]
+Count = Annotated[int, Field(ge=1, lt=2**31), NoSwitch]
 
 
 class Section(BaseModel):
@@ -72,8 +103,10 @@ class Section(BaseModel):
 class Memory(Section):
     """How much device memory a rank may reserve."""
 
-    margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the device kept free during the probe.")
-    limit: Bytes | None = Field(
+    margin: Annotated[float, NoSwitch] = Field(
+        default=0.05, ge=0, lt=1, description="Share of the device kept free during the probe."
+    )
+    limit: Annotated[Bytes | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="Bytes a rank may reserve (20GiB); null: the device less the margin."
     )
 
@@ -121,7 +154,7 @@ class Objective(Section):
     kind: Literal["time_to_target", "best_metric"] = "time_to_target"
     metric: Annotated[str, Field(min_length=1)] = "val_loss"
     goal: Literal["minimize", "maximize"] = "minimize"
-    target: Annotated[float, Field(allow_inf_nan=False)] | Literal["auto"] = Field(
+    target: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | Literal["auto"] = Field(
         default="auto", description="auto: what the baseline reaches within budget.run."
     )
 
@@ -153,12 +186,14 @@ class Budget(Section):
 class Confirm(Section):
     """How the answer is confirmed against the baseline on fresh seeds."""
 
-    seeds: Annotated[int, Field(ge=0)] = 3
+    seeds: Annotated[int, Field(ge=0), NoSwitch] = 3
     top: Count = 2
 
 
 def _confirm_switch(value: object) -> object:
-    """`confirm: off` is how people spell zero seeds."""
+    """`confirm: off` is how people spell zero seeds, and `on` the default."""
+    if value is True or value in ("on", "yes"):
+        return {}
     return {"seeds": 0} if value is False or value in ("off", "no") else value
 
 
@@ -171,8 +206,10 @@ class Config(Section):
     name: RunName = Field(
         default="", validate_default=False, description="The run folder's name; default: the config's."
     )
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|[a-z]+(:\d+)?)$")
-    precision: Precision | Literal["auto"] | Annotated[list[Precision], Field(min_length=1)] = "auto"
+    device: Annotated[str, AfterValidator(_device_name)] = "auto"
+    precision: (
+        Precision | Literal["auto"] | Annotated[list[Precision], Field(min_length=1), AfterValidator(_each_once)]
+    ) = "auto"
     memory: Memory = Memory()
     batch_size: BatchSize = BatchSize()
     learning_rate: LearningRate = LearningRate()
@@ -181,8 +218,10 @@ class Config(Section):
     budget: Budget = Budget()
     evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
     confirm: Annotated[Confirm, BeforeValidator(_confirm_switch)] = Confirm()
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    storage: str | None = Field(default=None, description="An Optuna storage URL; null: a journal in the run folder.")
+    seed: Annotated[int, Field(ge=0, lt=2**31), NoSwitch] = 0
+    storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
+        default=None, description="An Optuna storage URL; null: a journal in the run folder."
+    )
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML that loads back to the same record."""

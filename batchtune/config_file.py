@@ -25,7 +25,7 @@ def load_config(
     """Reads a YAML file, lays `BATCHTUNE_*` and then `key=value` overrides over it, and checks the whole.
 
     Args:
-        path: the YAML file; `task` and a file-like `storage` are relative to it.
+        path: the YAML file; `task` is relative to it.
         overrides: texts of the form `budget.total=5m`.
         environment: where `BATCHTUNE_BUDGET_TOTAL` and the like are looked up; default `os.environ`.
 
@@ -43,9 +43,9 @@ def load_config(
     except MalformedYamlError as error:
         raise UsageError("\n".join(f"{file}:{line}: {text}" for line, text in error.problems)) from None
     origins: dict[str, str] = {key: f"{file}:{line}" for key, line in lines.items()}
-    _lay_over(document, origins, _from_environment(os.environ if environment is None else environment))
-    _lay_over(document, origins, [_split_override(text) for text in overrides])
-    return _check(document, origins, file)
+    problems = _lay_over(document, origins, _from_environment(os.environ if environment is None else environment))
+    problems += _lay_over(document, origins, [_split_override(text) for text in overrides])
+    return _check(document, origins, file, problems)
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
@@ -61,12 +61,15 @@ def _split_override(text: str) -> tuple[str, str, str]:
     return key.strip(), value, f"'{text}'"
 
 
-def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> None:
+def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> list[str]:
+    """Puts each value where its key says; returns the problems of those that are no YAML."""
+    problems: list[str] = []
     for key, text, origin in settings:
         try:
             value = parse_value(text)
         except MalformedYamlError as error:
-            raise UsageError(f"{origin}: {error.problems[0][1]}") from None
+            problems.append(f"{origin}: {error.problems[0][1]}")
+            continue
         *parents, leaf = key.split(".")
         section: dict[str, Any] = document
         for parent in parents:
@@ -76,11 +79,12 @@ def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[
         for stale in [known for known in origins if known.startswith(f"{key}.")]:
             del origins[stale]
         origins[key] = origin
+    return problems
 
 
-def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path) -> Config:
+def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, problems: list[str]) -> Config:
     """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too."""
-    problems: list[str] = []
+    found: list[tuple[str, str]] = []
     while True:
         try:
             config = Config.model_validate(document)
@@ -90,10 +94,11 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path) -> 
             for detail in error.errors():
                 by_key.setdefault(_written_keys(detail["loc"], document), []).append(detail)
             for keys, details in by_key.items():
-                problems.append(f"{_where(keys, origins, file)}: {_explain(details, keys)}")
+                found.append((_where(keys, origins, file), _explain(details, keys)))
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
-    if problems:
-        raise UsageError("\n".join(problems))
+    if found or problems:
+        found.sort(key=lambda problem: _line(problem[0], file))
+        raise UsageError("\n".join([*problems, *(f"{where}: {what}" for where, what in found)]))
     task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
     return config.model_copy(update={"task": task, "name": config.name or _default_name(file)})
 
@@ -117,9 +122,20 @@ def _written_keys(location: tuple[int | str, ...], document: dict[str, Any]) -> 
 
 
 def _where(keys: tuple[str, ...], origins: Mapping[str, str], file: Path) -> str:
-    """File and line (or the variable or argument) of a key; where it is missing, of its section."""
+    """File and line (or the variable or argument) of a key; where it is missing, of its section.
+
+    What is wrong with a section as a whole is told of the last key laid over it, since the file alone may be right.
+    """
+    below = [origin for key, origin in origins.items() if key.startswith(f"{'.'.join(keys)}.")]
+    if below and not below[-1].startswith(f"{file}:"):
+        return below[-1]
     candidates = (origins.get(".".join(keys[:depth])) for depth in range(len(keys), 0, -1))
     return next(filter(None, candidates), f"{file}:1")
+
+
+def _line(where: str, file: Path) -> int:
+    """For sorting: the line in the file; what comes from elsewhere stands first."""
+    return int(where.removeprefix(f"{file}:")) if where.startswith(f"{file}:") else 0
 
 
 def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool) -> None:
@@ -135,15 +151,24 @@ def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool)
 def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
     dotted, detail = ".".join(keys), details[0]
     if detail["type"] == "extra_forbidden":
+        if "." in keys[-1]:
+            section, _, leaf = keys[-1].partition(".")
+            return f"unknown key '{keys[-1]}'; write a section, '{section}: {{{leaf}: ...}}'"
         return f"unknown key '{dotted}'. {_nearest_key(dotted)}"
     if detail["type"] == "missing":
         return f"'{dotted}' is missing; add 'task: model.py' ('batchtune init' writes a template)"
-    if detail["type"] == "value_error":
-        return f"{dotted}: {detail['msg'].removeprefix('Value error, ')}"
     if detail["type"] == "model_type":
         return f"{dotted}: should be a section of keys, for example '{dotted}: {{{_children(dotted)[0]}: ...}}'"
-    reasons = list(dict.fromkeys(each["msg"].removeprefix("Input ").removeprefix("Value error, ") for each in details))
-    return f"{dotted}: {' or '.join(reasons)}, not {detail['input']!r}"
+    own = [each for each in details if each["type"] == "value_error"]
+    if own:  # ours say more than those of the other kinds that the value might have been
+        return f"{dotted}: {own[0]['msg'].removeprefix('Value error, ')}"
+    reasons = dict.fromkeys(each["msg"].removeprefix("Input ") for each in details)
+    return f"{dotted}: {' or '.join(reasons)}, not {_shown(detail['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004 - a line stays a line
 
 
 def _children(section: str) -> list[str]:

@@ -17,6 +17,7 @@ from batchtune.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
+    import plotly.graph_objects as go
 
 SCHEMA_VERSION = 1
 Outcome = Literal["fit", "oom", "kernel_limit", "crash", "timeout", "user_error"]
@@ -33,7 +34,7 @@ Figure = Annotated[float | None, BeforeValidator(_finite)]
 class Record(BaseModel):
     """A frozen part of the document; keys that a later batchtune added are ignored when read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Interval(Record):
@@ -56,7 +57,10 @@ class Attempt(Record):
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
     )
     step_seconds: Figure = Field(
-        default=None, description="Median optimizer step, device synchronised, warm-up excluded."
+        default=None, description="Median optimizer step, device synchronised, warm-up and compilation excluded."
+    )
+    recompiles: int | None = Field(
+        default=None, description="Graphs that torch.compile compiled after the first two steps; absent without it."
     )
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
@@ -80,6 +84,16 @@ class ThroughputPoint(Record):
     power_watts: Figure = None
     temperature_celsius: Figure = None
     joules_per_sample: Figure = None
+    throttle_reasons: list[str] | None = Field(
+        default=None, description="What held the clocks back for at least a tenth of the time; empty: nothing did."
+    )
+    flops_per_sample: Figure = Field(
+        default=None,
+        description="Floating-point operations of matrix products, convolutions and attention, forward and backward "
+        "(what activation checkpointing computes again is counted again).",
+    )
+    mfu: Figure = Field(default=None, description="Model FLOPs utilisation: share of the device's peak, 0 to 1.")
+    recompiles: int | None = Field(default=None, description="Graphs compiled during the timed steps (left out of it).")
 
 
 class ThroughputFit(Record):
@@ -93,6 +107,31 @@ class ThroughputFit(Record):
     batch_size_within_5_percent: int | None = Field(
         default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
     )
+
+
+class LoaderPoint(Record):
+    """How fast batches come, at one setting of the data loader."""
+
+    num_workers: int
+    pin_memory: bool = False
+    samples_per_second: Figure = Field(default=None, description="Absent where the loader failed; see the message.")
+    message: str | None = None
+
+
+class InputPipeline(Record):
+    """The training set's loader alone against the training step."""
+
+    batch_size: int
+    loader_samples_per_second: Figure = Field(
+        default=None, description="Batches from the training set brought to the device, with the settings chosen."
+    )
+    step_samples_per_second: float
+    num_workers: int | None = Field(default=None, description="The fewest that keep up, or the fastest if none does.")
+    pin_memory: bool | None = None
+    input_bound: bool | None = Field(default=None, description="Whether the step waits for data at the best setting.")
+    measured: list[LoaderPoint] = []
+    verdict: str
+    reason: str = Field(default="", description="Why at this batch size.")
 
 
 class ProbeResult(Record):
@@ -111,12 +150,19 @@ class ProbeResult(Record):
     attempts: list[Attempt] = []
     throughput: list[ThroughputPoint] = []
     throughput_fit: ThroughputFit | None = None
+    gradient_accumulation_steps: int | None = Field(
+        default=None, description="Micro-batches per optimizer step in the final check and the timing."
+    )
+    input_pipeline: InputPipeline | None = None
 
 
 class CurvePoint(Record):
     """One evaluation of one trial: the metric after so much training time and so many samples."""
 
     seconds: float = Field(description="Training seconds; evaluation is not counted.")
+    measured_seconds: Figure = Field(
+        default=None, description="As the clock had it, where the machine slowed the run and `seconds` leaves that out."
+    )
     samples: int
     value: Figure = None
 
@@ -139,6 +185,7 @@ class Trial(Record):
     time_to_target_seconds: Figure = None
     samples_to_target: int | None = None
     training_seconds: Figure = None
+    measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
     curve: list[CurvePoint] = []
     message: str | None = None
@@ -183,11 +230,23 @@ class Estimate(Record):
     notes: list[str] = []
 
 
+class DeviceProcess(Record):
+    """A process that holds memory of the device."""
+
+    pid: int = Field(description="As the driver counts them, outside of containers.")
+    memory_bytes: int | None = None
+
+
 class Environment(Record):
     """Where the figures were measured."""
 
     device: str
     device_memory_bytes: int | None = None
+    device_memory_free_bytes: int | None = Field(default=None, description="Free when the work began.")
+    device_memory_free_after_bytes: int | None = Field(default=None, description="Free when it was done.")
+    other_processes: list[DeviceProcess] | None = Field(
+        default=None, description="Who else held memory of the device when the work began."
+    )
     torch: str | None = None
     cuda: str | None = None
     driver: str | None = None
@@ -260,10 +319,45 @@ class Result(Record):
             rows = [{"precision": p.precision, **a.model_dump()} for p in probes for a in p.attempts]
         return pd.DataFrame(rows)
 
+    def to_html(self) -> str:
+        """The report as one self-contained page."""
+        from batchtune.report.html import to_html
+
+        return to_html(self)
+
+    def plot_memory(self) -> go.Figure:
+        """Peak memory against batch size, with the limit; UsageError where nothing was attempted."""
+        return self._plot("memory")
+
+    def plot_throughput(self) -> go.Figure:
+        """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
+        return self._plot("throughput")
+
+    def plot_curves(self) -> go.Figure:
+        """Learning curves against training time, with the target; UsageError where no run was evaluated."""
+        return self._plot("curves")
+
+    def plot_landscape(self) -> go.Figure:
+        """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
+        return self._plot("landscape")
+
+    def _plot(self, name: str) -> go.Figure:
+        from batchtune.report import plots
+
+        figure = getattr(plots, name)(self)
+        if figure is None:
+            raise UsageError(f"this {self.kind} result ({self.status}) has no measurements for plot_{name}()")
+        return figure
+
     def __rich__(self) -> object:
         from batchtune.report.terminal import render
 
         return render(self)
+
+    def _repr_html_(self) -> str:
+        from batchtune.report.page_answer import notebook
+
+        return notebook(self)
 
 
 def result_schema() -> dict[str, Any]:
@@ -291,12 +385,14 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     name, _, version = str(document.get("schema", "") if isinstance(document, dict) else "").partition("/")
     if name != "batchtune.result":
         raise UsageError(f"{file}: not a batchtune result (its 'schema' is not batchtune.result/{SCHEMA_VERSION})")
-    if not version.isascii() or not version.isdigit() or int(version[:9]) != SCHEMA_VERSION:
-        newer = "a newer batchtune; upgrade batchtune" if version.isdigit() else "another tool"
+    number = int(version[:9]) if version.isascii() and version.isdigit() else 0
+    if number > SCHEMA_VERSION:
         raise UsageError(
-            f"{file}: schema {version[:20]!r} was written by {newer} to read it "
-            f"(this is {__version__}, which reads batchtune.result/{SCHEMA_VERSION})"
+            f"{file}: a newer batchtune wrote it (schema {number}); this is {__version__}, which reads schema "
+            f"{SCHEMA_VERSION}: upgrade batchtune to read it"
         )
+    if number != SCHEMA_VERSION:
+        raise UsageError(f"{file}: 'schema' is batchtune.result/{version[:20]}, and there never was such a version")
     try:
         return Result.model_validate(document)
     except ValidationError as error:

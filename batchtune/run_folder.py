@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,7 @@ class RunFolder:
     def __init__(self, name: str, root: Path = ROOT) -> None:
         self.path = root / name
         self._lock: IO[str] | None = None
+        self._latest: Result | None = None
 
     def open(self, *, fresh: bool) -> None:
         """Creates the folder and takes it for this process.
@@ -52,15 +54,19 @@ class RunFolder:
                     f"{self.path}: process {holder} is running in it; wait, stop it, or choose another name"
                 ) from None
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
         self._lock = lock
         if fresh:
             for name in _OURS:
                 (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Draws the report of the result as it is now, and lets another process have the folder."""
+        if self._latest is not None:
+            self._write_report(self._latest)
+            self._latest = None
         if self._lock is not None:
             self._lock.truncate(0)
             self._lock.close()
@@ -89,13 +95,21 @@ class RunFolder:
                     f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
                     "mix. Use --fresh to start over, or another 'name' to keep both"
                 )
-        write_atomically(file, json.dumps(now, indent=2))
+        self.write(file.name, json.dumps(now, indent=2))
 
     def append_attempt(self, attempt: Attempt, **about: Any) -> None:
-        """Adds one attempt to `attempts.jsonl`."""
+        """Adds one attempt to `attempts.jsonl`.
+
+        Raises:
+            UsageError: it cannot be written (no space, read-only).
+        """
         line = json.dumps(about | attempt.model_dump(exclude_none=True))
-        with (self.path / "attempts.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        file = self.path / "attempts.jsonl"
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as error:
+            raise _not_written(file, error) from None
 
     def attempts(self) -> Iterator[dict[str, Any]]:
         """The attempts of earlier starts; a last line cut off by a crash is passed over."""
@@ -115,13 +129,19 @@ class RunFolder:
         try:
             write_atomically(self.path / name, text)
         except OSError as error:
-            raise UsageError(
-                f"{self.path / name}: cannot be written: {error.strerror}; free space and start again"
-            ) from None
+            raise _not_written(self.path / name, error) from None
 
     def write_result(self, result: Result) -> None:
-        """Replaces `result.json`."""
+        """Replaces `result.json`; `report.html` follows it when the folder is closed."""
         self.write("result.json", result.to_json() + "\n")
+        self._latest = result
+
+    def _write_report(self, result: Result) -> None:
+        """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
+        try:
+            self.write("report.html", result.to_html())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
+            warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
 
 
 def find_run(run: str | None, root: Path = ROOT) -> Path:
@@ -142,6 +162,10 @@ def latest_run(root: Path = ROOT) -> Path:
     if not found:
         raise UsageError(f"no result in {root}/ here; run 'batchtune probe' or 'batchtune tune' first, or name a file")
     return found[-1].parent
+
+
+def _not_written(file: Path, error: OSError) -> UsageError:
+    return UsageError(f"{file}: cannot be written: {error.strerror}; make room and start again")
 
 
 def _shown(value: Any) -> str:

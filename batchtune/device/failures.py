@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import dis
 import re
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 import torch
 
 _ACCELERATOR_ERROR: type[BaseException] = getattr(torch, "AcceleratorError", RuntimeError)
+_TORCH = str(Path(torch.__file__).parent)
 _ALLOCATION_FAILED = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|^std::bad_alloc$"
-    r"|CUDA error: out of memory"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
-    r"|CUDNN_STATUS_ALLOC_FAILED"
-    r"|hipErrorOutOfMemory|MPS backend out of memory|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"
-    r"|could not create a (memory|primitive|memory object)\b"
+    r"|(CUDA|HIP)( driver)? error: out of memory|hipErrorOutOfMemory|Triton Error \[\w+\]: out of memory"
+    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"
+    # their handles take memory of their own, and when they cannot have it they say no more than this
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublas(Lt)?Create|CUDNN_STATUS_NOT_INITIALIZED"
+    r"|Cuda failure (\d+ )?'out of memory'|Failed to CUDA [cm]alloc"  # NCCL's words
+    r"|MPS backend out of memory|Invalid buffer size: "  # Metal: more than one buffer may hold
+    r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"
+    r"|could not (create a memory|(create|execute) a primitive(?! descriptor))\b"
     r"|can't start new thread|Cannot allocate memory"
 )
 _KERNEL_LIMIT = re.compile(
-    r"CUDA error: invalid configuration argument"
-    r"|CUDNN_STATUS_NOT_SUPPORTED|CUDNN_STATUS_BAD_PARAM|GET was unable to find an engine to execute this computation"
-    r"|INT_MAX|integer out of range|canUse32BitIndexMath|[Uu]se 32.bit ind|int32 overflow|too many elements"
+    r"(CUDA|HIP)( driver)? error: (invalid configuration argument|too many resources requested for launch)"
+    # an index that overflowed lands anywhere
+    r"|(CUDA|HIP)( driver)? error: (an illegal memory access was encountered|misaligned address)"
+    r"|Triton Error \[\w+\]: invalid argument|out of resource: (shared memory|threads|tensor memory)"
+    r"|CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM)|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)"
+    r"|(GET|FIND) was unable to find an engine to execute this computation"
+    r"|No (valid execution plans built|execution plans support the graph|valid engine configs)"
+    r"|could not create a primitive descriptor"
+    r"|INT_MAX|numeric_limits<int(32_t)?>::max|canUse32BitIndexMath|[Uu]se 32.bit ind|int32 overflow"
+    r"|integer out of range|integer multiplication overflow|Storage size calculation overflowed"
+    r"|cannot be converted to type int(32_t)? without overflow"
+    r"|too many elements|input tensor is too large|cannot exceed 2\^24"
 )
+_POISONED = re.compile(r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error")
 
 
 def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error"]:
@@ -44,15 +60,26 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
                 return "oom"
             if _KERNEL_LIMIT.search(str(seen)):
                 return "kernel_limit"
-        seen = seen.__cause__
+        if type(seen).__name__ == "OutOfResources" and type(seen).__module__.startswith("triton."):
+            return "kernel_limit"
+        seen = _reason(seen)
     return "user_error"
 
 
 def leaves_device_usable(error: BaseException) -> bool:
     """Whether more attempts may follow in this process: a failed kernel poisons the device's context."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or not (
-        isinstance(error, _ACCELERATOR_ERROR) or "CUDA error" in str(error) or "CUBLAS" in str(error)
+        isinstance(error, _ACCELERATOR_ERROR) or _POISONED.search(str(error))
     )
+
+
+def _reason(error: BaseException) -> BaseException | None:
+    """The error behind this one: its stated cause, what a compiler met, or an out-of-memory error being handled."""
+    inner = getattr(error, "inner_exception", None)  # torch._dynamo's BackendCompilerFailed
+    if isinstance(inner, BaseException):
+        return inner
+    handled = None if error.__suppress_context__ else error.__context__
+    return error.__cause__ or (handled if isinstance(handled, torch.OutOfMemoryError) else None)
 
 
 def _raised_by_python(error: BaseException) -> bool:
@@ -62,7 +89,7 @@ def _raised_by_python(error: BaseException) -> bool:
         return False
     while at.tb_next is not None:
         at = at.tb_next
-    if "/torch/" in at.tb_frame.f_code.co_filename.replace("\\", "/"):
+    if Path(at.tb_frame.f_code.co_filename).is_relative_to(_TORCH):
         return False  # torch's own Python hands on what its compiled parts met
     instructions = dis.get_instructions(at.tb_frame.f_code)
     return any(each.offset == at.tb_lasti and each.opname == "RAISE_VARARGS" for each in instructions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -54,8 +55,8 @@ class DeviceMemory(Protocol):
         """Gives cached memory back, so that one attempt does not change the next."""
 
 
-def open_device(name: str) -> DeviceMemory:
-    """The memory of `auto`, `cpu`, `cuda:0`, `mps` or any accelerator torch knows.
+def find_device(name: str) -> torch.device:
+    """The device called `auto`, `cpu`, `cuda:0`, `mps` or any other kind torch knows, with its number; not opened yet.
 
     Raises:
         DeviceError: there is no such device here.
@@ -69,7 +70,7 @@ def open_device(name: str) -> DeviceMemory:
     except RuntimeError:
         raise UsageError(f"--device {name}: torch knows no such device; use auto, cpu, cuda, cuda:0 or mps") from None
     if device.type == "cpu":
-        return HostMemory()
+        return torch.device("cpu")
     available = torch.accelerator.current_accelerator(check_available=True)
     if available is None or available.type != device.type:
         here = f"{available.type} and cpu" if available else "cpu"
@@ -77,35 +78,56 @@ def open_device(name: str) -> DeviceMemory:
     count = torch.accelerator.device_count()
     if (device.index or 0) >= count:
         raise DeviceError(f"--device {name}: there are only {count} {device.type} devices, from {device.type}:0")
-    return AcceleratorMemory(torch.device(device.type, device.index or 0))
+    return torch.device(device.type, device.index or 0)
+
+
+def open_device(name: str) -> DeviceMemory:
+    """The memory of the device called so; see `find_device`."""
+    device = find_device(name)
+    return HostMemory() if device.type == "cpu" else AcceleratorMemory(device)
 
 
 class AcceleratorMemory:
-    """CUDA, ROCm, MPS or XPU memory through torch's caching allocator."""
+    """CUDA, ROCm, MPS, XPU or any other accelerator's memory, through what its torch module and torch.accelerator tell.
+
+    Where torch cannot keep a process within the limit (older XPU, accelerators of third parties), a peak that passed
+    it is reported as the out-of-memory error that the smaller device would have raised.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
+        self._watched_limit: int | None = None
         if hasattr(self._module, "set_device"):
             self._module.set_device(device)
 
     def describe(self) -> tuple[str, int | None, int | None]:
-        name = (
-            self._module.get_device_name(self.device) if hasattr(self._module, "get_device_name") else str(self.device)
-        )
-        if hasattr(self._module, "mem_get_info"):
-            free, total = self._module.mem_get_info(self.device)
-            return name, int(total), int(free)
-        if hasattr(self._module, "recommended_max_memory"):
-            total = int(self._module.recommended_max_memory())
-            return name, total, total - int(self._module.driver_allocated_memory())
-        return name, None, None
+        name, module = self._name(), self._module
+        if hasattr(module, "recommended_max_memory"):  # MPS: memory is the host's, and others' use of it is not told
+            total = int(module.recommended_max_memory())
+            return name, total, total - int(module.driver_allocated_memory())
+        asked = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
+        if asked is not None:
+            with contextlib.suppress(RuntimeError):  # a driver that does not tell
+                free, total = asked(self.device)
+                return name, int(total), int(free)
+        properties = module.get_device_properties(self.device) if hasattr(module, "get_device_properties") else None
+        return name, getattr(properties, "total_memory", None), None
+
+    def _name(self) -> str:
+        if hasattr(self._module, "get_device_name"):
+            return str(self._module.get_device_name(self.device))
+        if self.device.type == "mps":
+            with contextlib.suppress(AttributeError, RuntimeError):  # torch before 2.8
+                return str(torch.backends.mps.get_name())
+        return str(self.device)
 
     def default_limit(self, margin: float) -> int | None:
         _, total, free = self.describe()
-        if total is None or free is None:
+        if total is None:
             return None
-        return int(min(total, free if free < total * (1 - margin) else total) * (1 - margin))
+        shared = free is not None and free < total * (1 - margin)
+        return int((free if shared and free is not None else total) * (1 - margin))
 
     def enforce(self, limit_bytes: int) -> None:
         total = self.describe()[1]
@@ -115,15 +137,25 @@ class AcceleratorMemory:
             fraction = limit_bytes / total
             takes_device = self.device.type != "mps"
             self._module.set_per_process_memory_fraction(fraction, *([self.device] if takes_device else []))
+        else:
+            self._watched_limit = limit_bytes
 
     def reset_peaks(self) -> None:
         if hasattr(self._module, "reset_peak_memory_stats"):
             self._module.reset_peak_memory_stats()
 
     def peaks(self) -> Peaks:
-        if not hasattr(self._module, "max_memory_allocated"):
-            return Peaks(None, None)
-        return Peaks(int(self._module.max_memory_allocated()), int(self._module.max_memory_reserved()))
+        found = self._peaks()
+        limit, high = self._watched_limit, found.reserved_bytes or found.allocated_bytes
+        if limit is not None and high is not None and high > limit:
+            raise torch.OutOfMemoryError(f"{high} bytes were in use, more than the limit of {limit} bytes")
+        return found
+
+    def _peaks(self) -> Peaks:
+        if hasattr(self._module, "driver_allocated_memory"):  # MPS keeps no marks, but gives nothing back in between
+            return Peaks(None, int(self._module.driver_allocated_memory()))
+        marks = (getattr(self._module, name, None) for name in ("max_memory_allocated", "max_memory_reserved"))
+        return Peaks(*(None if mark is None else int(mark()) for mark in marks))
 
     def synchronize(self) -> None:
         self._module.synchronize()
@@ -165,6 +197,14 @@ class HostMemory:
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, hard))
+
+    def lift(self) -> None:
+        """Takes the limit away again, for work that is not the model's; nothing is measured against it afterwards."""
+        if platform.system() == "Linux":
+            import resource
+
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
     def _warmed_up_bytes(self) -> int:
         """Resident bytes once torch's thread pools exist, whose stacks would otherwise count as the model's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +12,21 @@ from typing import Any
 
 import torch
 
+from batchtune.device.sharing import Sharing, candidate_uuids, find_handle, sharing
+
 _PERIOD_SECONDS = 0.1
 _MILLI = 1e-3
+_COUNTS_FROM = 0.1  # share of the samples in which clocks must have been held back, for the reason to be named
+_THROTTLE_REASONS = {  # nvml.h: nvmlClocksEventReason…; an idle GPU is not held back
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
 
 
 @dataclass(slots=True)
@@ -21,16 +35,23 @@ class Readings:
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     joules: float | None = None
+    throttle_masks: list[int] = field(default_factory=list)
 
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, Any]:
         """Means over the stretch (memory: the highest), under the names of the result document."""
-        found: dict[str, float | int] = {
+        found: dict[str, Any] = {
             name: statistics.fmean(values)
             for name, values in self.samples.items()
             if values and name != "memory_used_bytes"
         }
         if self.samples.get("memory_used_bytes"):
             found["memory_used_bytes"] = int(max(self.samples["memory_used_bytes"]))
+        if self.throttle_masks:
+            least = _COUNTS_FROM * len(self.throttle_masks)
+            seen = {
+                name: sum(bool(mask & bit) for mask in self.throttle_masks) for bit, name in _THROTTLE_REASONS.items()
+            }
+            found["throttle_reasons"] = [name for name, times in seen.items() if times and times >= least]
         return found
 
 
@@ -48,8 +69,9 @@ class Sensors:
         import pynvml
 
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        torch_uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuids = candidate_uuids(torch_uuid, device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._handle = find_handle(pynvml, uuids)
         self._nvml = pynvml
 
     @property
@@ -74,6 +96,29 @@ class Sensors:
             with contextlib.suppress(nvml.NVMLError):
                 found[name] = float(sensor())
         return found
+
+    def throttle_mask(self) -> int | None:
+        """Why the clocks are held back now, as NVML's bits; None where the device does not tell."""
+        if not self.present:
+            return None
+        nvml = self._nvml
+        for asked in (nvml.nvmlDeviceGetCurrentClocksEventReasons, nvml.nvmlDeviceGetCurrentClocksThrottleReasons):
+            with contextlib.suppress(nvml.NVMLError):  # drivers before 535 know the second name only
+                return int(asked(self._handle))
+        return None
+
+    def uuid(self) -> str | None:
+        """The device's UUID in NVML, a MIG slice's own."""
+        if not self.present:
+            return None
+        try:
+            return str(self._nvml.nvmlDeviceGetUUID(self._handle))
+        except self._nvml.NVMLError:
+            return None
+
+    def sharing(self) -> Sharing | None:
+        """Free memory and the processes that hold the rest; None where there are no sensors."""
+        return sharing(self._nvml, self._handle) if self.present else None
 
     def joules(self) -> float | None:
         """Energy used since the driver was loaded, in joules; None where the device does not count it."""
@@ -101,6 +146,9 @@ class Sensors:
             while not done.wait(_PERIOD_SECONDS):
                 for name, value in self.read().items():
                     readings.samples.setdefault(name, []).append(value)
+                mask = self.throttle_mask()
+                if mask is not None:
+                    readings.throttle_masks.append(mask)
 
         thread = threading.Thread(target=sample, daemon=True)
         before = self.joules()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any, Literal
 
-from batchtune.errors import BatchtuneError, RunInterrupted
+from batchtune.device.sharing import look
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.warnings import MOVED, sharing_warnings
 from batchtune.progress import Forwarder, Observer
-from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo
+from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
+
+_SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
 def run_probe(
@@ -29,10 +36,15 @@ def run_probe(
         result = _run(session, settings, options, _Recorder(folder, observer))
     except BatchtuneError as error:
         if error.result is not None:
-            folder.write_result(error.result)
+            with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
+                folder.write_result(error.result)
         raise
     else:
-        folder.write_result(result)
+        try:
+            folder.write_result(result)
+        except UsageError as error:
+            error.result = result
+            raise
         return result
     finally:
         folder.close()
@@ -58,6 +70,10 @@ def _run(session: _Session, settings: WorkerSettings, options: ProbeOptions, obs
                 observer.note(f"precision {precision}: {reason}")
                 session.probes.append(Probe(worker, options, precision, observer))
                 session.probes[-1].run()
+            if options.throughput and session.facts["has_train_dataset"]:
+                observer.stage("timing the data loader")
+                session.feed(worker, options, observer)
+            session.look_again(worker)
     except KeyboardInterrupt:
         interrupted = RunInterrupted("interrupted; what was measured until then is in the result")
         interrupted.result = session.document("interrupted", interrupted)
@@ -76,18 +92,50 @@ class _Session:
         self._task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
         self.facts: dict[str, Any] = {}
         self.probes: list[Probe] = []
+        self._fed: tuple[str, InputPipeline | None] = ("", None)
+        self._free_after: int | None = None
+
+    def feed(self, worker: Worker, options: ProbeOptions, observer: Observer) -> None:
+        """Times the data loader against the fastest precision's steps; it is the same for all of them."""
+        fastest = max((probe.result() for probe in self.probes), key=_peak_samples_per_second)
+        found = measure_input_pipeline(worker, fastest, observer, timeout=options.timeout)
+        self._fed = (fastest.precision, found)
+
+    def look_again(self, worker: Worker) -> None:
+        """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""
+        if self.facts["device"] == "cpu":
+            return
+        opened = worker.facts["environment"]["device_memory_free_bytes"]
+        uuid = self.facts["nvml_uuid"]
+        worker.close()
+        self._free_after = _settled_free_bytes(uuid, self.facts["environment"]) if uuid else opened
+
+    def _environment(self) -> Environment | None:
+        if not self.facts:
+            return None
+        return Environment.model_validate(
+            self.facts["environment"] | {"device_memory_free_after_bytes": self._free_after}
+        )
+
+    def _results(self) -> list[ProbeResult]:
+        precision, fed = self._fed
+        results = [probe.result() for probe in self.probes]
+        return [
+            each.model_copy(update={"input_pipeline": fed}) if each.precision == precision else each for each in results
+        ]
 
     def document(
         self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None
     ) -> Result:
-        results = [probe.result() for probe in self.probes]
+        results, environment = self._results(), self._environment()
+        from_probes = [warning for probe in self.probes for warning in probe.warnings()]
         return Result(
             kind="probe",
             status=status,
             name=self._name,
-            environment=Environment.model_validate(self.facts["environment"]) if self.facts else None,
+            environment=environment,
             task=self._task,
-            warnings=[warning for probe in self.probes for warning in probe.warnings()],
+            warnings=list(dict.fromkeys([*sharing_warnings(environment), *from_probes])),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=max(results, key=_peak_samples_per_second, default=None),
             probes=results if len(results) > 1 else None,
@@ -97,3 +145,16 @@ class _Session:
 def _peak_samples_per_second(probe: ProbeResult) -> float:
     """How fast a precision trains at best; the fastest one stands for the probe."""
     return max((point.samples_per_second for point in probe.throughput), default=0.0)
+
+
+def _settled_free_bytes(uuid: str, environment: dict[str, Any]) -> int | None:
+    """Free memory once the driver has taken back what our last child had, which may take a moment."""
+    before, total = environment["device_memory_free_bytes"], environment["device_memory_bytes"]
+    free = None
+    for wait in _SETTLING_SECONDS:
+        time.sleep(wait)
+        seen = look(uuid)
+        free = seen.free_bytes if seen else None
+        if free is None or before is None or not total or before - free <= MOVED * total:
+            break
+    return free

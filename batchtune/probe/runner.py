@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
+from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
+from batchtune.probe.curve import measure_curve
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
+from batchtune.probe.warnings import attempt_warnings, recompile_warnings
 from batchtune.progress import Observer
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 
-_SECONDS_PER_POINT = 1.0
+_MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _FIRST_BACKOFF = 0.02  # when the final check fails, the next size is this much smaller, then twice as much, and so on
 
 
@@ -32,7 +34,9 @@ class ProbeOptions:
         verify_steps: optimizer steps of the final check in a fresh process.
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes.
+        accumulation_steps: micro-batches of one optimizer step.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+        useful_size: up to here sizes are of use however long their step takes.
     """
 
     minimum: int = 1
@@ -44,7 +48,9 @@ class ProbeOptions:
     verify_steps: int = 20
     no_oom: bool = False
     throughput: bool = True
+    accumulation_steps: int = 1
     max_step_seconds: float | None = None
+    useful_size: int = 1
 
 
 class Probe:
@@ -83,13 +89,20 @@ class Probe:
             tolerance=options.tolerance,
             no_oom=options.no_oom,
         )
+        cap, unit = self._bounds.maximum, options.multiple_of
+        smallest = -(-options.minimum // unit) * unit
+        if cap is not None and smallest > cap:
+            why = f"train_dataset has {cap} samples" if cap == self._data_size else f"the maximum is {cap}"
+            raise UsageError(
+                f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
+            )
 
     def run(self) -> ProbeResult:
         """Searches, checks the answer in a fresh process, and times steps around it.
 
         Raises:
             NothingFitsError: not even the smallest size trains.
-            UserCodeError: the user's code raises at every size.
+            UserCodeError: the user's code raises at every size, or in the final check.
         """
         self._observer.stage(f"probing {self._precision}")
         self._search(self._bounds, self._options.steps, verify=False)
@@ -121,17 +134,13 @@ class Probe:
             attempts=self.attempts,
             throughput=self.throughput,
             throughput_fit=fit_step_time(self.throughput),
+            gradient_accumulation_steps=self._options.accumulation_steps,
         )
 
     def warnings(self) -> list[str]:
         """What a reader of the result must know besides the numbers."""
-        found = []
-        last = {attempt.batch_size: attempt for attempt in self.attempts}
         low = bracket(self.attempts)[0]
-        for size, attempt in sorted(last.items()):
-            if attempt.outcome not in {"fit", "oom"}:
-                where = "the search went on above it" if size < low else "larger sizes were not searched"
-                found.append(f"batch size {size} ended in {attempt.outcome}: {attempt.message} ({where})")
+        found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         slow = self._too_slow_above
         if slow is not None and low + self._bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for a few of their steps only")
@@ -166,14 +175,15 @@ class Probe:
         slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
         if longest is None or slowest is None or not slowest.step_seconds:
             return bounds
-        useful = max(slowest.batch_size, int(slowest.batch_size * longest / slowest.step_seconds))
+        least = max(slowest.batch_size, self._options.useful_size)
+        useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
         if bounds.maximum is not None and bounds.maximum <= useful:
             return bounds
         self._too_slow_above = useful
         return replace(bounds, maximum=max(bounds.minimum, useful))
 
     def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
-        started = time.perf_counter()
+        started, micro_batches = time.perf_counter(), self._options.accumulation_steps
         try:
             answer = self._worker.call(
                 "attempt",
@@ -182,6 +192,7 @@ class Probe:
                 steps=steps,
                 precision=self._precision,
                 verify=verify,
+                accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
             )
             attempt = Attempt.model_validate(answer["attempt"])
         except WorkerLost as lost:
@@ -220,6 +231,8 @@ class Probe:
         self._worker.close()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
+        if attempt.outcome == "user_error":  # training at this size went well: it is evaluation or saving that raises
+            raise UserCodeError(str(attempt.message))
         self._verified = attempt if attempt.fits else None
         return attempt.fits
 
@@ -229,20 +242,15 @@ class Probe:
             self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
         )
         self._observer.stage("timing steps")
-        for size in sizes:
-            try:
-                answer = self._worker.call(
-                    "time_steps",
-                    timeout=self._options.timeout,
-                    batch_size=size,
-                    precision=self._precision,
-                    seconds=_SECONDS_PER_POINT,
-                )
-            except (WorkerLost, UserCodeError) as error:
-                self._observer.note(f"no throughput at batch size {size}: {error}")
-                continue
-            self.throughput.append(ThroughputPoint.model_validate(answer))
-            self._observer.throughput(self.throughput[-1])
+        measure_curve(
+            self._worker,
+            self.throughput,
+            sizes,
+            self._observer,
+            precision=self._precision,
+            accumulation_steps=self._options.accumulation_steps,
+            timeout=self._options.timeout,
+        )
 
     def _nothing_fits(self) -> BatchtuneError:
         first = min(self.attempts, key=lambda attempt: attempt.batch_size)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchtune.results import ThroughputFit, ThroughputPoint
 
 MAX_POINTS = 8
 _NEAR_PEAK = 0.95
+_SAME_FLOPS = 0.001
 
 
 def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
@@ -46,3 +47,28 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
         saturation_batch_size=alpha / beta if beta > 0 else None,
         batch_size_within_5_percent=min(near),
     )
+
+
+def with_flops(
+    points: Sequence[ThroughputPoint], count: Callable[[int], float | None], peak: float | None
+) -> list[ThroughputPoint]:
+    """The points with the FLOPs of a sample at their size, and the share of the device's peak they are.
+
+    Two neighbouring sizes with the same FLOPs a sample stand for all larger ones.
+
+    Args:
+        points: by size, ascending.
+        count: FLOPs of a sample at a batch size; None where they cannot be counted.
+        peak: the device's peak FLOP/s at the precision of the points; None where it is not known.
+    """
+    found: list[ThroughputPoint] = []
+    settled, before = False, None
+    for point in points:
+        flops = before if settled else count(point.batch_size)
+        if flops is None:
+            return [*found, *points[len(found) :]]
+        settled = settled or (before is not None and abs(flops - before) <= _SAME_FLOPS * before)
+        before = flops
+        mfu = flops * point.samples_per_second / peak if peak else None
+        found.append(point.model_copy(update={"flops_per_sample": flops, "mfu": mfu}))
+    return found

@@ -23,17 +23,21 @@ def to_csv(result: Result) -> str:
 
 
 def snippet(result: Result) -> str:
-    """The recommendation as lines of plain PyTorch."""
-    found = result.recommendation
-    if found is None:
+    """The recommendation, or else the largest batch probed, as lines of plain PyTorch; '' without either."""
+    found, probe = result.recommendation, result.probe
+    if found is not None:
+        precision, lines = found.precision, [f"batch_size = {found.micro_batch_size}"]
+        lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+        if found.learning_rate is not None:
+            lines.append(f"learning_rate = {found.learning_rate:g}")
+    elif probe is not None and probe.max_batch_size is not None:
+        precision, lines = probe.precision, [f"batch_size = {probe.max_batch_size}  # the largest that trains"]
+    else:
         return ""
-    lines = [f"batch_size = {found.micro_batch_size}", f"accumulation_steps = {found.gradient_accumulation_steps}"]
-    if found.learning_rate is not None:
-        lines.append(f"learning_rate = {found.learning_rate:g}")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    if found.precision in types:
-        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
-    elif found.precision == "tf32":
+    if precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[precision]})")
+    elif precision == "tf32":
         lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
     return "\n".join(lines)
 
@@ -76,6 +80,13 @@ def to_markdown(result: Result) -> str:
                 for point in probe.throughput
             ]
             lines.append("")
+    if result.estimates:
+        lines += ["| GPU (estimated, not measured) | precision | largest | safe |", "|---|---|---:|---:|"]
+        lines += [
+            f"| {each.gpu} | {each.precision} | {each.max_batch_size or '-'} | {each.safe_max_batch_size or '-'} |"
+            for each in result.estimates
+        ]
+        lines.append("")
     lines += [f"> warning: {warning}" for warning in result.warnings]
     if result.environment:
         lines.append(f"Measured on {result.environment.device}, torch {result.environment.torch}.")
@@ -87,12 +98,40 @@ def environment_text(facts: dict[str, Any]) -> str:
     lines = {"batchtune": facts["batchtune"]} | facts["environment"] | facts["sensors"]
     width = max(len(name) for name in lines)
     shown = {name: size(value) if name.endswith("_bytes") else value for name, value in lines.items()}
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value is not None)
+    shown["other_processes"] = ", ".join(
+        f"pid {each['pid']} {size(each['memory_bytes'])}" for each in lines.get("other_processes") or ()
+    )
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in shown.items() if value not in (None, ""))
 
 
 def _text(value: Interval | None) -> str:
     return "" if value is None else f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
 
 
-FORMATS: dict[str, Callable[[Result], str]] = {"json": to_json, "markdown": to_markdown, "csv": to_csv}
+def to_html(result: Result) -> str:
+    """The whole report as one self-contained page."""
+    from batchtune.report.html import to_html as page  # it shows the snippets of this module
+
+    return page(result)
+
+
+def recommendation_json(result: Result) -> str:
+    """The recommendation alone, for a program's configuration."""
+    found = result.recommendation
+    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)
+
+
+FORMATS: dict[str, Callable[[Result], str]] = {
+    "json": to_json,
+    "markdown": to_markdown,
+    "html": to_html,
+    "csv": to_csv,
+}
 """What `report --format` can write besides the table."""
+
+SNIPPETS: dict[str, Callable[[Result], str]] = {
+    "PyTorch": snippet,
+    "JSON": recommendation_json,
+    "Markdown": to_markdown,
+}
+"""What the HTML report offers to paste, one tab each; a writer that has nothing to say for a result returns ''."""

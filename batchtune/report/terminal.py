@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import shorten
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from batchtune.report.export import snippet
+from batchtune.report.precisions import comparison
 from batchtune.report.units import duration, number, share, size
-from batchtune.results import Attempt, Interval, ProbeResult, Recommendation, Result, Trial
+from batchtune.results import Attempt, Estimate, Interval, ProbeResult, Recommendation, Result, Trial
 
 _COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 _MAX_TRIALS = 12
+_MAX_WHY = 96  # of characters; the message of a failure that matters is told in full elsewhere
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
     "max": "that is the most that was allowed",
@@ -34,14 +37,7 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         yield Text(f"{result.status}{reason}", style="bold yellow" if result.status == "interrupted" else "bold red")
     if result.recommendation is not None:
         yield _recommendation(result)
-    if result.target is not None and result.target.value is not None:
-        target = result.target
-        sign = "at most" if target.goal == "minimize" else "at least"
-        yield Text.assemble(("target  ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
-    for probe in result.probes or ([result.probe] if result.probe else []):
-        yield from _probe(probe, details=result.kind == "probe")
-    if result.trials:
-        yield _trials(result)
+    yield from _evidence(result)
     if result.recommendation is not None:
         yield Text("\npaste", style="bold")
         yield Text(snippet(result), style="cyan")
@@ -51,6 +47,21 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         where = [result.environment.device, f"torch {result.environment.torch}"]
         where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
         yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
+
+
+def _evidence(result: Result) -> Iterator[RenderableType]:
+    """What the answer rests on: target, probe, runs, or estimates."""
+    if result.target is not None and result.target.value is not None:
+        target = result.target
+        sign = "at most" if target.goal == "minimize" else "at least"
+        yield Text.assemble(("target  ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
+    yield from _probes(result)
+    if result.trials:
+        yield _trials(result)
+    if result.estimates:
+        yield _estimates(result.estimates)
+        notes = {note: None for estimate in result.estimates for note in estimate.notes}
+        yield from (Text(f"note: {note}", style="dim") for note in notes)
 
 
 def _interval(value: Interval | None, unit: str = "") -> str:
@@ -101,6 +112,13 @@ def _recommendation(result: Result) -> RenderableType:
     return Panel(Group(table, Text(f"\n{found.reason}", style="italic")), title=title, box=box.ROUNDED, expand=False)
 
 
+def _probes(result: Result) -> Iterator[RenderableType]:
+    if result.probes and len(result.probes) > 1:
+        yield comparison(result.probes, chosen=result.probe)
+    for probe in result.probes or ([result.probe] if result.probe else []):
+        yield from _probe(probe, details=result.kind == "probe")
+
+
 def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
     if probe.max_batch_size is None:
         yield Text(f"probe {probe.precision}: nothing fits", style="bold red")
@@ -109,21 +127,28 @@ def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
             (f"probe {probe.precision}  ", "bold"),
             ("largest batch ", ""),
             (f"{probe.max_batch_size:,}", "bold green"),
-            f" {_certificate(probe)}",
+            f" {certificate(probe)}",
         )
     if details:
         yield attempts_table(probe.attempts, probe.memory_limit_bytes)
         if probe.throughput:
             yield _throughput(probe)
+    yield from _speed(probe)
+
+
+def _speed(probe: ProbeResult) -> Iterator[RenderableType]:
     fit = probe.throughput_fit
     if fit is not None:
         line = f"step time {duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
         if fit.saturation_batch_size:
             line += f"; half of the peak speed at batch {fit.saturation_batch_size:.0f}"
         yield Text(f"{line}; within 5 % of the best measured speed from batch {fit.batch_size_within_5_percent}")
+    if probe.input_pipeline is not None:
+        yield Text.assemble(("data  ", "bold"), probe.input_pipeline.verdict)
 
 
-def _certificate(probe: ProbeResult) -> str:
+def certificate(probe: ProbeResult) -> str:
+    """Why the largest batch can be relied on, as one sentence without its subject."""
     parts = []
     if probe.verified_in_fresh_process:
         parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
@@ -144,14 +169,14 @@ def attempts_table(attempts: list[Attempt], limit_bytes: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("batch", "outcome", "peak", "of limit", "step"):
         table.add_column(name, justify="left" if name in {"outcome", "of limit"} else "right", no_wrap=True)
-    table.add_column("why", overflow="ellipsis", no_wrap=True, max_width=48)
+    table.add_column("why", max_width=48)  # the one column that gives way in a narrow terminal
     for attempt in attempts:
         peak = attempt.peak_reserved_bytes if attempt.fits else None
         why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
         outcome = Text(attempt.outcome, style=_COLOURS.get(attempt.outcome, "yellow"))
         bar = _bar(peak / limit_bytes) if peak and limit_bytes else ""
         step = duration(attempt.step_seconds) if attempt.fits else "-"
-        table.add_row(f"{attempt.batch_size:,}", outcome, size(peak), bar, step, Text(why))
+        table.add_row(f"{attempt.batch_size:,}", outcome, size(peak), bar, step, Text(shorten(why, _MAX_WHY)))
     return table
 
 
@@ -163,17 +188,37 @@ def _throughput(probe: ProbeResult) -> Table:
     columns[" "] = [_bar(point.samples_per_second / best) for point in probe.throughput]
     columns["step"] = [duration(point.step_seconds) for point in probe.throughput]
     sensors = {
+        "MFU": [share(point.mfu) for point in probe.throughput],
         "GPU": [share(point.gpu_utilization) for point in probe.throughput],
         "memory bus": [share(point.memory_controller_utilization) for point in probe.throughput],
+        "memory": [size(point.memory_used_bytes) for point in probe.throughput],
         "power": [f"{number(point.power_watts)} W" if point.power_watts else "-" for point in probe.throughput],
         "°C": [number(point.temperature_celsius) for point in probe.throughput],
         "J/sample": [number(point.joules_per_sample) for point in probe.throughput],
+        "held back by": [", ".join(point.throttle_reasons or []) or "-" for point in probe.throughput],
     }
     columns |= {name: values for name, values in sensors.items() if any(value != "-" for value in values)}
     for name in columns:
         table.add_column(name, justify="left" if name == " " else "right")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
+    return table
+
+
+def _estimates(estimates: list[Estimate]) -> Table:
+    """Largest batches by calculation, and how sure each is; nothing here was measured."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="estimated, not measured", title_justify="left")
+    for name in ("GPU", "memory", "precision", "largest batch", "safe", "samples/s", "sure"):
+        table.add_column(name, justify="left" if name in {"GPU", "precision", "sure"} else "right", no_wrap=True)
+    for each in sorted(estimates, key=lambda estimate: (estimate.memory_bytes, estimate.gpu)):
+        table.add_row(
+            each.gpu,
+            size(each.memory_bytes),
+            each.precision,
+            *("-" if most is None else f"{most:,}" for most in (each.max_batch_size, each.safe_max_batch_size)),
+            number(each.samples_per_second),
+            (each.confidence or "-").partition(" ")[0],
+        )
     return table
 
 

@@ -18,6 +18,8 @@ def duration(seconds: float | None) -> str:
     """Seconds with a unit that leaves three digits; '-' where not measured."""
     if seconds is None:
         return "-"
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:  # noqa: PLR2004
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 1:

@@ -49,7 +49,22 @@ class Task:
             value = getattr(self.source, name, None)
             if value is not None and not callable(value):
                 raise ContractError(f"{self.where}: '{name}' is a {type(value).__name__}; it must be {what}")
+            if value is not None:
+                self._check_signature(name, value)
         self._need("build_model")
+
+    def _check_signature(self, name: str, function: Any) -> None:
+        """Raises ContractError where a function of the user's cannot be called as the contract says."""
+        call, _, _ = NAMES[name].partition(" returning")
+        arguments = [part for part in call.partition("(")[2].rstrip(")").split(", ") if part]
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # compiled code does not tell
+            return
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise ContractError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
 
     def has(self, name: str) -> bool:
         """Whether the user's code carries this name."""
@@ -64,6 +79,8 @@ class Task:
             self._need("val_dataset", "evaluate")
             if self.train_size() == 1:
                 raise ContractError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
+            if not self.has("evaluate"):
+                self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
@@ -104,7 +121,7 @@ class Task:
         loss: Any = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
         if not isinstance(loss, Tensor):
             raise ContractError(f"{self.where}: compute_loss returned a {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1:
+        if loss.dim() != 0:
             shape = tuple(loss.shape)
             raise ContractError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
         return loss

@@ -33,7 +33,8 @@ def load_task(spec: str) -> Task:
     except UsageError:
         raise
     except SyntaxError as error:
-        raise UserCodeError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from None
+        known = (_short(error.filename or str(place)), error.lineno, f" {error.msg}", f" {(error.text or '').strip()}")
+        raise UserCodeError(":".join(str(part) for part in known if str(part or "").strip())) from None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -102,5 +103,7 @@ def _is_users(filename: str) -> bool:
 
 
 def _short(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
+        return filename

@@ -1,4 +1,4 @@
-"""One attempt: whether a micro-batch size trains on this device, how much memory it takes, and how fast it is."""
+"""One attempt: whether a micro-batch size trains on this device, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from batchtune.device.failures import classify, leaves_device_usable
 from batchtune.device.memory import DeviceMemory, Peaks
-from batchtune.device.telemetry import Sensors
-from batchtune.results import Attempt, ThroughputPoint
+from batchtune.results import Attempt
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
+from batchtune.train.compiled import CompileWatch, forget_compiled
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
-_WARM_UP_STEPS = 2
+_SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
 )  # where in torch; nobody's concern here
@@ -55,6 +53,34 @@ class PeakTracker:
             self.forward_backward_bytes = _higher(self.forward_backward_bytes, best)
 
 
+class StepTimes:
+    """Seconds of an attempt's steps, those that compiled something apart."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._clean: list[float] = []
+        self._watch = CompileWatch()
+        self._late_graphs = 0
+
+    def add(self, seconds: float) -> None:
+        """Takes in the step that has just ended."""
+        graphs = self._watch.new_graphs()
+        if len(self.seconds) >= _SETTLING_STEPS:
+            self._late_graphs += graphs
+        if not graphs:
+            self._clean.append(seconds)
+        self.seconds.append(seconds)
+
+    def median(self) -> float | None:
+        """Median step, without compiling, and without the first step where there is another."""
+        times = self._clean[1:] if len(self._clean) == len(self.seconds) > 1 else self._clean
+        return statistics.median(times) if times else None
+
+    def recompiles(self) -> int | None:
+        """Graphs compiled after the first two steps; None without torch.compile."""
+        return self._late_graphs if self._watch.used else None
+
+
 def _higher(left: int | None, right: int | None) -> int | None:
     return right if left is None else left if right is None else max(left, right)
 
@@ -67,6 +93,7 @@ def attempt(
     steps: int,
     precision: str,
     verify: bool = False,
+    accumulation_steps: int = 1,
 ) -> tuple[Attempt, bool]:
     """Trains `steps` full optimizer steps at one micro-batch size.
 
@@ -77,17 +104,26 @@ def attempt(
         steps: optimizer steps.
         precision: bf16, fp16, fp32 or tf32.
         verify: also evaluate once and save the state, as training does sooner or later.
+        accumulation_steps: micro-batches of one optimizer step; from the second on, gradients are there already.
 
     Returns:
         What came of it, and whether the process may be used for another attempt.
     """
+    forget_compiled()
     memory.release()
-    tracker, started = PeakTracker(memory), time.perf_counter()
-    step_seconds: list[float] = []
+    tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
     try:
         _train(
-            task, memory, tracker, step_seconds, batch_size=batch_size, steps=steps, precision=precision, verify=verify
+            task,
+            memory,
+            tracker,
+            times,
+            batch_size=batch_size,
+            steps=steps,
+            precision=precision,
+            verify=verify,
+            accumulation_steps=accumulation_steps,
         )
     except NonFiniteLossError:
         raise
@@ -98,11 +134,12 @@ def attempt(
         Attempt(
             batch_size=batch_size,
             outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
-            steps=len(step_seconds),
+            steps=len(times.seconds),
             peak_allocated_bytes=tracker.highest.allocated_bytes,
             peak_reserved_bytes=tracker.highest.reserved_bytes,
             forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
-            step_seconds=statistics.median(step_seconds[1:] or step_seconds) if step_seconds else None,
+            step_seconds=times.median(),
+            recompiles=times.recompiles(),
             seconds=round(time.perf_counter() - started, 4),
             purpose="verify" if verify else "search",
             message=message,
@@ -130,12 +167,13 @@ def _train(
     task: Task,
     memory: DeviceMemory,
     tracker: PeakTracker,
-    step_seconds: list[float],
+    times: StepTimes,
     *,
     batch_size: int,
     steps: int,
     precision: str,
     verify: bool,
+    accumulation_steps: int,
 ) -> None:
     trainer = Trainer(task, memory.device, precision)
     batch = task.worst_batch(batch_size)
@@ -143,7 +181,8 @@ def _train(
         memory.synchronize()
         started = time.perf_counter()
         tracker.start_phase()
-        loss = trainer.forward_backward(batch)
+        for _ in range(accumulation_steps):
+            loss = trainer.forward_backward(batch, accumulation_steps)
         tracker.end_phase(forward_backward=True)
         if number == 0:
             require_finite(loss, batch_size)
@@ -151,7 +190,7 @@ def _train(
         trainer.update()
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
-        step_seconds.append(time.perf_counter() - started)
+        times.add(time.perf_counter() - started)
     if verify:
         tracker.start_phase()
         _evaluate_and_save(trainer, batch_size)
@@ -167,44 +206,3 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
     with tempfile.TemporaryFile() as file:
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
-
-
-def time_steps(
-    task: Task,
-    memory: DeviceMemory,
-    *,
-    batch_size: int,
-    precision: str,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> ThroughputPoint:
-    """Times training steps at one size for about `seconds`, the device's sensors sampled meanwhile."""
-    memory.release()
-    trainer, batch = Trainer(task, memory.device, precision), task.worst_batch(batch_size)
-    sensors = Sensors(memory.device)
-    times: list[float] = []
-
-    def step() -> None:
-        started = clock()
-        trainer.forward_backward(batch)
-        trainer.update()
-        memory.synchronize()
-        times.append(clock() - started)
-
-    for _ in range(_WARM_UP_STEPS):
-        step()
-    times.clear()
-    with sensors.sampling() as readings:
-        began = clock()
-        while not times or clock() - began < seconds:
-            step()
-        elapsed = clock() - began
-    median = statistics.median(times)
-    point: dict[str, Any] = {
-        "batch_size": batch_size,
-        "step_seconds": median,
-        "samples_per_second": batch_size / median,
-    }
-    if readings.joules is not None and elapsed > 0:
-        point["joules_per_sample"] = readings.joules / (batch_size * len(times))
-    return ThroughputPoint.model_validate(point | readings.summary())

@@ -61,12 +61,8 @@ class Child:
 
     def describe(self, *, device: str) -> dict[str, Any]:
         """The machine, without a task: what `batchtune env` shows."""
-        from batchtune.device.memory import open_device
-        from batchtune.device.telemetry import Sensors
-
-        memory = open_device(device)
-        sensors = Sensors(memory.device)
-        return {"environment": environment(memory, sensors), "sensors": sensors.read()}
+        memory, sensors, seen = _open(device)
+        return {"environment": environment(memory, sensors, seen), "sensors": sensors.read()}
 
     def open(
         self, *, task: str, device: str, purpose: str, memory_limit: int | None, margin: float, precision: list[str]
@@ -75,12 +71,10 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
-        from batchtune.device.memory import open_device
-        from batchtune.device.telemetry import Sensors
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
-        self._memory = open_device(device)
+        self._memory, sensors, seen = _open(device)
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
@@ -88,9 +82,11 @@ class Child:
         self._task.require(purpose)
         facts = {
             "device": str(self._memory.device),
-            "environment": environment(self._memory, Sensors(self._memory.device)),
+            "environment": environment(self._memory, sensors, seen),
+            "nvml_uuid": sensors.uuid(),
             "precision": chosen,
             "train_size": self._task.train_size(),
+            "has_train_dataset": self._task.has("train_dataset"),
             "memory_limit_bytes": limit,
             "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         }
@@ -112,10 +108,28 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.attempt.time_steps`."""
-        from batchtune.train.attempt import time_steps
+        """One throughput point; see `batchtune.train.timing.time_steps`."""
+        from batchtune.train.timing import time_steps
 
         return time_steps(self._task, self._memory, **arguments).model_dump()
+
+    def count_flops(self, **arguments: Any) -> dict[str, Any]:
+        """FLOPs of a sample; see `batchtune.train.flops`. A CPU's limit is gone afterwards: counting takes memory."""
+        from batchtune.train.flops import flops_per_sample
+
+        self._lift_limit()
+        return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
+
+    def time_loader(self, **arguments: Any) -> dict[str, Any]:
+        """One setting of the loader; see `batchtune.train.loader`. A CPU's limit is gone afterwards."""
+        from batchtune.train.loader import time_loader
+
+        self._lift_limit()
+        return time_loader(self._task, self._memory, **arguments).model_dump()
+
+    def _lift_limit(self) -> None:
+        if hasattr(self._memory, "lift"):
+            self._memory.lift()
 
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
@@ -132,15 +146,27 @@ class Child:
             return {"outcome": end.value}
 
 
-def environment(memory: Any, sensors: Any) -> dict[str, Any]:
+def _open(name: str) -> tuple[Any, Any, Any]:
+    """The device's memory, its sensors, and who held memory of it before this process had a context there."""
+    from batchtune.device.memory import find_device, open_device
+    from batchtune.device.telemetry import Sensors
+
+    sensors = Sensors(find_device(name))
+    seen = sensors.sharing()
+    return open_device(name), sensors, seen
+
+
+def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
     """Versions and device, as the result document has them."""
     import torch
 
-    name, total, _ = memory.describe()
+    name, total, free = memory.describe()
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {
         "device": name,
         "device_memory_bytes": total,
+        "device_memory_free_bytes": seen.free_bytes if seen else free,
+        "other_processes": [process.model_dump() for process in seen.processes] if seen else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "driver": sensors.driver(),
@@ -179,7 +205,8 @@ def main() -> None:
     channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     child = Child(channel)
-    methods = {name: getattr(child, name) for name in ("describe", "open", "apply", "attempt", "time_steps", "train")}
+    names = ("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader", "train")
+    methods = {name: getattr(child, name) for name in names}
     while True:
         command = channel.receive()
         channel.send(**run_command(methods[command.pop("command")], command))

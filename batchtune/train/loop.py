@@ -11,12 +11,15 @@ from typing import Any, Literal
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
+from batchtune.train.clock import StepClock
+from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import Trainer, require_finite, training_batches
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
-_WARM_UP_STEPS = 2
+MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
+_WARM_UP_STEPS = 3
 _LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
 
 
@@ -29,6 +32,7 @@ class RunSpec:
         target: metric value at which the run ends; None runs to the limit.
         evaluate_every: training seconds between evaluations; None for the automatic pace.
         evaluation_batch_size: samples in one forward pass of the default evaluation.
+        expected_step_seconds: an optimizer step as foretold from other runs; None where there were none.
     """
 
     micro_batch_size: int
@@ -42,6 +46,7 @@ class RunSpec:
     limit_seconds: float
     evaluate_every: float | None
     evaluation_batch_size: int
+    expected_step_seconds: float | None = None
 
     @property
     def batch_size(self) -> int:
@@ -74,14 +79,18 @@ def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoi
     """Trains one configuration, yielding each evaluation and being sent whether to go on.
 
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not the
-    warm-up steps on a throwaway model that pay for lazy initialisation.
+    warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something else on the machine
+    slowed down counts at the usual pace; where that happened, a point has its measured seconds, too.
 
     Returns:
         `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
+    forget_compiled()
     memory.release()
-    step_seconds = _warm_up(task, memory, spec)
-    total_steps = max(1, math.ceil(spec.limit_seconds / step_seconds))
+    shape = (spec.micro_batch_size, spec.accumulation_steps, spec.precision)
+    clock = StepClock(shape, spec.expected_step_seconds)
+    _warm_up(task, memory, spec, clock)
+    total_steps = max(1, math.ceil(spec.limit_seconds / clock.step_seconds))
     trainer = Trainer(
         task,
         memory.device,
@@ -91,29 +100,36 @@ def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoi
         total_steps=total_steps,
     )
     batches = training_batches(task, spec.micro_batch_size, spec.seed)
-    seconds, samples = 0.0, 0
+    samples = 0
     while True:
         started = time.perf_counter()
         value = metric_value(trainer, spec.metric, spec.evaluation_batch_size)
         memory.synchronize()
         evaluation_seconds = time.perf_counter() - started
-        go_on = yield CurvePoint(seconds=seconds, samples=samples, value=value)
+        go_on = yield _point(clock, samples, value)
         if spec.reached(value):
             return "reached"
         if not math.isfinite(value):
             return "diverged"
-        if seconds >= spec.limit_seconds:
+        if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
             return "finished"
         if not go_on:
             return "pruned"
-        due = next_evaluation(seconds, evaluation_seconds, spec)
-        while seconds < due:
-            steps = _steps_until(due - seconds, step_seconds)
+        due = next_evaluation(clock.seconds, evaluation_seconds, spec)
+        while clock.seconds < due:
+            steps = _steps_until(due - clock.seconds, clock.step_seconds)
             spent, finite = _timed_steps(trainer, memory, batches, steps, spec.accumulation_steps)
-            seconds, samples, step_seconds = seconds + spent, samples + steps * spec.batch_size, spent / steps
+            clock.add(steps, spent)
+            samples += steps * spec.batch_size
             if not finite:
-                yield CurvePoint(seconds=seconds, samples=samples, value=None)
+                yield _point(clock, samples, None)
                 return "diverged"
+
+
+def _point(clock: StepClock, samples: int, value: float | None) -> CurvePoint:
+    slowed = clock.measured_seconds > clock.seconds
+    measured = clock.measured_seconds if slowed else None
+    return CurvePoint(seconds=clock.seconds, samples=samples, value=value, measured_seconds=measured)
 
 
 def _steps_until(seconds: float, step_seconds: float) -> int:
@@ -134,13 +150,13 @@ def _timed_steps(
     return time.perf_counter() - started, math.isfinite(float(loss))
 
 
-def _warm_up(task: Task, memory: DeviceMemory, spec: RunSpec) -> float:
-    """Seconds of one optimizer step, from a few on a model that is thrown away (caches fill, kernels load)."""
+def _warm_up(task: Task, memory: DeviceMemory, spec: RunSpec, clock: StepClock) -> None:
+    """A few steps on a model that is thrown away: caches fill, kernels load, and the clock learns the pace."""
     trainer = Trainer(task, memory.device, spec.precision, learning_rate=spec.learning_rate, seed=spec.seed)
     batches = training_batches(task, spec.micro_batch_size, spec.seed)
     require_finite(trainer.forward_backward(next(batches)), spec.micro_batch_size)
     trainer.update()
-    spent, _ = _timed_steps(trainer, memory, batches, _WARM_UP_STEPS, spec.accumulation_steps)
+    for _ in range(_WARM_UP_STEPS):
+        clock.see(1, _timed_steps(trainer, memory, batches, 1, spec.accumulation_steps)[0])
     del trainer, batches
     memory.release()
-    return spent / _WARM_UP_STEPS

@@ -105,19 +105,45 @@ class Trainer:
         return loss
 
 
-def training_batches(task: Task, micro_batch_size: int, seed: int) -> Iterator[Any]:
-    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
+def training_loader(
+    task: Task,
+    micro_batch_size: int,
+    seed: int,
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    context: str | None = None,
+) -> DataLoader[Any]:
+    """Shuffled batches of one epoch of the training set; an incomplete one is left out where there is another.
+
+    Args:
+        task: the user's code.
+        micro_batch_size: samples of a batch.
+        seed: the order follows from it.
+        num_workers: processes that load; they live as long as the loader.
+        pin_memory: copy batches to page-locked memory, from which the device copies faster.
+        context: how worker processes start; None: as torch does.
+    """
     data: Any = task.train_data
     iterable = isinstance(data, IterableDataset)
     size = task.train_size()
-    loader: DataLoader[Any] = DataLoader(
+    return DataLoader(
         data,
         batch_size=micro_batch_size,
         shuffle=None if iterable else True,
         drop_last=size is not None and size >= micro_batch_size,
         collate_fn=task.collate if task.has("collate") else None,
         generator=torch.Generator().manual_seed(seed),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        multiprocessing_context=context,
     )
+
+
+def training_batches(task: Task, micro_batch_size: int, seed: int) -> Iterator[Any]:
+    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
+    loader = training_loader(task, micro_batch_size, seed)
     for _epoch in itertools.count():
         empty = True
         for batch in loader:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+from batchtune.device.host_kills import describe_kill, oom_kills
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 _ROOT = str(Path(__file__).resolve().parents[2])
 _ENTRY = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.child import main; main()"
 _TAIL_LINES = 40
-_KILLED_BY_THE_SYSTEM = "killed by SIGKILL from outside, most likely because the host ran out of memory"
 
 
 class WorkerLost(BatchtuneError):
@@ -61,6 +61,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._kills_before: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +79,11 @@ class Worker:
             self._spawn()
             if self.settings is not None:
                 values = {**vars(self.settings), "precision": list(self.settings.precision)}
-                self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                try:
+                    self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                except WorkerLost as lost:
+                    doing = f"{self.settings.task}: importing it and building the model once"
+                    raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
                 # free memory may change: every later child of this worker gets the limit of the first
                 self.settings = replace(self.settings, memory_limit=self.facts["memory_limit_bytes"])
         return self.facts
@@ -122,6 +127,7 @@ class Worker:
     def _spawn(self) -> None:
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
         self._answers, self._tail = queue.Queue(), deque(maxlen=_TAIL_LINES)
+        self._kills_before = oom_kills()
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
             [sys.executable, "-P", "-c", _ENTRY],
             stdin=subprocess.PIPE,
@@ -198,7 +204,8 @@ class Worker:
         self.close()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            text = _KILLED_BY_THE_SYSTEM if name == "SIGKILL" else f"the process died by {name}"
+            killed = describe_kill(self._kills_before, oom_kills())
+            text = killed if name == "SIGKILL" else f"the process died by {name}"
         else:
             text = f"the process ended with exit status {code}"
         return WorkerLost("crash", f"{text}{f'; its last words: {last[:200]}' if last else ''}")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial
 
-TARGET_SLACK = 0.01  # of the baseline's improvement: what the last bit of a run reaches, another seed may not
+LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
 _RESAMPLES = 4000
@@ -27,8 +27,8 @@ def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float |
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:
     """The target that the baseline's own run sets: what it reached, with a little room for other seeds.
 
-    The easier of two values: the best one held at 80 % of the time at which the run was best, and the best value less
-    1 % of the whole improvement. The first serves curves that still fall, the second those that level off in noise.
+    The value held at 80 % of the time at which the run was best, but from 1 % to 5 % of the whole improvement short of
+    that best. The first serves curves that still fall, the bounds those that level off or were seldom looked at.
 
     Returns:
         The value and the sentence why; None where the run never improved on its start.
@@ -42,7 +42,8 @@ def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, st
     if not best < start:
         return None
     early = [value for seconds, value in falling if seconds <= TARGET_TIME * best_at]
-    target = max(min(early, default=best), best + TARGET_SLACK * (start - best))
+    slack = (min(early, default=best) - best) / (start - best)
+    target = best + min(max(slack, LEAST_SLACK), MOST_SLACK) * (start - best)
     reached = (start - target) / (start - best)
     reason = f"{reached:.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
     return sign * target, f"{reason} the baseline reached in its budget"

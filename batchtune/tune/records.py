@@ -35,6 +35,7 @@ def to_record(trial: FrozenTrial) -> Trial:
         time_to_target_seconds=attributes.get("time_to_target_seconds"),
         samples_to_target=attributes.get("samples_to_target"),
         training_seconds=attributes.get("training_seconds"),
+        measured_training_seconds=attributes.get("measured_training_seconds"),
         value=attributes.get("best_value"),
         curve=[CurvePoint(seconds=s, samples=n, value=v) for s, n, v in attributes.get("curve", [])],
         message=attributes.get("message"),

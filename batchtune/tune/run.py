@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
 from batchtune.run_folder import ROOT, RunFolder
@@ -18,7 +20,9 @@ from batchtune.tune.prior import candidate_batch_sizes
 from batchtune.tune.recommend import recommend
 from batchtune.tune.study import Plan, TuneStudy, open_storage
 
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
+_NOT_SEARCHED = "no other configuration was tried"
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
 
 
@@ -33,6 +37,7 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
     folder.open(fresh=fresh)
     try:
         folder.check_identity(_identity(config))
+        tuning.earlier = _earlier_result(folder)
         folder.write("config.yaml", config.to_yaml())
         return _run(tuning)
     finally:
@@ -40,17 +45,38 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
 
 
 def _run(tuning: _Tuning) -> Result:
+    where = tuning.folder.path
     try:
         tuning.run()
+        return tuning.save("complete")
     except KeyboardInterrupt:
-        where = tuning.folder.path
         interrupted = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
-        interrupted.result = tuning.save("interrupted", interrupted)
+        interrupted.result = tuning.save_if_possible("interrupted", interrupted)
         raise interrupted from None
     except BatchtuneError as error:
-        error.result = tuning.save("failed", error)
+        error.result = tuning.save_if_possible("failed", error)
         raise
-    return tuning.save("complete")
+    except OSError as error:  # the study's journal, most likely
+        stopped = UsageError(
+            f"{where}: the study cannot go on: {error.strerror or error}; make room and start again: the same command "
+            "goes on with the trials that are finished"
+        )
+        stopped.result = tuning.save_if_possible("failed", stopped)
+        raise stopped from None
+
+
+def _earlier_result(folder: RunFolder) -> Result | None:
+    """What an earlier start left in the folder.
+
+    Raises:
+        UsageError: it cannot be read, being another version's or damaged.
+    """
+    if not (folder.path / "result.json").exists():
+        return None
+    try:
+        return load_result(folder.path)
+    except UsageError as error:
+        raise UsageError(f"{error}. Or use --fresh to start over, or another 'name' to keep both") from None
 
 
 def check(config: Config, observer: Observer) -> dict[str, Any]:
@@ -112,6 +138,7 @@ class _Tuning:
         self._probed: ProbeResult | None = None
         self._precision = ""
         self._study: TuneStudy | None = None
+        self.earlier: Result | None = None
 
     def run(self) -> None:
         """Probe, then study."""
@@ -126,6 +153,7 @@ class _Tuning:
             for name, reason in self._facts["precision"]:
                 self._observer.note(f"precision {name}: {reason}")
             self._probed = self._earlier_probe() or self._run_probe(worker, known)
+            self.save("interrupted")
             plan = self._plan(self._probed, precisions)
             storage = open_storage(self._config.storage, self.folder.path)
             self._study = TuneStudy(plan, worker, storage, self._observer)
@@ -141,18 +169,18 @@ class _Tuning:
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
         """Writes `result.json` as things stand; a start that failed early leaves that of an earlier one alone."""
         result = self._document(status, error)
-        if self._study is not None or not self._earlier_trials():
+        if self._study is not None or self.earlier is None or not self.earlier.trials:
             self.folder.write_result(result)
         return result
 
-    def _earlier_trials(self) -> bool:
-        file = self.folder.path / "result.json"
-        return file.exists() and bool(load_result(file).trials)
+    def save_if_possible(self, status: Literal["interrupted", "failed"], error: BatchtuneError) -> Result:
+        """The document at the end of a run that stops; where it cannot be written, the caller still has it to show."""
+        with contextlib.suppress(UsageError):
+            return self.save(status, error)
+        return self._document(status, error)
 
     def _earlier_probe(self) -> ProbeResult | None:
-        if not (self.folder.path / "result.json").exists():
-            return None
-        earlier = load_result(self.folder.path).probe
+        earlier = self.earlier.probe if self.earlier else None
         return earlier if earlier and earlier.verified_in_fresh_process and earlier.throughput else None
 
     def _run_probe(self, worker: Worker, known: list[dict[str, Any]]) -> ProbeResult:
@@ -162,6 +190,7 @@ class _Tuning:
             maximum=None if sizes.max == "auto" else sizes.max,
             multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
             max_step_seconds=self._config.budget.run / MIN_STEPS,
+            useful_size=USEFUL_FACTOR * self._config.baseline.batch_size,
         )
         attempts = [
             Attempt.model_validate(entry)
@@ -195,6 +224,7 @@ class _Tuning:
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
         study, probe = self._study, self._probe
+        environment = Environment.model_validate(self._facts["environment"]) if self._facts else None
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
@@ -204,9 +234,9 @@ class _Tuning:
             kind="tune",
             status=status,
             name=self._config.name,
-            environment=Environment.model_validate(self._facts["environment"]) if self._facts else None,
+            environment=environment,
             task=self._task,
-            warnings=probe.warnings() if probe else [],
+            warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
             target=study.target if study else None,
@@ -214,3 +244,11 @@ class _Tuning:
             recommendation=recommendation,
             baseline=baseline,
         )
+
+    def _warnings(self, status: str, trials: list[Trial]) -> list[str]:
+        found = self._probe.warnings() if self._probe else []
+        if self._probe is None and self._probed is not None and self.earlier is not None:
+            found = [warning for warning in self.earlier.warnings if not warning.startswith(_NOT_SEARCHED)]
+        if status == "complete" and not any(trial.role == "search" and trial.outcome for trial in trials):
+            found.append(f"{_NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again")
+        return found

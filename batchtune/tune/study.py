@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 import warnings
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.config import Config
-from batchtune.errors import NothingFitsError, UsageError
+from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint, ProbeResult, Target, Trial
 from batchtune.train.worker import Worker
@@ -36,6 +37,7 @@ MIN_SEARCH_TRIALS = 6
 MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on a NaN, say) before the study stops
 _MAX_EVALUATION_BATCH = 1024
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
+_FAILED = {"oom", "crash", "timeout", "user_error"}
 Role = Literal["baseline", "search", "confirm"]
 
 
@@ -147,18 +149,18 @@ class TuneStudy:
         """Baseline, search and confirmation, each from where an earlier start left it.
 
         Raises:
-            UserCodeError: the user's code raised in the baseline run.
+            UserCodeError: the user's code raised in the baseline run, or its metric is no number.
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
         self._observer.stage("baseline")
-        queued = [trial for trial in self.records() if trial.role == "baseline" and trial.state == "waiting"]
-        if not self._finished("baseline") and not queued:
+        if not self._finished("baseline") and not self._waiting("baseline"):
             self._queue(self._baseline_params(), "baseline", self._plan.config.seed)
         self._drain()
         self._check_target()
-        if self._finalists() is None:
+        if self.study.user_attrs.get("searched") != self._search_budget():
             self._observer.stage("searching")
             self._search()
+            self.study.set_user_attr("searched", self._search_budget())
         if self._plan.config.confirm.seeds:
             self._observer.stage("confirming")
             self._confirm()
@@ -199,15 +201,23 @@ class TuneStudy:
         trials = self.study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if trial.user_attrs.get("role", "search") == role]
 
+    def _waiting(self, role: Role) -> bool:
+        trials = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return any(trial.user_attrs.get("role") == role for trial in trials)
+
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
 
     def _revive(self) -> None:
-        """Trials that a killed start left running are closed and queued again with all that was decided about them."""
+        """Trials that a killed start left running are queued again as they were; those that had ended are told."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "outcome" in trial.user_attrs:
+                self._close(trial.number, trial.user_attrs)
+                continue
             self.study.tell(trial.number, state=TrialState.FAIL)
             attributes = {key: trial.user_attrs[key] for key in ("role", "seed") if key in trial.user_attrs}
-            self.study.enqueue_trial(trial.params, user_attrs=attributes | {"retry_of": trial.number})
+            params = trial.system_attrs.get("fixed_params", {}) | trial.params
+            self.study.enqueue_trial(params, user_attrs=attributes | {"retry_of": trial.number})
 
     def _drain(self) -> None:
         """Runs whatever is queued."""
@@ -222,6 +232,8 @@ class TuneStudy:
         if not baselines:
             why = failed[-1].message if failed else "it did not run"
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
+        if all(point.value is None for point in to_record(baselines[0]).curve):
+            raise UserCodeError(f"{self._objective.metric} is NaN or infinite before training; mend evaluate() or data")
         if self.target.value is None:
             raise NothingFitsError(
                 f"the baseline did not improve {self._objective.metric} within budget.run "
@@ -276,12 +288,15 @@ class TuneStudy:
         return config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
 
     def _search_budget(self) -> list[float]:
-        return [self._plan.config.budget.total, self._plan.config.budget.trials, self._plan.config.confirm.top]
+        return [self._plan.config.budget.total, self._plan.config.budget.trials]
 
     def _finalists(self) -> list[dict[str, Any]] | None:
-        """What an earlier start chose to confirm; forgotten when the budget has changed, so that the search goes on."""
+        """What an earlier start chose to confirm; forgotten when the budget has changed, since the search went on."""
         chosen = self.study.user_attrs.get("finalists")
-        return chosen["params"] if chosen and chosen["budget"] == self._search_budget() else None
+        return chosen["params"] if chosen and chosen["chosen_from"] == self._chosen_from() else None
+
+    def _chosen_from(self) -> list[float]:
+        return [*self._search_budget(), self._plan.config.confirm.top]
 
     def _confirm(self) -> None:
         """The finalists and the baseline on fresh seeds, interleaved so that a slow spell of the machine hits all."""
@@ -294,7 +309,7 @@ class TuneStudy:
             planned = [self._baseline_params()] + [
                 {key: value for key, value in trial.model_dump().items() if key in keys} for trial in chosen
             ]
-            self.study.set_user_attr("finalists", {"budget": self._search_budget(), "params": planned})
+            self.study.set_user_attr("finalists", {"chosen_from": self._chosen_from(), "params": planned})
         if len(planned) < 2:  # noqa: PLR2004 - the baseline alone
             return
         done = {
@@ -372,7 +387,23 @@ class TuneStudy:
             limit_seconds=limit,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
+            expected_step_seconds=self._expected_step_seconds(params["batch_size"]),
         )
+
+    def _expected_step_seconds(self, batch_size: int) -> float | None:
+        """An optimizer step of this size: as earlier runs of it had it, or by the probe's fit scaled to other runs."""
+        fit = self._plan.probe.throughput_fit
+        paces = [(t.batch_size, pace) for t in self.records() if (pace := _pace(t)) is not None]
+        same = [pace for size, pace in paces if size == batch_size]
+        if same:
+            return statistics.median(same)
+        if fit is None or not paces:
+            return None
+
+        def fitted(size: int) -> float:
+            return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
+
+        return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
 
     def _tell(self, trial: optuna.Trial, run: TrialRun, spec: TrialSpec, role: Role) -> None:
         outcome = run.outcome
@@ -380,22 +411,27 @@ class TuneStudy:
             self._derive_target(run.curve)
         if outcome == "finished" and self.timed and spec.limit_seconds < self._plan.config.budget.run:
             outcome = "capped"
-        attributes, value = self._measured(run.curve, outcome)
-        attributes |= {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
+        attributes = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
         if run.message:
             attributes["message"] = run.message
-        if self.timed and outcome == "pruned":
-            attributes[LOWER_BOUND] = CAP_FACTOR * (self._best_seconds() or run.training_seconds)
-        elif self.timed and value is None:
-            attributes[LOWER_BOUND] = run.training_seconds
+        if self.timed:
+            best = self._best_seconds() if outcome == "pruned" else None
+            attributes[LOWER_BOUND] = CAP_FACTOR * best if best else run.training_seconds
+        attributes |= self._measured(run.curve, outcome)  # the outcome last: with it, a trial can be told after a kill
         for key, each in attributes.items():
             trial.set_user_attr(key, each)
-        if outcome in {"oom", "crash", "timeout", "user_error"}:
-            self.study.tell(trial, state=TrialState.FAIL)
-        elif value is None or not math.isfinite(value):
-            self.study.tell(trial, state=TrialState.PRUNED)
+        self._close(trial.number, attributes)
+
+    def _close(self, number: int, attributes: dict[str, Any]) -> None:
+        """Tells a trial that has run to the study, by the attributes it was given."""
+        outcome = attributes["outcome"]
+        value = attributes.get("time_to_target_seconds" if self.timed else "best_value")
+        if outcome in _FAILED:
+            self.study.tell(number, state=TrialState.FAIL)
+        elif value is None or not math.isfinite(value) or (outcome == "diverged" and not self.timed):
+            self.study.tell(number, state=TrialState.PRUNED)
         else:
-            self.study.tell(trial, value)
+            self.study.tell(number, value)
 
     def _derive_target(self, curve: list[CurvePoint]) -> None:
         """The automatic target follows from the baseline's whole run, before that run is told to the study."""
@@ -404,21 +440,26 @@ class TuneStudy:
             if found is not None:
                 self.study.set_user_attr("target", found)
 
-    def _measured(self, curve: list[CurvePoint], outcome: str) -> tuple[dict[str, Any], float | None]:
-        """A trial's attributes from its curve, and the objective's value where it has one."""
+    def _measured(self, curve: list[CurvePoint], outcome: str) -> dict[str, Any]:
+        """A trial's attributes from its curve."""
         values = [point.value for point in curve if point.value is not None]
-        attributes: dict[str, Any] = {"outcome": outcome, "training_seconds": curve[-1].seconds if curve else 0.0}
+        attributes: dict[str, Any] = {"training_seconds": curve[-1].seconds if curve else 0.0}
+        if curve and curve[-1].measured_seconds is not None:
+            attributes["measured_training_seconds"] = curve[-1].measured_seconds
         if values:
             attributes["best_value"] = min(values) if self._objective.goal == "minimize" else max(values)
-        if not self.timed:
-            return attributes, attributes.get("best_value") if outcome != "diverged" else None
-        target = self.target.value
+        target = self.target.value if self.timed and outcome not in _FAILED else None
         for point in curve:
             if target is not None and point.value is not None and self._meets(point.value, target):
                 attributes |= {"time_to_target_seconds": point.seconds, "samples_to_target": point.samples}
-                attributes["outcome"] = "reached"
-                return attributes, point.seconds
-        return attributes, None
+                return attributes | {"outcome": "reached"}
+        return attributes | {"outcome": outcome}
+
+
+def _pace(trial: Trial) -> float | None:
+    """Seconds of an optimizer step of a run; None where it took none."""
+    last = trial.curve[-1] if trial.curve else None
+    return last.seconds * trial.batch_size / last.samples if last and last.samples else None
 
 
 def _over(trial: Trial) -> bool:

@@ -138,12 +138,17 @@ class Surface:
             theta, likelihood = theta[chosen], likelihood[chosen]
             for move in range(_MOVES):
                 scale = 2.38 / math.sqrt(theta.shape[1]) / 2**move
-                covariance = np.cov(theta, rowvar=False) + 1e-9 * np.eye(theta.shape[1])
-                jump = random.standard_normal(theta.shape) @ np.linalg.cholesky(covariance).T
-                moved = theta + scale * jump
+                moved = theta + scale * _correlated_noise(theta, random)
                 moved_likelihood = self._log_likelihood(moved)
                 log_ratio = now * (moved_likelihood - likelihood) + self._log_prior(moved) - self._log_prior(theta)
                 accept = np.log(random.random(PARTICLES)) < log_ratio
                 theta = np.where(accept[:, None], moved, theta)
                 likelihood = np.where(accept, moved_likelihood, likelihood)
         return theta
+
+
+def _correlated_noise(theta: Array, random: np.random.Generator) -> Array:
+    """Noise with the covariance of the particles, by sums that start no threads: these arrays are small."""
+    off = theta - theta.mean(axis=0)
+    covariance = np.einsum("pi,pj->ij", off, off) / len(theta) + 1e-9 * np.eye(theta.shape[1])
+    return np.asarray(np.einsum("pj,ij->pi", random.standard_normal(theta.shape), np.linalg.cholesky(covariance)))

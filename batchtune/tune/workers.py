@@ -30,6 +30,7 @@ class TrialSpec:
     limit_seconds: float
     evaluate_every: float | None
     evaluation_batch_size: int
+    expected_step_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)

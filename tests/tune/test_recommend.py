@@ -34,8 +34,13 @@ def curve(*values):
 
 
 def test_a_falling_curve_sets_the_value_it_held_at_80_percent_of_the_time():
-    target, _ = automatic_target(curve(10, 8, 6, 4, 2, 0), "minimize")
-    assert target == 2
+    target, _ = automatic_target(curve(10, 6, 4, 2, 1, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), "minimize")
+    assert target == 0.2
+
+
+def test_a_curve_that_was_looked_at_twice_still_sets_a_hard_target():
+    target, _ = automatic_target(curve(10, 9, 0), "minimize")
+    assert target == pytest.approx(0.5)
 
 
 def test_a_level_curve_sets_its_best_less_one_percent_of_the_improvement():

@@ -1,0 +1,61 @@
+"""`batchtune estimate` as a function: which GPUs and precisions a person means, and the document that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchtune.device.gpus import Gpu, all_gpus, find_gpu
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.estimate.run import PRECISIONS, estimate_task
+from batchtune.progress import Observer
+from batchtune.results import Failure, Result, TaskInfo
+from batchtune.task.spec import file_hash
+
+
+def run_estimate(
+    task: str,
+    gpus: Sequence[str],
+    precisions: Sequence[str],
+    *,
+    memory_limit: int | None,
+    accumulation_steps: int,
+    observer: Observer,
+) -> Result:
+    """Estimates a task on every GPU named at every precision named.
+
+    Raises:
+        BatchtuneError: with the document, which says no more than the error, in `result`.
+    """
+    info = TaskInfo(path=task, sha256=file_hash(task))
+    if accumulation_steps < 1:
+        raise UsageError(f"--accumulation {accumulation_steps}: must be at least 1")
+    chosen = choose_gpus(gpus)
+    names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
+    observer.stage(f"tracing for {len(chosen)} GPUs")
+    try:
+        found = estimate_task(
+            task,
+            chosen,
+            names,
+            memory_limit=memory_limit,
+            accumulation_steps=accumulation_steps,
+            echo=observer.printed,
+        )
+    except KeyboardInterrupt:
+        raise RunInterrupted("interrupted") from None
+    except BatchtuneError as error:
+        failure = Failure(exit_code=error.exit_code, message=str(error))
+        error.result = Result(kind="estimate", status="failed", task=info, error=failure)
+        raise
+    return Result(kind="estimate", status="complete", task=info, estimates=found.estimates)
+
+
+def choose_gpus(names: Sequence[str]) -> list[Gpu]:
+    """The catalogue's rows for names, each once; `all` is every row.
+
+    Raises:
+        UsageError: a name that the catalogue lacks, or that means several of its rows.
+    """
+    if "all" in names:
+        return list(all_gpus())
+    return list(dict.fromkeys(find_gpu(name) for name in names))

@@ -1,0 +1,60 @@
+"""What a reader of a probe's result must know besides its numbers, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchtune.report.units import share, size
+from batchtune.results import Attempt, Environment, ThroughputPoint
+
+MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
+
+
+def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:
+    """One for every size that failed for another reason than memory."""
+    last = {attempt.batch_size: attempt for attempt in attempts}
+    found = []
+    for batch_size, attempt in sorted(last.items()):
+        if attempt.outcome not in {"fit", "oom"}:
+            where = "the search went on above it" if batch_size < largest_fit else "larger sizes were not searched"
+            found.append(f"batch size {batch_size} ended in {attempt.outcome}: {attempt.message} ({where})")
+    return found
+
+
+def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputPoint]) -> list[str]:
+    """One where torch.compile went on compiling, from the longest look at it."""
+    looks: list[Attempt | ThroughputPoint] = [*points, *attempts]
+    worst = max(looks, key=lambda each: each.recompiles or 0, default=None)
+    if worst is None or not worst.recompiles:
+        return []
+    text = (
+        f"torch.compile compiled {worst.recompiles} more graphs after the first steps at batch size {worst.batch_size}"
+    )
+    return [f"{text}: training will do so too (TORCH_LOGS=recompiles says why)"]
+
+
+def sharing_warnings(environment: Environment | None) -> list[str]:
+    """Who else held memory of the device, and whether what was free moved meanwhile."""
+    if environment is None:
+        return []
+    found = []
+    others = environment.other_processes or []
+    if others:
+        known = [process.memory_bytes for process in others if process.memory_bytes]
+        held = size(sum(known)) if known else "some"
+        named = ", ".join(
+            f"pid {process.pid}" + (f" {size(process.memory_bytes)}" if process.memory_bytes else "")
+            for process in others
+        )
+        found.append(
+            f"other processes hold {held} of the device's memory ({named}): what they leave free is what was probed, "
+            "and their work slows the timing"
+        )
+    before, after = environment.device_memory_free_bytes, environment.device_memory_free_after_bytes
+    total = environment.device_memory_bytes
+    if total and before is not None and after is not None and abs(after - before) > MOVED * total:
+        found.append(
+            f"the device's free memory moved by {share(abs(after - before) / total)} of the whole, from {size(before)} "
+            f"to {size(after)}, during the probe: somebody else uses it, and the answer may not hold later"
+        )
+    return found

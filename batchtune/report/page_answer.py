@@ -1,0 +1,196 @@
+"""The first thing the HTML report and a notebook say: the answer, how sure it is, and why."""
+
+from __future__ import annotations
+
+from batchtune.report.markup import Markup, facts, join, tag
+from batchtune.report.pick import probes_of
+from batchtune.report.terminal import batch_text, certificate
+from batchtune.report.units import duration, number, size
+from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
+
+
+def answer(result: Result) -> Markup | None:
+    """The recommendation of a study, the largest batch of a probe or of an estimate; None where there is none."""
+    if result.recommendation is not None:
+        return _recommended(result, result.recommendation)
+    if result.kind == "estimate":
+        return _estimated(result)
+    probe = result.probe or next(iter(probes_of(result)), None)
+    return _probed(probe) if probe is not None else None
+
+
+def _hero(figure: str, words: str, *rest: Markup | None) -> Markup:
+    big = tag("p", tag("strong", figure), tag("span", words), class_="figure")
+    return tag("section", big, *rest, class_="answer", id_="answer")
+
+
+def _recommended(result: Result, found: Recommendation) -> Markup:
+    rows: list[tuple[str, object]] = [
+        ("batch size", batch_text(found)),
+        ("learning rate", number(found.learning_rate)),
+        ("precision", found.precision),
+    ]
+    speedup = found.speedup_over_baseline
+    why = tag("p", _sentence(found.reason), class_="why")
+    data = _data(result.probe) if result.probe else None
+    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), data]
+    if speedup is None:
+        return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
+    words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
+    return _hero(f"{number(speedup.median)}×", words, *details)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") if text else ""
+
+
+def _target(result: Result) -> Markup | None:
+    target = result.target
+    if target is None or target.value is None:
+        return None
+    sign = "at most" if target.goal == "minimize" else "at least"
+    why = f" – {target.reason}" if target.reason else ""
+    return tag("p", tag("b", "Target: "), f"{target.metric} {sign} {number(target.value, 4)}{why}.", class_="target")
+
+
+def _bars(result: Result, found: Recommendation) -> Markup | None:
+    """Recommendation and baseline side by side, each a bar with its interval."""
+    base = result.baseline
+    timed = found.time_to_target_seconds is not None
+    ours = found.time_to_target_seconds if timed else found.value
+    theirs = (base.time_to_target_seconds if timed else base.value) if base else None
+    if ours is None:
+        return None
+    metric = result.target.metric if result.target else "metric"
+    shown: list[tuple[str, str, Recommendation, Interval]] = [("recommended", "ours", found, ours)]
+    if base is not None and theirs is not None:
+        shown.append(("today", "theirs", base, theirs))
+    longest = max(each.high for *_, each in shown)
+    drawable = longest > 0 and all(each.low >= 0 for *_, each in shown) and len(shown) > 1
+    rows = [
+        tag(
+            "div",
+            tag("span", tag("b", name), tag("small", f"{batch_text(each)} @ {number(each.learning_rate)}")),
+            _bar(value, longest, class_) if drawable else tag("i"),
+            tag("span", _figure(value, timed=timed), class_="number"),
+            class_="bar",
+        )
+        for name, class_, each, value in shown
+    ]
+    heading = tag("h2", "Time to target" if timed else f"{metric} reached")
+    return tag("div", heading, *rows, class_="bars")
+
+
+def _bar(value: Interval, longest: float, class_: str) -> Markup:
+    middle, low, high = (100 * each / longest for each in (value.median, value.low, value.high))
+    bar = tag("rect", x="0", y="2", width=f"{middle:.2f}", height="10", class_=class_)
+    whisker = tag("line", x1=f"{low:.2f}", x2=f"{high:.2f}", y1="7", y2="7", class_="whisker")
+    return tag("svg", bar, whisker, viewBox="0 0 100 14", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _figure(value: Interval, *, timed: bool) -> Markup:
+    if timed:
+        shown = duration(value.median), f"{duration(value.low)} to {duration(value.high)}"
+    else:
+        shown = number(value.median, 4), f"{number(value.low, 4)} to {number(value.high, 4)}"
+    return join([tag("b", shown[0]), tag("small", shown[1])])
+
+
+def _probed(probe: ProbeResult) -> Markup:
+    if probe.max_batch_size is None:
+        why = tag("p", _sentence(f"no batch size trained at {probe.precision}: see the attempts below"), class_="why")
+        return _hero("none", "of the sizes tried fits", why)
+    best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
+    knee = probe.throughput_fit.batch_size_within_5_percent if probe.throughput_fit else None
+    rows: list[tuple[str, object]] = [
+        ("precision", probe.precision),
+        ("peak memory", size(probe.peak_reserved_bytes)),
+        ("best speed", f"{number(best.samples_per_second)} samples/s at {best.batch_size:,}" if best else None),
+        ("within 5 % of it", f"from batch {knee:,}" if knee is not None else None),
+    ]
+    words = "is the largest micro-batch size that trains"
+    why = tag("p", _sentence(certificate(probe)), class_="why")
+    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, _step_time(probe), _data(probe))
+
+
+def _step_time(probe: ProbeResult) -> Markup | None:
+    fit = probe.throughput_fit
+    if fit is None:
+        return None
+    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
+    if fit.saturation_batch_size:
+        text += f"; half of the peak speed at batch {fit.saturation_batch_size:.0f}"
+    return tag("p", tag("b", "Step time: "), f"{text}.", class_="target")
+
+
+def _data(probe: ProbeResult) -> Markup | None:
+    fed = probe.input_pipeline
+    return None if fed is None else tag("p", tag("b", "Data: "), _sentence(fed.verdict), class_="target")
+
+
+def _estimated(result: Result) -> Markup | None:
+    rows = [row for row in result.estimates or [] if row.max_batch_size is not None]
+    if not rows:
+        return None
+    if len(rows) > 1:
+        return _estimated_on_several(rows)
+    (row,) = rows
+    details: list[tuple[str, object]] = [
+        ("GPU", row.gpu),
+        ("precision", row.precision),
+        ("safe", f"{row.safe_max_batch_size:,}" if row.safe_max_batch_size is not None else None),
+        ("confidence", row.confidence),
+    ]
+    why = tag("p", "Calculated, not measured: 'probe' on this GPU gives the size that runs.", class_="why")
+    words = "is the largest micro-batch size expected to fit"
+    return _hero(f"{row.max_batch_size:,}", words, facts(details, class_="choice"), why)
+
+
+def _estimated_on_several(rows: list[Estimate]) -> Markup:
+    rows = sorted(rows, key=lambda row: (row.memory_bytes, row.max_batch_size or 0))
+    gpus = len({row.gpu for row in rows})
+    ends = {"least memory": rows[0], "most memory": rows[-1]}
+    details: list[tuple[str, object]] = [
+        (name, join([f"{row.max_batch_size:,}", tag("small", f"{row.gpu}, {size(row.memory_bytes)}")]))
+        for name, row in ends.items()
+    ]
+    details.append(("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
+    why = tag("p", "Calculated, not measured: 'probe' on a GPU gives the size that runs there.", class_="why")
+    return _hero(
+        str(gpus), "GPUs could train it" if gpus > 1 else "GPU could train it", facts(details, class_="choice"), why
+    )
+
+
+def notebook(result: Result) -> str:
+    """A compact table for notebooks: the answer and the sentence why, without plots or styles."""
+    found, base = result.recommendation, result.baseline
+    heading = tag("b", f"batchtune {result.kind}: {result.name or result.task.path}")
+    state = tag("p", f"{result.status}: {result.error.message}" if result.error else result.status)
+    parts: list[Markup | None] = [tag("p", heading), state if result.status != "complete" else None]
+    if found is not None:
+        names = ["batch size", "learning rate", "precision", "time to target", "speed-up"]
+        columns = [_column(each) for each in (found, base) if each is not None]
+        head = tag("tr", tag("th"), *(tag("th", name) for name in ("train with", "today")[: len(columns)]))
+        rows = [
+            tag("tr", tag("th", name), *(tag("td", cell) for cell in cells))
+            for name, *cells in zip(names, *columns, strict=True)
+            if any(cell != "-" for cell in cells)
+        ]
+        parts += [tag("table", tag("thead", head), tag("tbody", *rows)), tag("p", _sentence(found.reason))]
+    for probe in probes_of(result):
+        largest = "nothing fits" if probe.max_batch_size is None else f"largest batch {probe.max_batch_size:,}"
+        parts.append(tag("p", f"{probe.precision}: {largest} {certificate(probe)}."))
+    for row in (result.estimates or [])[:20]:
+        parts.append(tag("p", f"{row.gpu}, {row.precision}: {row.max_batch_size or 'nothing'} expected to fit."))
+    return tag("div", *parts)
+
+
+def _column(each: Recommendation) -> list[str]:
+    time, speed = each.time_to_target_seconds, each.speedup_over_baseline
+    return [
+        batch_text(each),
+        number(each.learning_rate),
+        each.precision,
+        f"{duration(time.median)} ({duration(time.low)} to {duration(time.high)})" if time else "-",
+        f"{number(speed.median)}× ({number(speed.low)} to {number(speed.high)})" if speed else "-",
+    ]

@@ -1,0 +1,158 @@
+"""The tables of the HTML report: runs, attempts, precisions and estimates."""
+
+from __future__ import annotations
+
+from batchtune.report.markup import Markup, table, tag
+from batchtune.report.pick import is_of, probes_of
+from batchtune.report.units import duration, number, share, size
+from batchtune.results import ProbeResult, Result, Trial
+
+_Cell = object
+_PRECISION = 5  # its column among those of the runs
+
+
+def _sortable(shown: str, value: float | None) -> _Cell:
+    """A cell that is sorted by its value; without one it stays at the end."""
+    return (shown, "" if value is None else repr(value))
+
+
+def trials(result: Result) -> Markup:
+    """Every run of the study, which its reader can sort."""
+    metric = result.target.metric if result.target else "metric"
+    columns = [
+        ("run", True),
+        ("role", False),
+        ("batch", True),
+        ("micro × acc.", True),
+        ("learning rate", True),
+        ("precision", False),
+        ("to target", True),
+        ("samples", True),
+        (f"best {metric}", True),
+        ("trained", True),
+        ("outcome", False),
+        ("note", False),
+    ]
+    shown = [trial for trial in result.trials or [] if trial.state != "waiting"]
+    marked = ["best" if is_of(trial, result.recommendation) else None for trial in shown]
+    rows = [_run(trial) for trial in shown]
+    if len({trial.precision for trial in shown}) == 1:
+        rows = [[*row[:_PRECISION], "-", *row[_PRECISION + 1 :]] for row in rows]  # the recommendation names it
+    return table(columns, rows, caption="All runs of the study", sortable=True, marked=marked)
+
+
+def _run(trial: Trial) -> list[_Cell]:
+    samples = trial.samples_to_target
+    accumulated = (trial.gradient_accumulation_steps or 1) > 1
+    return [
+        _sortable(str(trial.number), trial.number),
+        trial.role,
+        _sortable(f"{trial.batch_size:,}", trial.batch_size),
+        f"{trial.micro_batch_size} × {trial.gradient_accumulation_steps}" if accumulated else "-",
+        _sortable(number(trial.learning_rate), trial.learning_rate),
+        trial.precision,
+        _sortable(duration(trial.time_to_target_seconds), trial.time_to_target_seconds),
+        _sortable("-" if samples is None else f"{samples:,}", samples),
+        _sortable(number(trial.value, 4), trial.value),
+        _sortable(duration(trial.training_seconds), trial.training_seconds),
+        tag("span", trial.outcome or trial.state, class_=f"outcome {trial.outcome or trial.state}"),
+        trial.message or "-",
+    ]
+
+
+def attempts(probe: ProbeResult) -> Markup:
+    """Every attempt of a probe, in the order in which they ran."""
+    columns = [
+        ("#", True),
+        ("batch", True),
+        ("outcome", False),
+        ("peak reserved", True),
+        ("of limit", True),
+        ("peak allocated", True),
+        ("step", True),
+        ("took", True),
+        ("why", False),
+    ]
+    limit = probe.memory_limit_bytes
+    rows: list[list[_Cell]] = []
+    for count, attempt in enumerate(probe.attempts, start=1):
+        peak = attempt.peak_reserved_bytes if attempt.fits else None
+        allocated = attempt.peak_allocated_bytes if attempt.fits else None
+        rows.append(
+            [
+                _sortable(str(count), count),
+                _sortable(f"{attempt.batch_size:,}", attempt.batch_size),
+                tag("span", attempt.outcome, class_=f"outcome {attempt.outcome}"),
+                _sortable(size(peak), peak),
+                f"{peak / limit:.0%}" if peak and limit else "-",
+                _sortable(size(allocated), allocated),
+                _sortable(duration(attempt.step_seconds), attempt.step_seconds),
+                _sortable(duration(attempt.seconds), attempt.seconds),
+                attempt.message or ("final check" if attempt.purpose == "verify" else "-"),
+            ]
+        )
+    return table(columns, rows, caption=f"Attempts at {probe.precision}", sortable=True)
+
+
+def precisions(result: Result) -> Markup | None:
+    """The precisions side by side, where several were probed."""
+    probes = probes_of(result)
+    if len(probes) < 2:  # noqa: PLR2004 - nothing to compare
+        return None
+    columns = [
+        ("precision", False),
+        ("largest", True),
+        ("fails at", True),
+        ("peak", True),
+        ("best samples/s", True),
+        ("at batch", True),
+        ("MFU", True),
+    ]
+    rows: list[list[_Cell]] = []
+    for probe in probes:
+        best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
+        largest, failing = probe.max_batch_size, probe.first_failing_batch_size
+        rows.append(
+            [
+                probe.precision,
+                _sortable("-" if largest is None else f"{largest:,}", largest),
+                _sortable("-" if failing is None else f"{failing:,}", failing),
+                _sortable(size(probe.peak_reserved_bytes), probe.peak_reserved_bytes),
+                _sortable(number(best.samples_per_second), best.samples_per_second) if best else "-",
+                _sortable(f"{best.batch_size:,}", best.batch_size) if best else "-",
+                _sortable(share(best.mfu), best.mfu) if best else "-",
+            ]
+        )
+    return table(columns, rows, caption="The precisions side by side", sortable=True)
+
+
+def estimates(result: Result) -> Markup:
+    """The calculated answer for each GPU and precision."""
+    columns = [
+        ("GPU", False),
+        ("memory", True),
+        ("precision", False),
+        ("expected", True),
+        ("safe", True),
+        ("expandable segments", True),
+        ("peak", True),
+        ("samples/s", True),
+        ("confidence", False),
+        ("notes", False),
+    ]
+    rows: list[list[_Cell]] = []
+    for row in result.estimates or []:
+        sizes = [row.max_batch_size, row.safe_max_batch_size, row.expandable_segments_max_batch_size]
+        rows.append(
+            [
+                row.gpu,
+                _sortable(size(row.memory_bytes), row.memory_bytes),
+                row.precision,
+                *(_sortable("-" if value is None else f"{value:,}", value) for value in sizes),
+                _sortable(size(row.peak_bytes), row.peak_bytes),
+                _sortable(number(row.samples_per_second), row.samples_per_second),
+                row.confidence or "-",
+                "; ".join(row.notes) or "-",
+            ]
+        )
+    return table(columns, rows, caption="Estimated largest batch on each GPU", sortable=True)

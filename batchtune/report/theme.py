@@ -1,0 +1,137 @@
+"""The look of every figure: what each colour stands for, on a light ground and on a dark one, and the shared axes."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+LIGHT = {
+    "page": "#f6f6f3",
+    "card": "#ffffff",
+    "ink": "#1c2024",
+    "muted": "#646b73",
+    "faint": "#9aa1a8",
+    "rule": "#e3e4df",
+    "accent": "#0b6e5f",
+    "tint": "#e4f1ee",
+    "baseline": "#b4580a",
+    "bad": "#b3261e",
+    "caution": "#fbf1da",
+    "second": "#3659b5",
+    "third": "#7b4bb0",
+    "quick": "#0c6b5d",
+    "brisk": "#63b59f",
+    "slow": "#edc36b",
+    "slowest": "#d2733a",
+}
+"""Colours on a light ground, each its own value: the page finds them again by it to exchange them for DARK's."""
+
+DARK = {
+    "page": "#0f1214",
+    "card": "#171b1e",
+    "ink": "#e7e9eb",
+    "muted": "#a0a8b0",
+    "faint": "#6f7881",
+    "rule": "#2b3136",
+    "accent": "#54cdb4",
+    "tint": "#16302b",
+    "baseline": "#f0a158",
+    "bad": "#ff7a70",
+    "caution": "#33290f",
+    "second": "#8aa8ff",
+    "third": "#c59bf2",
+    "quick": "#5fe0c5",
+    "brisk": "#3a9c88",
+    "slow": "#a9863c",
+    "slowest": "#b5592a",
+}
+"""The same names on a dark ground."""
+
+SERIES = [LIGHT["accent"], LIGHT["second"], LIGHT["third"], LIGHT["baseline"]]
+"""One for each precision."""
+
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+_MOST_TICKS = 8
+_LONGEST_LABEL = 80
+
+
+def label(text: object) -> str:
+    """A text of the user's for a figure: plotly reads a few HTML tags, so none is left in it."""
+    shown = str(text)
+    if len(shown) > _LONGEST_LABEL:
+        shown = shown[: _LONGEST_LABEL - 1] + "…"
+    return html.escape(shown)
+
+
+def layout(title: str, *, height: int = 360, **more: Any) -> dict[str, Any]:
+    """What all figures share; `more` is laid over it."""
+    shared: dict[str, Any] = {
+        "title": {"text": title, "x": 0, "xref": "paper", "font": {"size": 16}},
+        "template": {},
+        "height": height,
+        "font": {"family": _FONT, "size": 12.5, "color": LIGHT["ink"]},
+        "paper_bgcolor": LIGHT["card"],
+        "plot_bgcolor": LIGHT["card"],
+        "margin": {"l": 8, "r": 16, "t": 64, "b": 8},
+        "legend": {"orientation": "h", "x": 0, "y": 1 + 8 / height, "xanchor": "left", "yanchor": "bottom"},
+        "hoverlabel": {
+            "bgcolor": LIGHT["card"],
+            "bordercolor": LIGHT["rule"],
+            "font": {"color": LIGHT["ink"], "family": _FONT},
+            "align": "left",
+        },
+        "hovermode": "closest",
+    }
+    return shared | more
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """One axis: thin rules, its name beside it."""
+    shared: dict[str, Any] = {
+        "title": {"text": title, "standoff": 8, "font": {"size": 12, "color": LIGHT["muted"]}},
+        "gridcolor": LIGHT["rule"],
+        "linecolor": LIGHT["faint"],
+        "tickcolor": LIGHT["faint"],
+        "tickfont": {"size": 11.5, "color": LIGHT["muted"]},
+        "zeroline": False,
+        "automargin": True,
+    }
+    return shared | more
+
+
+def batch_axis(low: float, high: float, title: str, *, room: float = 0.06) -> dict[str, Any]:
+    """A logarithmic axis over batch sizes, with powers of two for ticks."""
+    first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
+    step = math.ceil((last - first + 1) / _MOST_TICKS)
+    ticks = [2**power for power in range(first, last + 1, step)]
+    return axis(
+        title,
+        type="log",
+        range=padded(low, high, room),
+        tickmode="array",
+        tickvals=ticks,
+        ticktext=[f"{tick:,}" for tick in ticks],
+    )
+
+
+def padded(low: float, high: float, share: float) -> list[float]:
+    """The range of a logarithmic axis, in decades, with room at both ends."""
+    first, last = math.log10(low), math.log10(high)
+    room = max(share * (last - first), 0.08)
+    return [first - room, last + room]
+
+
+def spread(values: Iterable[float]) -> float:
+    """How many times the largest is the smallest; infinite where one of them is not positive."""
+    known = list(values)
+    return max(known) / min(known) if known and min(known) > 0 else math.inf
+
+
+def gaps(groups: Iterable[Sequence[Any]]) -> list[Any]:
+    """Several lines as one trace: a None between them lifts the pen."""
+    joined: list[Any] = []
+    for group in groups:
+        joined += [*group, None]
+    return joined

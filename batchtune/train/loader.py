@@ -1,0 +1,107 @@
+"""How fast the training set's batches come, at one setting of torch's data loader, without any training."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from batchtune.device.memory import DeviceMemory
+from batchtune.results import LoaderPoint
+from batchtune.task.contract import Task
+from batchtune.train.step import move, training_loader
+
+_SEED = 0
+
+
+def time_loader(
+    task: Task,
+    memory: DeviceMemory,
+    *,
+    batch_size: int,
+    num_workers: int,
+    pin_memory: bool,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoaderPoint:
+    """Brings batches from the training set to the device for about `seconds`.
+
+    The clock starts once every worker has delivered a batch, so that neither their start nor what they had prepared
+    counts; epochs follow one another, as in training. Workers are gone when this returns.
+
+    Returns:
+        Samples a second, or the message of what the loader or the user's data set raised.
+    """
+    batches: Generator[Any, None, None] | None = None
+    try:
+        batches = _epochs(
+            training_loader(
+                task,
+                batch_size,
+                _SEED,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                context=_start_method(num_workers),
+            )
+        )
+        rate = _rate(batches, lambda batch: _deliver(batch, memory), max(1, num_workers), batch_size, seconds, clock)
+    except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
+        message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
+        return LoaderPoint(num_workers=num_workers, pin_memory=pin_memory, message=message)
+    finally:
+        if batches is not None:
+            batches.close()
+        batches = None
+        gc.collect()  # the loader ends its workers when it is collected
+    return LoaderPoint(num_workers=num_workers, pin_memory=pin_memory, samples_per_second=rate)
+
+
+def _rate(
+    batches: Iterator[Any],
+    deliver: Callable[[Any], None],
+    warm_up: int,
+    batch_size: int,
+    seconds: float,
+    clock: Callable[[], float],
+) -> float:
+    first = clock()
+    for batch in itertools.islice(batches, warm_up):
+        deliver(batch)
+        if clock() - first > seconds:  # slow: what has come since the first says enough
+            break
+    began, count = clock(), 0
+    for batch in batches:
+        deliver(batch)
+        count += 1
+        if clock() - began >= seconds:
+            break
+    if not count:
+        raise ValueError("train_dataset yields too few samples to time")
+    return count * batch_size / (clock() - began)
+
+
+def _epochs(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """Batches without end, or until an epoch is empty (a data set that can be read once)."""
+    more = True
+    while more:
+        more = False
+        for batch in loader:
+            more = True
+            yield batch
+
+
+def _deliver(batch: Any, memory: DeviceMemory) -> None:
+    move(batch, memory.device)
+    memory.synchronize()
+
+
+def _start_method(num_workers: int) -> str | None:
+    """Forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name."""
+    forks = platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
+    return "fork" if num_workers and forks else None

@@ -1,0 +1,86 @@
+"""How fast one batch size trains: timed steps, and what the device's sensors say meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchtune.device.memory import DeviceMemory
+from batchtune.device.telemetry import Readings, Sensors
+from batchtune.results import ThroughputPoint
+from batchtune.task.contract import Task
+from batchtune.train.compiled import CompileWatch, forget_compiled, warm_up
+from batchtune.train.step import Trainer
+
+
+@dataclass(slots=True)
+class _Timed:
+    """The steps of one stretch."""
+
+    times: list[float] = field(default_factory=list)
+    clean: list[float] = field(default_factory=list)  # those that compiled nothing
+    graphs: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.clean or self.times)
+
+
+def time_steps(
+    task: Task,
+    memory: DeviceMemory,
+    *,
+    batch_size: int,
+    precision: str,
+    seconds: float,
+    accumulation_steps: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ThroughputPoint:
+    """Times training steps at one size for about `seconds`, the device's sensors sampled meanwhile.
+
+    Compiling is no part of it: steps are taken until nothing is left to compile, and one that compiles nevertheless is
+    left out.
+    """
+    forget_compiled()
+    memory.release()
+    trainer, batch = Trainer(task, memory.device, precision), task.worst_batch(batch_size)
+    watch = CompileWatch()
+
+    def step() -> float:
+        started = clock()
+        for _ in range(accumulation_steps):
+            trainer.forward_backward(batch, accumulation_steps)
+        trainer.update()
+        memory.synchronize()
+        return clock() - started
+
+    warm_up(step, watch)
+    with Sensors(memory.device).sampling() as readings:
+        timed = _time(step, watch, seconds, clock)
+    point = _point(batch_size, batch_size * accumulation_steps, timed, readings)
+    return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
+
+
+def _time(step: Callable[[], float], watch: CompileWatch, seconds: float, clock: Callable[[], float]) -> _Timed:
+    timed, began = _Timed(), clock()
+    while not timed.times or clock() - began < seconds:
+        timed.times.append(step())
+        graphs = watch.new_graphs()
+        timed.graphs += graphs
+        timed.clean += [] if graphs else timed.times[-1:]
+    return timed
+
+
+def _point(batch_size: int, samples: int, timed: _Timed, readings: Readings) -> dict[str, Any]:
+    """Speed and sensors; `samples` are those of one optimizer step."""
+    point: dict[str, Any] = {
+        "batch_size": batch_size,
+        "step_seconds": timed.median,
+        "samples_per_second": samples / timed.median,
+    }
+    if readings.joules is not None:
+        point["joules_per_sample"] = readings.joules / (samples * len(timed.times))
+    return point | readings.summary()

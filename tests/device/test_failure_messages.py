@@ -1,0 +1,157 @@
+"""The messages of torch 2.9 to 2.13 and of the libraries below it, each with the outcome it stands for."""
+
+from types import CodeType, ModuleType
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from batchtune.device.failures import classify, leaves_device_usable
+
+AcceleratorError = torch.AcceleratorError
+DistBackendError = torch.distributed.DistBackendError if torch.distributed.is_available() else RuntimeError
+
+OUT_OF_MEMORY = {
+    "torch's own type": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    "the CPU allocator": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "the CUDA runtime": AcceleratorError(
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the CUDA documentation for more.\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call"
+    ),
+    "expandable segments": RuntimeError("CUDA driver error: out of memory"),
+    "ROCm": AcceleratorError("HIP error: out of memory"),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "a cuBLAS handle": RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    "cuDNN 8": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cuDNN 9": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    "cuSOLVER": RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    "NCCL": DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+        "NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Failed to CUDA calloc 8388608 bytes"
+    ),
+    "NCCL, newer": DistBackendError("Last error:\nCuda failure 2 'out of memory'"),
+    "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
+    "Metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GiB, other allocations: 1.00 GiB)"),
+    "a Metal buffer": RuntimeError("Invalid buffer size: 72.00 GiB"),
+    "level zero": RuntimeError("Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    "oneDNN": RuntimeError("could not create a primitive"),
+    "C++": MemoryError("std::bad_alloc"),
+}
+KERNEL_LIMITS = {
+    "a grid": AcceleratorError(
+        "CUDA error: invalid configuration argument\nSearch for `cudaErrorInvalidConfiguration'"
+    ),
+    "registers": AcceleratorError("CUDA error: too many resources requested for launch"),
+    "an overflowed index": AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    "cuDNN": RuntimeError(
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous"
+    ),
+    "cuDNN 9": RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED_SHAPE"),
+    "cuDNN engines": RuntimeError("GET was unable to find an engine to execute this computation"),
+    "cuDNN plans": RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( handle, opa, opb, m)`"),
+    "nonzero": RuntimeError("nonzero is not supported for tensors with more than INT_MAX elements"),
+    "sort": RuntimeError("The dimension being sorted can not have more than INT_MAX elements."),
+    "upsampling": RuntimeError(
+        "Expected output.numel() <= std::numeric_limits<int32_t>::max() to be true, but got false."
+    ),
+    "grid_sample": RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false."),
+    "quantile": RuntimeError("quantile() input tensor is too large"),
+    "multinomial": RuntimeError("number of categories cannot exceed 2^24"),
+    "a shape": RuntimeError("Storage size calculation overflowed with sizes=[1099511627776, 1099511627776]"),
+    "a conversion": RuntimeError("value cannot be converted to type int without overflow"),
+    "oneDNN": RuntimeError("could not create a primitive descriptor for a matmul primitive"),
+}
+USER_ERRORS = {
+    "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (32x10 and 11x4)"),
+    "a label": AcceleratorError("CUDA error: device-side assert triggered"),
+    "a type": TypeError("forward() got an unexpected keyword argument 'labels'"),
+    "NCCL's net": DistBackendError(
+        "NCCL error: unhandled system error. Last error:\nsocketProgress: Connection closed"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_running_out_of_memory_is_oom_whoever_says_it(name):
+    assert classify(OUT_OF_MEMORY[name]) == "oom"
+
+
+@pytest.mark.parametrize("name", KERNEL_LIMITS)
+def test_a_size_that_a_kernel_cannot_take_is_a_kernel_limit(name):
+    assert classify(KERNEL_LIMITS[name]) == "kernel_limit"
+
+
+@pytest.mark.parametrize("name", USER_ERRORS)
+def test_anything_else_is_the_users(name):
+    assert classify(USER_ERRORS[name]) == "user_error"
+
+
+@pytest.mark.parametrize(
+    ("provoke", "outcome"),
+    [
+        (lambda: torch.empty(2**44), "oom"),
+        (lambda: torch.empty(2**62), "kernel_limit"),
+        (lambda: torch.quantile(torch.zeros(17_000_000), 0.5), "kernel_limit"),
+        (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "user_error"),
+    ],
+)
+def test_errors_that_torch_really_raises_here_are_typed(provoke, outcome):
+    with pytest.raises(RuntimeError) as caught:
+        provoke()
+    assert classify(caught.value) == outcome
+
+
+def test_a_users_sentence_about_memory_is_no_oom():
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("CUDA error: out of memory")
+    assert classify(caught.value) == "user_error"
+
+
+def test_a_users_folder_named_torch_is_not_torch():
+    where: CodeType = compile("raise RuntimeError('CUDA error: out of memory')", "/home/me/torch/model.py", "exec")
+    with pytest.raises(RuntimeError) as caught:
+        exec(where, {})
+    assert classify(caught.value) == "user_error"
+
+
+def test_an_error_raised_while_handling_an_oom_is_that_oom():
+    error = ValueError("failed")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory")  # as `raise` in an except block sets it
+    assert classify(error) == "oom"
+
+
+def test_an_error_that_disowns_its_context_is_its_own():
+    error = ValueError("failed")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    error.__suppress_context__ = True  # `raise … from None`
+    assert classify(error) == "user_error"
+
+
+def test_what_a_compiler_met_counts():
+    inner = torch.OutOfMemoryError("CUDA out of memory")
+    assert classify(BackendCompilerFailed(lambda: None, inner, None)) == "oom"
+
+
+def test_tritons_own_type_is_a_kernel_limit():
+    triton = ModuleType("triton.runtime.errors")
+    exec("class OutOfResources(Exception): pass", triton.__dict__)
+    assert classify(triton.OutOfResources("out of resource: shared memory, Required: 200000")) == "kernel_limit"
+
+
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY["torch's own type"], OUT_OF_MEMORY["the CPU allocator"]])
+def test_an_allocation_that_failed_leaves_the_device_usable(error):
+    assert leaves_device_usable(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OUT_OF_MEMORY["the CUDA runtime"], OUT_OF_MEMORY["NCCL"], OUT_OF_MEMORY["Triton"], KERNEL_LIMITS["a grid"]],
+)
+def test_a_failed_runtime_call_does_not(error):
+    assert not leaves_device_usable(error)

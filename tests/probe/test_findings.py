@@ -1,0 +1,90 @@
+"""What a probe's reader is told besides the numbers: shared devices, recompiling; and FLOPs along the curve."""
+
+import pytest
+
+from batchtune.probe.throughput import with_flops
+from batchtune.probe.warnings import recompile_warnings, sharing_warnings
+from batchtune.results import Attempt, DeviceProcess, Environment, ThroughputPoint
+
+GIB = 2**30
+
+
+def environment(*, before=None, after=None, others=None):
+    return Environment(
+        device="a GPU",
+        device_memory_bytes=100 * GIB,
+        device_memory_free_bytes=before,
+        device_memory_free_after_bytes=after,
+        other_processes=others,
+    )
+
+
+def test_whoever_holds_memory_is_named_with_what_they_hold():
+    others = [DeviceProcess(pid=12, memory_bytes=3 * GIB), DeviceProcess(pid=99)]
+    (said,) = sharing_warnings(environment(others=others))
+    assert "hold 3.0 GiB" in said
+    assert "pid 12 3.0 GiB, pid 99" in said
+
+
+@pytest.mark.parametrize("after", [93 * GIB, 97 * GIB])
+def test_free_memory_that_moved_either_way_is_told(after):
+    (said,) = sharing_warnings(environment(before=95 * GIB, after=after))
+    assert "moved by 2% of the whole, from 95.0 GiB" in said
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        environment(),
+        environment(others=[]),
+        environment(before=95 * GIB, after=95.5 * GIB),
+        environment(after=GIB),
+    ],
+)
+def test_a_device_of_ones_own_is_not_worth_a_sentence(found):
+    assert sharing_warnings(found) == []
+
+
+def point(size, recompiles=None):
+    return ThroughputPoint(batch_size=size, samples_per_second=100.0, step_seconds=1.0, recompiles=recompiles)
+
+
+def test_compiling_again_is_told_once_where_it_was_worst():
+    attempts = [Attempt(batch_size=4, outcome="fit", recompiles=1), Attempt(batch_size=8, outcome="fit", recompiles=7)]
+    (said,) = recompile_warnings(attempts, [point(2, 3)])
+    assert "compiled 7 more graphs" in said
+    assert "batch size 8" in said
+
+
+def test_a_model_that_compiles_once_is_not_worth_a_sentence():
+    assert recompile_warnings([Attempt(batch_size=4, outcome="fit", recompiles=0)], [point(2, 0), point(4)]) == []
+
+
+def test_utilisation_is_the_share_of_the_peak():
+    found = with_flops([point(2)], lambda _: 1e9, peak=1e12)
+    assert found[0].flops_per_sample == 1e9
+    assert found[0].mfu == pytest.approx(0.1)
+
+
+def test_utilisation_is_absent_where_the_peak_is_not_known():
+    found = with_flops([point(2)], lambda _: 1e9, peak=None)
+    assert (found[0].flops_per_sample, found[0].mfu) == (1e9, None)
+
+
+def test_flops_that_do_not_depend_on_the_size_are_counted_twice_only():
+    counted = []
+    found = with_flops([point(size) for size in (1, 2, 4, 8, 16)], lambda size: counted.append(size) or 5.0, None)
+    assert counted == [1, 2]
+    assert [each.flops_per_sample for each in found] == [5.0] * 5
+
+
+def test_flops_that_grow_with_the_size_are_counted_at_every_size():
+    found = with_flops([point(size) for size in (1, 2, 4, 8)], float, None)
+    assert [each.flops_per_sample for each in found] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_sizes_that_cannot_be_counted_stay_as_they_are():
+    points = [point(1), point(2), point(4)]
+    found = with_flops(points, lambda size: None if size == 2 else float(size), None)
+    assert found == [points[0].model_copy(update={"flops_per_sample": 1.0}), *points[1:]]

@@ -1,0 +1,95 @@
+"""The report that programs and pull requests read."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from batchtune.report.export import environment_text, snippet, to_csv, to_json, to_markdown
+from batchtune.results import load_result
+
+
+def test_json_reads_back_as_the_same_result(tuned, tmp_path):
+    (tmp_path / "result.json").write_text(to_json(tuned))
+    assert load_result(tmp_path) == tuned
+
+
+def test_json_leaves_out_what_was_not_measured(tuned):
+    document = json.loads(to_json(tuned))
+    assert "environment" not in document
+    assert "time_to_target_seconds" not in document["trials"][2]
+    assert "power_watts" not in document["probe"]["throughput"][0]
+
+
+def test_csv_has_a_row_for_every_trial_of_a_study(tuned):
+    rows = list(csv.DictReader(io.StringIO(to_csv(tuned))))
+    assert [row["number"] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[1]["time_to_target_seconds"] == "41.0"
+    assert rows[2]["time_to_target_seconds"] == ""
+    assert "curve" not in rows[0]
+
+
+def test_csv_has_a_row_for_every_attempt_of_a_probe(probed):
+    rows = list(csv.DictReader(io.StringIO(to_csv(probed))))
+    assert [(row["precision"], row["batch_size"], row["outcome"]) for row in rows] == [
+        ("bf16", "1", "fit"),
+        ("bf16", "177", "oom"),
+        ("bf16", "176", "fit"),
+    ]
+
+
+def test_markdown_sets_the_recommendation_beside_what_is_run_today(tuned):
+    lines = to_markdown(tuned).splitlines()
+    assert lines[0] == "## batchtune tune: digits"
+    assert "| batch size | 256 | 32 |" in lines
+    assert "| gradient accumulation steps | 2 | 1 |" in lines
+    assert "| time to target, s | 41 (39 to 44) | 127 (120 to 130) |" in lines
+    assert "| speed-up | 3.1 (2.8 to 3.4) |  |" in lines
+    assert "> warning: batch size 300 ended in crash" in lines
+
+
+def test_markdown_of_a_probe_gives_the_bracket_and_the_curve(probed):
+    text = to_markdown(probed)
+    assert "Largest micro-batch at bf16: **176** (first failing: 177, limited by memory)." in text
+    assert "| 176 | 880 | 200 ms |" in text
+    assert "| recommended |" not in text
+
+
+def test_markdown_says_when_a_run_did_not_complete(probed):
+    assert "**failed**" in to_markdown(probed.model_copy(update={"status": "failed"}))
+
+
+@pytest.mark.parametrize(
+    ("precision", "line"),
+    [
+        ("bf16", "autocast = torch.autocast(device.type, dtype=torch.bfloat16)"),
+        ("fp16", "autocast = torch.autocast(device.type, dtype=torch.float16)"),
+        ("tf32", "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True"),
+        ("fp32", None),
+    ],
+)
+def test_the_lines_to_paste_are_python_that_sets_what_was_found(tuned, precision, line):
+    found = tuned.recommendation.model_copy(update={"precision": precision})
+    lines = snippet(tuned.model_copy(update={"recommendation": found})).splitlines()
+    compile("\n".join(lines), "paste", "exec")
+    assert lines[:3] == ["batch_size = 128", "accumulation_steps = 2", "learning_rate = 0.0003"]
+    assert lines[3:] == ([line] if line else [])
+
+
+def test_there_is_nothing_to_paste_without_a_recommendation(probed):
+    assert snippet(probed) == ""
+
+
+def test_the_environment_leaves_out_what_is_not_there():
+    facts = {
+        "batchtune": "0.1.0",
+        "environment": {"device": "cpu", "device_memory_bytes": 3 << 30, "cuda": None},
+        "sensors": {"power_watts": 88.0},
+    }
+    assert [line.split() for line in environment_text(facts).splitlines()] == [
+        ["batchtune", "0.1.0"],
+        ["device", "cpu"],
+        ["device_memory_bytes", "3.0", "GiB"],
+        ["power_watts", "88.0"],
+    ]

@@ -1,0 +1,180 @@
+"""What the user's functions must return, and what stands in for those they did not write."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from batchtune.errors import UserCodeError
+from batchtune.task.contract import ContractError, Task, tensor_bytes
+
+
+def task_of(**functions: object) -> Task:
+    return Task(
+        SimpleNamespace(**{"build_model": lambda: nn.Linear(4, 1), "compute_loss": mean_square} | functions), "m.py"
+    )
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def points(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count * 4.0).reshape(count, 4))
+
+
+class Stream(IterableDataset):
+    """Samples of growing size, and no length."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self):
+        return (torch.zeros(size + 1) for size in range(self._count))
+
+
+class TestRequirements:
+    @pytest.mark.parametrize(
+        ("functions", "purpose", "missing"),
+        [
+            ({"make_batch": None}, "probe", r"no make_batch\(batch_size\) .* or train_dataset\(\)"),
+            ({}, "tune", r"no train_dataset\(\) returning a torch Dataset; 'batchtune init' writes a template"),
+            ({"train_dataset": lambda: points(9)}, "tune", r"no val_dataset\(\) .* or evaluate\(model\)"),
+        ],
+    )
+    def test_the_first_missing_piece_is_named_with_the_remedy(self, functions, purpose, missing):
+        with pytest.raises(ContractError, match=missing):
+            task_of(**functions).require(purpose)
+
+    @pytest.mark.parametrize(
+        ("functions", "purpose"),
+        [
+            ({"make_batch": torch.zeros}, "probe"),
+            ({"train_dataset": lambda: points(1)}, "probe"),
+            ({"train_dataset": lambda: points(9), "evaluate": len}, "tune"),
+            ({"train_dataset": lambda: points(9), "val_dataset": lambda: points(1)}, "tune"),
+            ({"train_dataset": lambda: Stream(9), "evaluate": len}, "tune"),
+        ],
+    )
+    def test_what_suffices_suffices(self, functions, purpose):
+        task_of(**functions).require(purpose)
+
+    def test_one_sample_leaves_nothing_to_choose(self):
+        with pytest.raises(ContractError, match="train_dataset has 1 sample; there is no batch size to choose"):
+            task_of(train_dataset=lambda: points(1), evaluate=len).require("tune")
+
+    @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
+    def test_an_empty_data_set_is_found_before_the_work_starts(self, name):
+        sets = {"train_dataset": lambda: points(9), "val_dataset": lambda: points(9), name: lambda: points(0)}
+        with pytest.raises(ContractError, match=f"{name} returned a data set of 0 samples"):
+            task_of(**sets).require("tune")
+
+    def test_a_loss_is_needed_for_any_model_but_hugging_faces(self):
+        with pytest.raises(ContractError, match=r"no compute_loss\(model, batch\) returning a scalar tensor"):
+            task_of(compute_loss=None).model()
+        kind = type("MyModel", (type("PreTrainedModel", (nn.Linear,), {}),), {})
+        assert isinstance(task_of(compute_loss=None, build_model=lambda: kind(4, 1)).model(), kind)
+
+
+@pytest.mark.parametrize(
+    ("functions", "use", "words"),
+    [
+        ({"build_model": dict}, lambda task: task.model(), "build_model returned a dict, not an nn.Module"),
+        (
+            {"build_optimizer": lambda model, lr: [model, lr]},
+            lambda task: task.optimizer(nn.Linear(1, 1), 0.1),
+            "build_optimizer returned a list, not a torch.optim.Optimizer",
+        ),
+        (
+            {"build_scheduler": lambda optimizer, total_steps: 3},
+            lambda task: task.scheduler(None, 9),
+            r"build_scheduler returned a int, which has no step\(\)",
+        ),
+        (
+            {"compute_loss": lambda model, batch: 0.5},
+            lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
+            "compute_loss returned a float, not a tensor",
+        ),
+        (
+            {"compute_loss": lambda model, batch: model(batch)},
+            lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
+            r"compute_loss returned shape \(2, 1\), not a scalar; take its .mean\(\)",
+        ),
+        (
+            {"train_dataset": lambda: iter([])},
+            lambda task: task.train_data,
+            "train_dataset returned a .*, not a Dataset",
+        ),
+        ({"train_dataset": lambda: Stream(0)}, lambda task: task.worst_batch(2), "a data set of 0 samples"),
+        ({"evaluate": lambda model: "good"}, lambda task: task.evaluate(None), r"evaluate\(\) is a str"),
+        ({"evaluate": lambda model: None}, lambda task: task.evaluate(None), r"evaluate\(\) is a NoneType"),
+        ({"evaluate": lambda model: torch.ones(2)}, lambda task: task.evaluate(None), r"evaluate\(\) is a Tensor"),
+        ({"evaluate": lambda model: {"f1": [1]}}, lambda task: task.evaluate(None), r"evaluate\(\)\['f1'\] is a list"),
+    ],
+)
+def test_a_wrong_return_value_is_named(functions, use, words):
+    with pytest.raises(UserCodeError, match=words):
+        use(task_of(**functions))
+
+
+class TestStandIns:
+    def test_the_optimizer_is_adamw(self):
+        optimizer = task_of().optimizer(nn.Linear(4, 1), 0.03)
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert optimizer.param_groups[0]["lr"] == 0.03
+
+    def test_there_is_no_scheduler(self):
+        assert task_of().scheduler(None, 9) is None
+        assert task_of(build_scheduler=lambda optimizer, total_steps: None).scheduler(None, 9) is None
+
+    def test_hugging_face_models_bring_their_loss(self):
+        model = nn.Linear(4, 1)
+        model.forward = lambda x: SimpleNamespace(loss=x.sum())
+        assert float(task_of(compute_loss=None).loss(model, {"x": torch.ones(3)})) == 3
+
+    def test_batches_are_collated_by_torch_or_by_the_user(self):
+        samples = [torch.zeros(4), torch.ones(4)]
+        assert task_of().collate(samples).shape == (2, 4)
+        assert task_of(collate=len).collate(samples) == 2
+
+
+class TestWorstBatch:
+    def test_it_is_the_users_where_they_wrote_one(self):
+        assert task_of(make_batch=lambda size: torch.ones(size, 4)).worst_batch(3).shape == (3, 4)
+
+    def test_it_repeats_the_largest_sample(self):
+        data = [torch.zeros(length) for length in (3, 9, 5)]
+        assert task_of(train_dataset=lambda: data).worst_batch(4).shape == (4, 9)
+
+    def test_it_looks_all_over_a_large_data_set(self):
+        data = [torch.zeros(1 + index) for index in range(1000)]
+        assert task_of(train_dataset=lambda: data).worst_batch(1).shape[1] > 950
+
+    def test_a_stream_is_looked_at_as_it_comes(self):
+        assert task_of(train_dataset=lambda: Stream(10)).worst_batch(2).shape == (2, 10)
+
+
+def test_the_data_sets_are_built_once():
+    built = []
+    task = task_of(train_dataset=lambda: built.append(1) or points(5))
+    assert (task.train_size(), task.train_size(), task.train_data is task.train_data) == (5, 5, True)
+    assert built == [1]
+
+
+def test_streams_and_missing_sets_have_no_size():
+    assert task_of().train_size() is None
+    assert task_of(train_dataset=lambda: Stream(9)).train_size() is None
+
+
+def test_metrics_come_as_plain_numbers():
+    found = task_of(evaluate=lambda model: {"acc": torch.tensor(0.5), "f1": np.float32(1), "n": 3}).evaluate(None)
+    assert found == {"acc": 0.5, "f1": 1.0, "n": 3.0}
+    assert task_of(evaluate=lambda model: torch.tensor([[2.0]])).evaluate(None) == 2.0
+
+
+def test_the_bytes_of_a_sample_are_those_of_all_its_tensors():
+    sample = {"x": torch.zeros(3), "y": [np.zeros(2), "four"], "z": (1, None)}
+    assert tensor_bytes(sample) == 12 + 16 + 4

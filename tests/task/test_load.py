@@ -1,0 +1,182 @@
+"""Importing the user's code, and telling what they did wrong in their own frames."""
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from batchtune.errors import UsageError, UserCodeError
+from batchtune.task.load import describe_user_error, load_task
+
+MODEL = (
+    "from torch import nn\n\ndef build_model():\n    return nn.Linear(2, 1)\n\ndef compute_loss(model, batch): ...\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_imports(monkeypatch, tmp_path):
+    """What a task adds to this process's imports goes away again."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")) or name == "batchtune_task":
+            del sys.modules[name]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def from_text(text: str | bytes, attribute: str = "", name: str = "my_task.py"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load_task(f"{name}:{attribute}" if attribute else name)
+
+    return from_text
+
+
+@pytest.fixture
+def message(load):
+    def of(*arguments: object) -> str:
+        with pytest.raises(UserCodeError) as raised:
+            load(*arguments)
+        assert raised.value.exit_code == 3
+        return str(raised.value)
+
+    return of
+
+
+class TestPlaces:
+    def test_a_file(self, load):
+        assert load(MODEL).model().in_features == 2
+
+    def test_a_file_may_import_its_neighbours(self, load, tmp_path):
+        (tmp_path / "neighbour_of_my_task.py").write_text("WIDTH = 7\n")
+        text = MODEL.replace("(2, 1)", "(WIDTH, 1)") + "from neighbour_of_my_task import WIDTH\n"
+        assert load(text).model().in_features == 7
+
+    @pytest.mark.parametrize("name", ["json.py", "torch.py", "my model.py"])
+    def test_a_file_named_as_a_library_shadows_nothing(self, load, name):
+        library = sys.modules.get(Path(name).stem)
+        assert load(MODEL, "", name).model().in_features == 2
+        assert sys.modules.get(Path(name).stem) is library
+
+    def test_a_module_found_from_the_current_folder(self, tmp_path):
+        (tmp_path / "package_of_mine").mkdir()
+        (tmp_path / "package_of_mine" / "module.py").write_text(MODEL)
+        assert load_task("package_of_mine.module").has("build_model")
+
+    def test_an_object_a_class_and_a_factory(self, load):
+        text = (
+            "from torch import nn\n"
+            "class Task:\n    def build_model(self):\n        return nn.Linear(3, 1)\n"
+            "    def compute_loss(self, model, batch): ...\n"
+            "def make():\n    return Task()\n"
+            "class Box:\n    task = Task()\n"
+        )
+        for attribute in ("Task", "make", "Box.task"):
+            assert load(text, attribute).model().in_features == 3
+
+
+class TestWhatIsNotThere:
+    def test_a_module_is_named(self):
+        with pytest.raises(UsageError, match="no_such_package.inner: no such module here"):
+            load_task("no_such_package.inner")
+
+    def test_an_attribute_is_answered_with_those_there_are(self, load):
+        with pytest.raises(UsageError, match="no attribute 'Tusk' there; it has nn, build_model"):
+            load(MODEL, "Tusk")
+
+    def test_a_function_of_the_contract_comes_with_the_template(self, message):
+        text = message("x = 1")
+        assert text.startswith("my_task.py: no build_model() returning an nn.Module; 'batchtune init'")
+
+    def test_a_library_that_a_task_wants_is_told_with_the_line(self, message):
+        text = message("\nimport no_such_library\n")
+        assert "ModuleNotFoundError: my_task.py:2: No module named 'no_such_library'" in text
+
+
+class TestCodeThatFails:
+    @pytest.mark.parametrize("text", ["def f(:\n", b"x = '\xff'\n", b"x = 1\x00\n", "  x = 1\n y"])
+    def test_what_does_not_parse_is_told_with_its_file(self, message, text):
+        found = message(text)
+        assert "my_task.py" in found
+        assert "None" not in found
+        assert "\n" not in found
+
+    def test_a_syntax_error_has_its_line_and_text(self, message):
+        assert message("x = 1\ndef f(:\n").endswith("my_task.py:2: invalid syntax: def f(:")
+
+    @pytest.mark.parametrize("statement", ["raise ValueError('no data')", "raise SystemExit('no data')"])
+    def test_what_is_raised_at_import_is_told_with_its_line(self, message, statement):
+        text = message(f"\n{statement}\n")
+        assert text.startswith("importing my_task.py raised ")
+        assert text.endswith("my_task.py:2: no data")
+
+    def test_what_a_factory_raises_is_told_with_its_name(self, message):
+        text = message("def make():\n    raise KeyError('width')\n", "make")
+        assert text == "make raised KeyError calling make(): my_task.py:2: 'width'"
+
+    def test_an_interruption_is_none_of_the_users_errors(self, load):
+        with pytest.raises(KeyboardInterrupt):
+            load("raise KeyboardInterrupt\n")
+
+    @pytest.mark.parametrize(("line", "kind"), [("evaluate = 3", "int"), ("val_dataset = []", "list")])
+    def test_a_name_of_the_contract_that_cannot_be_called_is_named(self, message, line, kind):
+        assert f"'{line.split()[0]}' is a {kind}; it must be" in message(MODEL + line)
+
+
+class TestDescription:
+    @pytest.fixture
+    def raised(self, load):
+        """What `build_model` of a task raises."""
+
+        def by(body: str) -> Exception:
+            task = load(f"import torch\n\ndef build_model():\n    {body}\n")
+            with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
+                task.model()
+            return raised.value.with_traceback(raised.tb.tb_next)  # without the frame of this test
+
+        return by
+
+    def test_it_has_function_type_place_and_text(self, raised):
+        found = describe_user_error(raised("raise ValueError('expected 10 classes, got 11')"), "at batch size 64")
+        assert str(found) == "build_model raised ValueError at batch size 64: my_task.py:4: expected 10 classes, got 11"
+
+    def test_only_the_users_frames_are_shown(self, raised):
+        found = describe_user_error(raised("torch.nn.Linear(2, 1)(torch.zeros(3, 3))"), "in training")
+        assert "mat1 and mat2 shapes" in str(found)
+        assert found.frames.count("File") == 1
+        assert "my_task.py" in found.frames
+
+    def test_only_the_first_line_of_a_long_text_is_shown(self, raised):
+        found = str(describe_user_error(raised("raise ValueError('a' * 9999 + chr(10) + 'b')"), "in training"))
+        assert "\n" not in found
+        assert len(found) < 700
+
+    def test_an_exception_without_text_says_so(self, raised):
+        assert str(describe_user_error(raised("raise ValueError"), "in training")).endswith("(no message)")
+
+    def test_an_error_of_the_contract_stays_as_it_is(self):
+        error = UserCodeError("no build_model")
+        assert describe_user_error(error, "in training") is error
+
+    def test_a_current_folder_that_is_gone_does_not_hide_the_error(self, raised, tmp_path):
+        error = raised("raise ValueError('no data')")
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+        assert "my_task.py:4: no data" in str(describe_user_error(error, "in training"))
+
+
+def test_a_task_needs_no_file(tmp_path):
+    module = types.ModuleType("made_up")
+    module.build_model = lambda: None
+    sys.modules["made_up"] = module
+    try:
+        assert load_task("made_up").source is module
+    finally:
+        del sys.modules["made_up"]

@@ -1,0 +1,398 @@
+"""Whatever is wrong with what a user gives, they get one clear line with the remedy and the documented exit code."""
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import yaml
+
+import batchtune
+from batchtune.errors import UsageError
+from batchtune.results import Attempt
+from batchtune.run_folder import RunFolder
+
+# The configuration
+
+
+def refused(invoke, folder, text, *arguments, name="config.yaml"):
+    """What `tune` says to a configuration that cannot be used; it neither trains nor leaves anything behind."""
+    (folder / name).write_text(text)
+    answer = invoke("tune", folder / name, *arguments)
+    assert answer.exit_code == 2
+    assert answer.stdout == ""
+    assert "Traceback" not in answer.stderr
+    assert not (folder / ".batchtune").exists()
+    return answer.stderr.replace(f"{folder}/", "")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_all_problems_of_a_configuration_are_told_at_once_with_their_lines(invoke, folder):
+    told = refused(
+        invoke,
+        folder,
+        "name: ../elsewhere\n"  # no task
+        "space: {}\n"  # unknown
+        "batch_size: {min: 10, max: 5}\n"  # contradictory
+        "learning_rate:\n"
+        "  max: quick\n"  # mistyped
+        "  maxx: 3\n"  # unknown, spelled like a known one
+        "seed: -1\n"
+        "budget: {run: 2m, total: 1m}\n",
+    )
+    for line, problem in {
+        1: "'task' is missing; add 'task: model.py'",
+        2: "unknown key 'space'",
+        3: "batch_size: min 10 is greater than max 5; swap them or raise max",
+        5: "learning_rate.max: ",
+        6: "unknown key 'learning_rate.maxx'. Did you mean 'max'?",
+        7: "seed: ",
+        8: "budget: run 120 s is longer than total 60 s; raise total",
+    }.items():
+        assert f"config.yaml:{line}: {problem}" in told
+    assert "cannot name a run folder" in told
+    assert len(told.splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("task: [model.py\nname: x\n", "config.yaml:2: not valid YAML: expected ',' or ']'"),
+        ("task: model.py\n\tname: x\n", "config.yaml:2: not valid YAML: found character '\\t'"),
+        ("- task\n", "config.yaml:1: a configuration is a mapping of keys to values"),
+        ("", "config.yaml:1: 'task' is missing"),
+        ("task: a.py\ntask: b.py\n", "config.yaml:2: key 'task' stands twice (first in line 1); remove one"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_told_with_its_line(invoke, folder, text, told):
+    assert told in refused(invoke, folder, text)
+
+
+def test_a_configuration_that_is_not_there_is_told_with_the_command_that_writes_one(invoke, folder):
+    answer = invoke("tune", "nowhere.yaml")
+    assert answer.exit_code == 2
+    assert answer.stderr == (
+        "batchtune: nowhere.yaml: cannot be read: No such file or directory; 'batchtune init' writes one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("budget.total", "'budget.total' is not of the form key=value, for example budget.total=5m"),
+        ("budget.totl=5m", "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'total'?"),
+        ("budget.total=soon", "'budget.total=soon': budget.total: 'soon' is not a duration; write 90s, 10m or 1h"),
+        ("batch_size.min=99", "batch_size: min 99 is greater than max 16"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_named(invoke, folder, override, told):
+    assert told in refused(invoke, folder, "task: model.py\nbatch_size: {max: 16}\n", override)
+
+
+def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder, monkeypatch):
+    monkeypatch.setattr(batchtune, "check", lambda *_, **__: {})  # what a dry run does in a child
+    (folder / "config.yaml").write_text(
+        "task: model.py\nlearning_rate: {min: 1e-5, max: 1}\nconfirm: off\nmemory: {limit: 2GiB}\nname: on\n"
+    )
+    resolved = yaml.safe_load(invoke("tune", "config.yaml", "--dry-run", "-q").stdout)
+    assert resolved["learning_rate"] == {"min": 1e-5, "max": 1.0}
+    assert resolved["confirm"]["seeds"] == 0
+    assert resolved["memory"]["limit"] == 2 << 30
+    assert resolved["name"] == "on"
+
+
+# Command lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["probe", "nowhere.py"], "nowhere.py: no such task file; 'batchtune init' writes a template"),
+        (["probe", "no where"], "'no where': neither a Python file nor a module"),
+        (["probe", "model.py", "--min", 5, "--max", 3], "--min 5 is greater than --max 3; swap them or raise --max"),
+        (["probe", "model.py", "--memory-limit", "3XB"], "'3XB' is not a size; write 20GiB, 24GB or 500MiB"),
+        (["probe", "model.py", "--timeout", "soon"], "'soon' is not a duration"),
+        (["probe", "model.py", "--margin", 2], "--margin and --tolerance are shares"),
+        (["probe", "model.py", "--precision", "int3"], "Invalid value for '--precision'"),
+        (["probe", "model.py", "--steps", "many"], "Invalid value for '--steps'"),
+        (["probe"], "Missing argument 'TASK'"),
+        (["brew"], "No such command 'brew'"),
+        (["report", "nothing"], "nothing: no such result; run 'batchtune probe' or 'batchtune tune' first"),
+        (["report", "other.json"], "other.json: not a batchtune result"),
+        (["report", "broken.json"], "broken.json: not a JSON document"),
+        (["report", "newer.json"], "newer.json: schema '2' was written by a newer batchtune; upgrade batchtune"),
+    ],
+)
+def test_a_command_that_cannot_be_carried_out_says_why(cli, arguments, told):
+    cli.write("other.json", '{"schema": "something.else/1"}')
+    cli.write("broken.json", '{"schema": "batch')
+    cli.write("newer.json", '{"schema": "batchtune.result/2"}')
+    cli.write("model.py", "raise AssertionError('never imported')")
+    answer = cli(*arguments)
+    assert answer.code == 2
+    assert told in answer.err
+    assert "Traceback" not in answer.err
+    assert answer.out == ""
+
+
+@pytest.mark.parametrize("command", [["probe", "marking.py"], ["tune", "config.yaml"], ["report"], ["env"]])
+@pytest.mark.parametrize("place", ["missing/out.json", ".", "/proc/nothing"])
+def test_an_output_file_that_cannot_be_written_is_found_before_the_work_starts(cli, command, place):
+    cli.write("marking.py", "open('imported', 'w')")
+    cli.write("config.yaml", "task: marking.py\n")
+    answer = cli(*command, "-o", place)
+    assert answer.code == 2
+    assert answer.err.startswith(f"batchtune: --output {place}: cannot be written: ")
+    assert answer.err.endswith("; name a file elsewhere, or make room\n")
+    assert not (cli.folder / "imported").exists()
+    assert not (cli.folder / ".batchtune").exists()
+    assert answer.seconds < 3
+
+
+def test_an_output_file_keeps_what_it_holds_until_there_is_a_result(cli):
+    kept = cli.write("out.json", "precious")
+    assert cli("probe", "linear.py", "--device", "cuda:99", "-o", "out.json").code == 5
+    assert kept.read_text() == "precious"
+
+
+# The user's code
+
+LOSS = "def compute_loss(model, batch):\n    error = (model(batch[0]) - batch[1]) ** 2\n    return "
+PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throughput", "--json", "-q")
+TUNE = ("tune", "task.yaml", "--json", "-q")
+TUNED = "task: task.py\nbaseline: {batch_size: 16}\nbatch_size: {max: 16, multiple_of: 16}\nbudget: {run: 100ms}\n"
+
+# name: (command, the end of the task file, exit code, what is said)
+CASES = {
+    "has a syntax error": (PROBE, "def build_model(:", 3, [r"task\.py:\d+: .*: def build_model\(:"]),
+    "raises at import": (
+        PROBE,
+        "raise ValueError('no data at hand')",
+        3,
+        [r'File ".*task\.py", line \d+', r"importing task\.py raised ValueError: .*task\.py:\d+: no data at hand"],
+    ),
+    "ends the process at import": (
+        PROBE,
+        "import os; print('farewell', flush=True); os._exit(7)",
+        3,
+        ["importing it and building the model once ended in crash", "exit status 7; its last words: farewell"],
+    ),
+    "lacks a function": (PROBE, "del build_model", 3, [r"no build_model\(\) .*; 'batchtune init' writes a template"]),
+    "lacks what tune needs": (
+        TUNE,
+        "del val_dataset",
+        3,
+        [r"no val_dataset\(\) .* or evaluate\(.*init'"],
+    ),
+    "has no model": (
+        PROBE,
+        "def build_model():\n    return 'model'",
+        3,
+        ["returned a str, not an nn.Module"],
+    ),
+    "has no data set": (
+        PROBE,
+        "def train_dataset():\n    return 3",
+        3,
+        ["returned a int, not a Dataset"],
+    ),
+    "has a function of other arguments": (
+        PROBE,
+        "def build_optimizer(model):\n    return None",
+        3,
+        [r"build_optimizer\(model\) cannot be called as build_optimizer\(model, lr\)"],
+    ),
+    "has a loss that is no scalar": (
+        PROBE,
+        LOSS + "error",
+        3,
+        [r"compute_loss returned shape \(\d, 1\), not a scalar; take its \.mean\(\)"],
+    ),
+    "has a loss that is no tensor": (
+        PROBE,
+        LOSS + "error.mean().item()",
+        3,
+        ["returned a float, not a tensor"],
+    ),
+    "has a loss of NaN": (
+        PROBE,
+        LOSS + "error.mean() * float('nan')",
+        3,
+        ["compute_loss returned nan in the very first step", "check the model's initialisation and the data"],
+    ),
+    "has a loss without a graph": (
+        PROBE,
+        LOSS + "error.mean().detach()",
+        3,
+        ["compute_loss returned a tensor without a graph", "is it under torch.no_grad, detached"],
+    ),
+    "raises in training": (
+        PROBE,
+        LOSS + "error.mean() + 1 / 0",
+        3,
+        [r"compute_loss raised ZeroDivisionError at batch size \d \(not an out-of-memory error\): .*task\.py:\d+: "],
+    ),
+    "raises in evaluation": (
+        PROBE,
+        "def evaluate(model):\n    return {}['accuracy']",
+        3,
+        ["evaluate raised KeyError .*: 'accuracy'"],
+    ),
+    "has no samples": (PROBE, "def train_dataset():\n    return _points(0, 1)", 3, ["a data set of 0 samples"]),
+    "has one sample": (TUNE, "def train_dataset():\n    return _points(1, 1)", 3, ["train_dataset has 1 sample"]),
+    "has fewer samples than the smallest batch": (
+        ("probe", "task.py", "--min", 4, "--json", "-q"),
+        "def train_dataset():\n    return _points(3, 1)",
+        2,
+        ["no batch size to try: 4 is .* but train_dataset has 3 samples"],
+    ),
+    "does not return the metric": (
+        TUNE,
+        "def evaluate(model):\n    return {'accuracy': 0.5}",
+        2,
+        ["objective.metric 'val_loss' is not among what evaluate.* returns: accuracy"],
+    ),
+    "is on a device that is not there": ((*PROBE, "--device", "cuda:99"), "", 5, ["--device cuda:99"]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def answers(new_cli, pool):
+    """All the commands of CASES, two at a time while the other tests run."""
+    begun = {}
+    for name, (command, ending, _, _) in CASES.items():
+        cli = new_cli()
+        cli.write("task.py", (cli.folder / "linear.py").read_text() + "\n" + ending + "\n")
+        cli.write("task.yaml", TUNED)
+        begun[name] = pool.submit(cli, *command)
+    return begun
+
+
+# A run folder that is another's
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (("learning_rate.max=0.5",), "learning_rate.max = 1.0, now 0.5"),
+        (("objective.kind=best_metric",), 'objective.kind = "time_to_target", now "best_metric"'),
+        ((), "the task's code = "),
+    ],
+)
+def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, cli, change, key):
+    tuned.copy_to(cli)
+    if not change:
+        cli.write("linear.py", (cli.folder / "linear.py").read_text() + "# changed\n")
+    before = {path.name: path.read_bytes() for path in cli.run_folder().iterdir()}
+    answer = cli("tune", "config.yaml", *change)
+    assert answer.code == 2
+    assert f"measured with {key}" in answer.err
+    assert "Use --fresh to start over, or another 'name' to keep both" in answer.err
+    assert len(answer.err.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
+
+
+def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, cli):
+    tuned.copy_to(cli)
+    file = cli.run_folder() / "result.json"
+    file.write_text(file.read_text().replace("batchtune.result/1", "batchtune.result/2"))
+    before = {path.name: path.read_bytes() for path in cli.run_folder().iterdir()}
+    for command in (("tune", "config.yaml"), ("report",)):
+        answer = cli(*command)
+        assert answer.code == 2
+        assert "written by a newer batchtune; upgrade batchtune" in answer.err
+    assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
+
+
+def test_a_run_folder_in_use_is_not_shared(tuned, cli):
+    tuned.copy_to(cli)
+    first = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
+    first.wait_for("searching")
+    second = cli("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
+    first.process.terminate()
+    first.finish()
+    assert second.code == 2
+    assert f"process {first.process.pid} is running in it; wait, stop it, or choose another name" in second.err
+
+
+# No space
+
+
+def test_a_full_output_device_loses_nothing(tuned, cli):
+    tuned.copy_to(cli)
+    answer = cli("tune", "config.yaml", "-q", "-o", "/dev/full")
+    assert answer.code == 2
+    assert "--output /dev/full: cannot be written: No space left on device" in answer.err
+    assert "train with" in answer.out  # shown, since it could not be written
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_full_disk_is_told_when_an_attempt_is_kept(tmp_path):
+    folder = RunFolder("full", tmp_path)
+    folder.open(fresh=True)
+    (folder.path / "attempts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=r"attempts\.jsonl: cannot be written: No space left on device; make room"):
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+    folder.close()
+
+
+def test_a_full_disk_at_the_end_of_a_probe_shows_the_result_all_the_same(cli):
+    full = (
+        "import errno, os, batchtune.run_folder as place\n"
+        "def full(path, text): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+        "place.write_atomically = full\n"
+        "from batchtune.cli import main; main()"
+    )
+    cli.write("task.py", (cli.folder / "linear.py").read_text())
+    answer = cli(*PROBE, python=("-c", full))
+    assert answer.code == 2
+    assert answer.err == (
+        "batchtune: .batchtune/probe-task/result.json: cannot be written: No space left on device; "
+        "make room and start again\n"
+    )
+    assert answer.document["probe"]["max_batch_size"] == 2
+
+
+def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, cli):
+    tuned.copy_to(cli)
+    before = len(tuned.document["trials"])
+    journal = (cli.run_folder() / "study.log").stat().st_size
+    more = ("tune", "config.yaml", f"budget.trials={before + 2}", "confirm=off", "--json", "-q")
+
+    def no_more_than_a_little():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (journal + 4000, journal + 4000))
+
+    answer = cli(*more, preexec_fn=no_more_than_a_little)
+    assert answer.code == 2, answer.err
+    assert re.match("batchtune: .*File too large; make room and start again", answer.err)
+    assert len(answer.err.splitlines()) == 1
+    assert answer.document["status"] == "failed"
+    assert answer.document["trials"][:before] == tuned.document["trials"]
+    again = cli(*more)
+    assert again.code == 0, again.err
+    assert again.document["status"] == "complete"
+    assert again.document["trials"][:before] == tuned.document["trials"]
+
+
+# The user's code, as it is answered
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_is_refused_in_one_line_that_says_why_when_it(answers, name):
+    _, _, code, told = CASES[name]
+    answer = answers[name].result()
+    assert answer.code == code, answer.err
+    for pattern in told:
+        assert re.search(pattern, answer.err), answer.err
+    assert "Traceback" not in answer.err
+    assert "batchtune/" not in answer.err.replace("/.batchtune/", "")  # no frame of ours
+    assert len(re.findall("^batchtune: ", answer.err, re.MULTILINE)) == 1
+    assert answer.err.splitlines()[-1].startswith("batchtune: ")
+    document = answer.document
+    assert document["status"] == "failed"
+    assert document["error"] == {"exit_code": code, "message": answer.err.splitlines()[-1].removeprefix("batchtune: ")}

@@ -1,0 +1,458 @@
+"""Every command through the command line itself: what it prints where, what it writes, and what it exits with."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+
+import jsonschema
+import pytest
+import yaml
+
+import batchtune
+from batchtune.results import result_schema as result_schema_of_the_package
+
+COMMANDS = ("init", "probe", "tune", "report", "env", "schema")
+ESCAPE = "\x1b"
+
+WIDE = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(1 << 18, 1)
+
+def make_batch(batch_size):  # 1 MiB a sample
+    return torch.ones(batch_size, 1 << 18)
+
+def compute_loss(model, batch):
+    return model(batch).mean()
+"""
+
+
+@pytest.fixture(scope="session")
+def result_schema():
+    return jsonschema.Draft202012Validator(result_schema_of_the_package())
+
+
+SMALLER = ("tune", "config.yaml", "batch_size.max=8", "baseline.batch_size=8", "budget.trials=1", "confirm=off")
+LIMITED = ("--memory-limit", "300MiB", "--max")
+WORK = {
+    "a new task": [("init", "mine"), ("tune", "mine/config.yaml", "budget.trials=9", "--dry-run", "-q")],
+    "wide": [("probe", "wide.py", *LIMITED, 999, "--tolerance", 0.1, "--no-throughput", "--json", "-o", "out.json")],
+    "capped": [("probe", "linear.py", *LIMITED, 7, "--multiple-of", 3, "-q")],
+    "all precisions": [
+        ("probe", "linear.py", *LIMITED, 2, "--precision", "all", "--device", "cpu", "--no-throughput", "--json", "-q")
+    ],
+    "huge": [("probe", "huge.py", "--memory-limit", "100MiB", "--json", "-q")],
+    "fresh": [(*SMALLER, "--json", "--fresh"), (*SMALLER, "--json")],
+    "environment": [("env", "--device", "cpu", "--json", "-o", "env.json")],
+}
+
+
+@pytest.fixture(scope="module")
+def work(tuned, new_cli, pool):
+    """What takes long, begun together: a function from a name to its folder and what its commands came to."""
+
+    def carry_out(name):
+        cli = new_cli()
+        cli.write("wide.py", WIDE)
+        cli.write("huge.py", WIDE.replace("batch_size, 1", "batch_size * 512, 1"))
+        if name == "fresh":
+            tuned.copy_to(cli)
+        environment = {"BATCHTUNE_BUDGET_TRIALS": "7", "BATCHTUNE_SEED": "5"} if name == "a new task" else {}
+        return cli, *(cli(*command, environment=environment) for command in WORK[name])
+
+    begun = {name: pool.submit(carry_out, name) for name in WORK}
+    return lambda name: begun[name].result()
+
+
+# help and version
+
+
+def test_the_version_is_printed(cli):
+    finished = cli("--version")
+    assert (finished.code, finished.out, finished.err) == (0, f"batchtune {batchtune.__version__}\n", "")
+
+
+def test_help_names_every_command(invoke):
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    assert all(command in shown.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_an_example_and_the_common_options(invoke, command):
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert f"Example: batchtune {command}" in shown.output
+    assert all(option in shown.output for option in ("--json", "--output", "--quiet", "--verbose", "--debug"))
+    assert "[[" not in shown.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["tune", "--help"], ["--version"]])
+def test_help_loads_no_heavy_library(cli, arguments):
+    script = (
+        "import sys; sys.argv = ['batchtune', *sys.argv[1:]]\n"
+        "from batchtune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('loaded', [name for name in ('torch', 'optuna', 'pandas', 'numpy', 'plotly') if name in sys.modules])"
+    )
+    finished = cli(*arguments, python=("-c", script))
+    assert finished.out.splitlines()[-1] == "loaded []"
+
+
+def test_help_takes_little_longer_than_its_libraries(cli):
+    rounds = [
+        (cli(python=("-m", "batchtune", "--help")).seconds, cli(python=("-c", "import typer, rich")).seconds)
+        for _ in range(5)
+    ]
+    ours, theirs = (min(times) for times in zip(*rounds, strict=True))
+    assert ours <= 2.5 * theirs
+
+
+# init
+
+
+def test_init_writes_a_task_that_tune_accepts(work):
+    cli, written, checked = work("a new task")
+    assert written.code == 0
+    assert "next: batchtune tune mine/config.yaml" in written.out
+    assert checked.code == 0, checked.err
+    assert yaml.safe_load(checked.out)["name"] == "mine"
+    assert not (cli.folder / ".batchtune").exists()
+
+
+def test_init_refuses_to_overwrite(invoke, tmp_path):
+    (tmp_path / "model.py").write_text("precious")
+    refused = invoke("init", tmp_path)
+    assert refused.exit_code == 2
+    assert "model.py: already there" in refused.stderr
+    assert (tmp_path / "model.py").read_text() == "precious"
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_init_tells_programs_what_it_wrote(invoke, tmp_path):
+    written = json.loads(invoke("init", tmp_path, "--json").stdout)["written"]
+    assert written == [str(tmp_path / "model.py"), str(tmp_path / "config.yaml")]
+
+
+# probe
+
+
+def test_probe_finds_what_a_real_memory_limit_holds(work, result_schema):
+    cli, finished = work("wide")
+    assert finished.code == 0, finished.err
+    result_schema.validate(finished.document)
+    probe = finished.document["probe"]
+    assert probe["limited_by"] == "memory"
+    assert 100 < probe["max_batch_size"] < 300
+    assert probe["max_batch_size"] < probe["first_failing_batch_size"] <= 1.1 * probe["max_batch_size"] + 1
+    assert probe["verified_in_fresh_process"]
+    outcomes = {attempt["batch_size"]: attempt["outcome"] for attempt in probe["attempts"]}
+    assert outcomes[probe["max_batch_size"]] == "fit"
+    assert outcomes[probe["first_failing_batch_size"]] == "oom"
+    assert probe["throughput"] == []
+    assert json.loads((cli.folder / "out.json").read_text()) == finished.document
+    assert "oom" in finished.err  # progress, all of it on stderr
+    assert ESCAPE not in finished.out + finished.err
+
+
+def test_probe_keeps_to_the_cap_and_the_multiple(work):
+    cli, finished = work("capped")
+    assert finished.code == 0
+    assert finished.err == ""
+    assert "largest batch 6" in finished.out
+    assert "samples/s" in finished.out
+    assert ESCAPE not in finished.out
+    kept = cli.result("probe-linear")["probe"]
+    assert {attempt["batch_size"] for attempt in kept["attempts"]} <= {3, 6}
+    assert kept["limited_by"] == "max"
+    assert {point["batch_size"] for point in kept["throughput"]} <= {3, 6}
+    assert all(point["samples_per_second"] > 0 for point in kept["throughput"])
+
+
+def test_probe_of_all_precisions_reports_each(work, result_schema):
+    _, finished = work("all precisions")
+    result_schema.validate(finished.document)
+    assert [probe["precision"] for probe in finished.document["probes"]] == ["fp32", "bf16", "fp16"]
+    assert all(probe["max_batch_size"] == 2 for probe in finished.document["probes"])
+
+
+def test_probe_of_what_cannot_fit_exits_with_4_and_says_what_helps(work, result_schema):
+    _, finished = work("huge")
+    assert finished.code == 4
+    assert "nothing fits within 100 MiB" in finished.err
+    assert "a larger --memory-limit" in finished.err
+    result_schema.validate(finished.document)
+    assert finished.document["status"] == "failed"
+    assert finished.document["error"]["exit_code"] == 4
+    assert finished.document["probe"]["attempts"][0]["outcome"] == "oom"
+
+
+# tune
+
+
+def test_tune_prints_a_valid_document_alone_on_stdout(tuned, result_schema):
+    result_schema.validate(tuned.document)
+    assert tuned.document["status"] == "complete"
+    assert tuned.document["kind"] == "tune"
+    assert "searching" in tuned.finished.err
+    assert ESCAPE not in tuned.finished.out + tuned.finished.err
+
+
+def test_tune_recommends_a_configuration_that_ran(tuned):
+    found = tuned.document["recommendation"]
+    ran = {(trial["batch_size"], trial["learning_rate"]) for trial in tuned.document["trials"]}
+    assert (found["global_batch_size"], found["learning_rate"]) in ran
+    assert found["global_batch_size"] == found["micro_batch_size"] * found["gradient_accumulation_steps"]
+    assert found["micro_batch_size"] <= tuned.document["probe"]["max_batch_size"]
+
+
+def test_tune_keeps_to_the_number_of_trials_and_confirms_on_fresh_seeds(tuned):
+    trials = tuned.document["trials"]
+    by_role = {role: [trial for trial in trials if trial["role"] == role] for role in ("baseline", "search", "confirm")}
+    assert len(by_role["baseline"]) == 1
+    assert 1 <= len(by_role["search"]) <= 4
+    assert len(by_role["confirm"]) == 2 * 2  # two seeds for the winner and the baseline
+    confirmed_with = {trial["seed"] for trial in by_role["confirm"]}
+    assert len(confirmed_with) == 2
+    assert confirmed_with.isdisjoint(trial["seed"] for trial in by_role["baseline"] + by_role["search"])
+
+
+def test_an_argument_goes_over_the_environment_and_that_over_the_file(work):
+    _, _, checked = work("a new task")
+    resolved = yaml.safe_load(checked.out)
+    assert resolved["budget"] == {"run": 10.0, "total": 180.0, "trials": 9}  # file, file, argument over environment
+    assert resolved["seed"] == 5  # environment over the default
+
+
+def test_the_resolved_configuration_is_kept_with_the_run(tuned):
+    kept = yaml.safe_load((tuned.cli.run_folder() / "config.yaml").read_text())
+    assert kept["baseline"] == {"batch_size": 16, "learning_rate": 0.01}
+    assert kept["confirm"] == {"seeds": 2, "top": 1}
+    assert (tuned.cli.run_folder() / "study.log").stat().st_size > 0
+
+
+def test_tune_again_gives_the_same_answer_without_another_trial(tuned, cli):
+    tuned.copy_to(cli)
+    again = cli("tune", "config.yaml", "--json", "-q")
+    assert again.code == 0, again.err
+    changes_with_time = {"created_at", "task"}
+    for key in tuned.document.keys() - changes_with_time:
+        assert again.document[key] == tuned.document[key], key
+
+
+def test_fresh_starts_over_and_a_study_without_confirmation_ends_for_good(work):
+    _, first, again = work("fresh")
+    assert first.code == 0, first.err
+    assert [trial["role"] for trial in first.document["trials"]] == ["baseline", "search"]
+    assert {trial["batch_size"] for trial in first.document["trials"]} == {8}
+    assert "not confirmed" in first.document["recommendation"]["reason"]
+    assert again.document["trials"] == first.document["trials"]
+
+
+def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, cli):
+    tuned.copy_to(cli)
+    (cli.run_folder() / "study.log").unlink()  # the probe stands, and has taken longer than this
+    finished = cli("tune", "config.yaml", "budget.total=1s", "confirm=off", "--json", "-q")
+    assert finished.code == 0
+    assert [trial["role"] for trial in finished.document["trials"]] == ["baseline"]
+    assert any("budget.total; raise it" in warning for warning in finished.document["warnings"])
+
+
+# report
+
+
+@pytest.fixture
+def in_run(tuned, monkeypatch):
+    monkeypatch.chdir(tuned.cli.folder)
+    return tuned
+
+
+@pytest.mark.parametrize("which", [[], ["config"], [".batchtune/config"], [".batchtune/config/result.json"]])
+def test_report_finds_the_latest_run_a_name_a_folder_or_a_file(in_run, invoke, which):
+    shown = invoke("report", *which, "--format", "json")
+    assert shown.exit_code == 0
+    assert json.loads(shown.stdout) == in_run.document
+
+
+def test_report_shows_the_table_unless_told_otherwise(in_run, invoke):
+    shown = invoke("report")
+    assert "learning rate" in shown.stdout
+    words = " ".join(shown.stdout.replace("│", "").split())
+    assert in_run.document["recommendation"]["reason"] in words
+    assert ESCAPE not in shown.stdout
+
+
+def test_report_writes_markdown_and_csv(in_run, invoke, tmp_path):
+    assert invoke("report", "--format", "markdown").stdout.startswith("## batchtune tune: config\n")
+    csv = invoke("report", "--format", "csv").stdout.splitlines()
+    assert len(csv) == 1 + len(in_run.document["trials"])
+    assert csv[0].startswith("number,state,role")
+
+
+@pytest.mark.parametrize("name", ["table", "json", "markdown", "csv"])
+def test_report_writes_every_format_to_a_file(in_run, invoke, tmp_path, name):
+    printed = invoke("report", "--format", name).stdout
+    written = invoke("report", "--format", name, "-o", tmp_path / "report")
+    assert written.exit_code == 0
+    assert written.stdout == ""
+    text = (tmp_path / "report").read_text()
+    assert text == printed if name != "table" else "learning rate" in text
+
+
+def test_an_output_file_that_is_a_link_stays_one(in_run, invoke, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("old")
+    assert invoke("report", "--json", "-o", tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "target").read_text()) == in_run.document
+
+
+def test_report_without_a_run_says_how_to_get_one(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = invoke("report")
+    assert shown.exit_code == 2
+    assert "run 'batchtune probe' or 'batchtune tune' first" in shown.stderr
+
+
+# env and schema
+
+
+def test_env_describes_the_machine(work):
+    cli, finished = work("environment")
+    assert finished.code == 0
+    facts = json.loads((cli.folder / "env.json").read_text())
+    assert facts["batchtune"] == batchtune.__version__
+    assert facts["environment"]["torch"]
+    assert facts["environment"]["device_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("which", ["config", "result"])
+def test_schema_prints_a_json_schema(invoke, which):
+    jsonschema.Draft202012Validator.check_schema(json.loads(invoke("schema", which).stdout))
+
+
+def test_the_schema_of_the_configuration_accepts_the_template_and_no_unknown_key(invoke, tmp_path):
+    invoke("init", tmp_path)
+    validator = jsonschema.Draft202012Validator(json.loads(invoke("schema", "config").stdout))
+    template = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    template["baseline"]["learning_rate"] = 1e-3  # PyYAML reads 1e-3 as text; batchtune does not
+    assert validator.is_valid(template)
+    assert not validator.is_valid(template | {"learning_rte": 1})
+
+
+# streams
+
+
+def on_a_terminal(cli, *arguments, **environment):
+    """What a command shows on a terminal of its own, standard error included."""
+    leader, follower = pty.openpty()
+    command = cli.start(
+        *arguments, environment={"TERM": "xterm-256color"} | environment, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux says so when the other side has gone
+        while part := os.read(leader, 65536):
+            shown += part
+    os.close(leader)
+    assert command.process.wait(timeout=30) == 0
+    return shown.decode()
+
+
+def test_colours_are_for_terminals_and_no_color_is_honoured(tuned):
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+    assert coloured.search(on_a_terminal(tuned.cli, "report"))
+    assert not coloured.search(on_a_terminal(tuned.cli, "report", NO_COLOR="1"))
+
+
+def test_a_reader_that_goes_away_is_no_error(cli):
+    reading, writing = os.pipe()
+    os.close(reading)
+    finished = cli("schema", "result", stdout=writing)
+    os.close(writing)
+    assert (finished.code, finished.err) == (0, "")
+
+
+# a bug of ours
+
+
+def test_a_bug_is_said_in_one_line_and_shown_with_debug(invoke, monkeypatch):
+    def broken(device):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(batchtune, "environment", broken)
+    short = invoke("env")
+    assert short.exit_code == 1
+    assert short.stderr.startswith("batchtune: this is a bug in batchtune: RuntimeError: no such thing\n")
+    assert "Traceback" not in short.stderr
+    assert "Traceback" in invoke("env", "--debug").stderr
+
+
+# interruptions
+
+SLOW = """
+def compute_loss(model, batch):
+    import time
+    points, values = batch
+    if len(points) > 1:
+        time.sleep(60)
+    return nn.functional.mse_loss(model(points), values)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, result_schema, all_gone, number):
+    cli.write("slow.py", (cli.folder / "linear.py").read_text() + SLOW)
+    command = cli.start("probe", "slow.py", "--json")
+    command.wait_for("batch        1")
+    family = command.family()
+    command.process.send_signal(number)
+    finished = command.finish(10)
+    assert finished.code == 130
+    assert "interrupted; what was measured until then is in the result" in finished.err
+    assert "Traceback" not in finished.err
+    result_schema.validate(finished.document)
+    assert finished.document["status"] == "interrupted"
+    assert [attempt["batch_size"] for attempt in finished.document["probe"]["attempts"]] == [1]
+    assert finished.document == cli.result("probe-slow")
+    assert len(family) > 1
+    assert all_gone(family)
+
+
+@pytest.mark.parametrize(
+    ("number", "form"), [(signal.SIGINT, "--json"), (signal.SIGTERM, "-v")], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_an_interrupted_tune_prints_what_it_knows_and_leaves_no_process(
+    tuned, cli, result_schema, all_gone, number, form
+):
+    tuned.copy_to(cli)
+    command = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h", form)
+    command.wait_for("search   run")
+    family = command.family()
+    command.process.send_signal(number)
+    finished = command.finish(10)
+    assert finished.code == 130
+    assert "the same command goes on from here" in finished.err
+    assert "Traceback" not in finished.err
+    kept = cli.result()
+    result_schema.validate(kept)
+    assert kept["status"] == "interrupted"
+    over, before = (
+        [trial for trial in document["trials"] if trial["state"] in {"complete", "pruned"}]
+        for document in (kept, tuned.document)
+    )
+    assert over[: len(before)] == before
+    assert len(over) > len(before)
+    if form == "--json":
+        assert finished.document == kept
+    else:
+        assert finished.out.startswith("interrupted: ")
+        assert "train with" in finished.out
+    assert len(family) > 1
+    assert all_gone(family)

@@ -1,0 +1,154 @@
+"""The configuration's keys, their types and their contradictions."""
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from batchtune.config import Config, config_schema, known_keys, parse_bytes, parse_seconds
+from batchtune.yamlfile import parse_yaml
+
+EXAMPLE = """
+task: model.py
+name: digits
+device: cuda:0
+precision: [bf16, fp32]
+memory: {margin: 0.1, limit: 20GiB}
+batch_size: {min: 8, max: 512, multiple_of: 8}
+learning_rate: {min: 1e-5, max: 1.0}
+baseline: {batch_size: 32, learning_rate: 1e-3}
+objective: {kind: time_to_target, metric: accuracy, goal: maximize, target: 0.97}
+budget: {run: 60s, total: 10m, trials: 64}
+evaluate_every: 1.5s
+confirm: {seeds: 3, top: 2}
+seed: 7
+storage: postgresql+psycopg://host/studies
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("90s", 90),
+        ("1.5m", 90),
+        ("2 h", 7200),
+        ("250ms", 0.25),
+        ("1e-1s", 0.1),
+        ("1D", 86400),
+        ("3min", 180),
+    ],
+)
+def test_durations_are_read_as_people_write_them(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "-5s", "1.2.3s", "s", "1,5s", "..s", "infs", "m5"])
+def test_what_is_no_duration_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="is not a duration; write 90s, 10m or 1h"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("500", 500), ("24GB", 24 * 10**9), ("20GiB", 20 * 2**30), ("0.5 mib", 2**19), ("2k", 2000), ("1TiB", 2**40)],
+)
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "5 gallons", "-5GB", "1..2GB", "GiB", "9" * 400 + "GB", "1e9"])
+def test_what_is_no_size_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="is not a size; write 20GiB, 24GB or 500MiB"):
+        parse_bytes(text)
+
+
+def test_numbers_are_left_to_the_validator():
+    assert parse_seconds(1.5) == 1.5
+    assert parse_bytes(None) is None
+
+
+def test_a_task_is_all_that_must_be_given():
+    config = Config(task="model.py")
+    assert (config.device, config.precision, config.batch_size.max, config.storage) == ("auto", "auto", "auto", None)
+    assert (config.budget.run, config.budget.total) == (60.0, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": {"min": 64, "max": 32}}, "min 64 is greater than max 32"),
+        ({"batch_size": {"max": 4, "multiple_of": 8}}, "no multiple of multiple_of 8 is within max 4"),
+        ({"batch_size": {"min": 0}}, "greater than or equal to 1"),
+        ({"batch_size": {"min": True}}, "should be a number, not true"),
+        ({"batch_size": {"max": 1.5}}, "valid integer"),
+        ({"learning_rate": {"min": 1.0, "max": 0.1}}, "min 1 is greater than max 0.1"),
+        ({"learning_rate": {"max": float("inf")}}, "finite"),
+        ({"learning_rate": {"min": 0}}, "greater than 0"),
+        ({"budget": {"run": "10m", "total": "1m"}}, "run 600 s is longer than total 60 s; raise total"),
+        ({"budget": {"run": "0s"}}, "greater than 0"),
+        ({"budget": {"trials": 0}}, "greater than or equal to 1"),
+        ({"memory": {"margin": 1.0}}, "less than 1"),
+        ({"memory": {"limit": "0GiB"}}, "greater than 0"),
+        ({"precision": "bf61"}, "'bf16'"),
+        ({"precision": []}, "at least 1 item"),
+        ({"precision": ["bf16", "bf16"]}, "each precision once"),
+        ({"device": "GPU 0"}, "'GPU 0' names no device; use auto, cpu, cuda, cuda:0 or mps"),
+        ({"name": "../escape"}, "cannot name a run folder"),
+        ({"name": "a" * 101}, "cannot name a run folder"),
+        ({"objective": {"metric": "val_accuracy"}}, "say so with 'goal: maximize'"),
+        ({"objective": {"target": float("nan")}}, "finite"),
+        ({"objective": {"metric": ""}}, "at least 1 character"),
+        ({"seed": -1}, "greater than or equal to 0"),
+        ({"seed": True}, "should be a number, not true"),
+        ({"confirm": 3}, "valid dictionary"),
+        ({"nonsense": 1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings, words):
+    with pytest.raises(ValidationError) as raised:
+        Config.model_validate({"task": "model.py"} | settings)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("spelled", ["off", "no", False])
+def test_off_means_no_confirmation_and_no_storage(spelled):
+    config = Config.model_validate(
+        {"task": "m.py", "confirm": spelled, "storage": spelled, "memory": {"limit": spelled}}
+    )
+    assert (config.confirm.seeds, config.storage, config.memory.limit) == (0, None, None)
+
+
+@pytest.mark.parametrize("spelled", ["on", "yes", True])
+def test_on_means_the_usual_confirmation(spelled):
+    assert Config.model_validate({"task": "m.py", "confirm": spelled}).confirm == Config(task="m.py").confirm
+
+
+@pytest.mark.parametrize("text", [EXAMPLE, "task: m.py", "{task: m.py, confirm: off, name: naïve-0, storage: ~}"])
+def test_the_yaml_of_a_configuration_loads_back_to_the_same_record(text):
+    text = text.replace("naïve", "naive")
+    config = Config.model_validate(parse_yaml(text)[0])
+    assert Config.model_validate(parse_yaml(config.to_yaml())[0]) == config
+    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_the_schema_accepts_what_people_write():
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(parse_yaml(EXAMPLE)[0], schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["batch_sise: 3", "budget: {run: -5}", "precision: bf61", "objective: {goal: up}", "batch_size: {min: 0}"]
+)
+def test_the_schema_refuses_what_the_configuration_refuses(wrong):
+    document = parse_yaml(f"task: model.py\n{wrong}")[0]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, config_schema(), jsonschema.Draft202012Validator)
+    with pytest.raises(ValidationError):
+        Config.model_validate(document)
+
+
+def test_the_known_keys_are_sections_and_leaves():
+    keys = set(known_keys())
+    assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys

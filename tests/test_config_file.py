@@ -1,0 +1,190 @@
+"""YAML, environment and command line become one checked record, or every problem at once."""
+
+from pathlib import Path
+
+import pytest
+
+from batchtune.config import Config
+from batchtune.config_file import load_config
+from batchtune.errors import UsageError
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def from_text(text: str, *overrides: str, **environment: str) -> Config:
+        Path("config.yaml").write_text(text, encoding="utf-8")
+        return load_config("config.yaml", overrides, environment)
+
+    return from_text
+
+
+@pytest.fixture
+def problems(load):
+    def of(text: str, *overrides: str, **environment: str) -> list[str]:
+        with pytest.raises(UsageError) as raised:
+            load(text, *overrides, **environment)
+        assert raised.value.exit_code == 2
+        return str(raised.value).split("\n")
+
+    return of
+
+
+def test_numbers_are_read_as_people_spell_them(load):
+    config = load("task: model.py\nlearning_rate: {min: 1e-5, max: 1E-1}\nbudget: {run: 1e2, total: 10m}\nconfirm: off")
+    assert (config.learning_rate.min, config.learning_rate.max) == (1e-5, 0.1)
+    assert (config.budget.run, config.budget.total, config.confirm.seeds) == (100.0, 600.0, 0)
+
+
+def test_the_task_is_found_beside_the_file(load, tmp_path):
+    assert load("task: model.py").task == str(tmp_path / "model.py")
+    assert load("task: sub/model.py:Task").task == str(tmp_path / "sub" / "model.py:Task")
+
+
+@pytest.mark.parametrize("name", ["package.module", "package.module:attribute", "module:Class.make"])
+def test_a_task_that_is_a_module_keeps_its_name(load, name):
+    assert load(f"task: {name}").task == name
+
+
+def test_the_run_is_named_by_the_file_or_by_its_folder(load, tmp_path):
+    assert load("task: model.py").name == tmp_path.name
+    assert load("task: model.py\nname: mine").name == "mine"
+    (tmp_path / "my study (2).yaml").write_text("task: model.py")
+    assert load_config(tmp_path / "my study (2).yaml", environment={}).name == "my-study-2"
+    (tmp_path / "ü.yaml").write_text("task: model.py")
+    assert load_config(tmp_path / "ü.yaml", environment={}).name == "run"
+
+
+class TestPrecedence:
+    def test_an_argument_wins_over_the_environment_and_that_over_the_file(self, load):
+        text = "task: model.py\nbudget: {total: 1h, run: 1m}\nseed: 1"
+        assert load(text).budget.total == 3600
+        assert load(text, BATCHTUNE_BUDGET_TOTAL="2h").budget.total == 7200
+        config = load(text, "budget.total=3h", BATCHTUNE_BUDGET_TOTAL="2h", BATCHTUNE_SEED="5")
+        assert (config.budget.total, config.budget.run, config.seed) == (10800, 60, 5)
+
+    def test_the_last_argument_wins(self, load):
+        assert load("task: model.py", "seed=1", "seed=2").seed == 2
+
+    def test_a_whole_section_can_be_given(self, load):
+        config = load("task: model.py\nbudget: {run: 1m, total: 1h}", "budget={total: 5m}")
+        assert (config.budget.run, config.budget.total) == (60, 300)
+
+    def test_a_section_switched_off_can_be_filled_again(self, load):
+        assert load("task: model.py\nconfirm: off", "confirm.seeds=2").confirm.seeds == 2
+
+    def test_lists_and_spaces_are_yaml_on_the_command_line_too(self, load):
+        assert load("task: model.py", " precision = [bf16, fp32]").precision == ["bf16", "fp32"]
+
+    def test_the_task_may_come_from_the_command_line(self, load, tmp_path):
+        assert load("seed: 1", "task=other.py").task == str(tmp_path / "other.py")
+
+    def test_the_process_environment_is_the_default(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("BATCHTUNE_LEARNING_RATE_MAX", "1e-2")
+        (tmp_path / "config.yaml").write_text("task: model.py")
+        assert load_config(tmp_path / "config.yaml").learning_rate.max == 0.01
+
+
+class TestProblems:
+    def test_all_of_them_are_told_at_once_with_file_and_line(self, problems):
+        text = """\
+            learning_rte: {min: 1e-4}
+            batch_size:
+              min: 64
+              max: 32
+            budget:
+              run: soon
+              trials: many
+            objective: {gaol: maximize, metric: val_loss}
+            precision: bf61
+            memory:
+            device: GPU 0
+        """
+        found = problems("\n".join(line[12:] for line in text.splitlines()))
+        expected = [
+            "config.yaml:1: 'task' is missing; add 'task: model.py'",
+            "config.yaml:1: unknown key 'learning_rte'. Did you mean 'learning_rate'?",
+            "config.yaml:2: batch_size: min 64 is greater than max 32; swap them or raise max",
+            "config.yaml:6: budget.run: 'soon' is not a duration; write 90s, 10m or 1h",
+            "config.yaml:7: budget.trials: should be a valid integer",
+            "config.yaml:8: unknown key 'objective.gaol'. Did you mean 'goal'?",
+            "config.yaml:9: precision: should be 'bf16', 'fp16', 'fp32' or 'tf32'",
+            "config.yaml:10: memory: should be a section of keys, for example 'memory: {margin: ...}'",
+            "config.yaml:11: device: 'GPU 0' names no device",
+        ]
+        assert len(found) == len(expected)
+        assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+    def test_the_problems_come_in_the_order_of_the_file(self, problems):
+        found = problems("batch_size: {min: 9, max: 3}\nseed: x\nbudget: {run: y}\ntask: m.py\nwhat: 1")
+        assert [int(line.split(":")[1]) for line in found] == [1, 2, 3, 5]
+
+    def test_a_key_of_another_section_is_pointed_to(self, problems):
+        assert problems("task: m.py\nmargin: 0.1") == [
+            "config.yaml:2: unknown key 'margin'. Did you mean 'memory.margin'?"
+        ]
+
+    def test_a_key_like_no_other_is_answered_with_those_there_are(self, problems):
+        (line,) = problems("task: m.py\nmemory: {colour: blue}")
+        assert line == "config.yaml:2: unknown key 'memory.colour'. Known here: margin, limit."
+
+    def test_a_dotted_key_in_the_file_is_a_section(self, problems):
+        (line,) = problems("task: m.py\nbatch_size.min: 3")
+        assert line == "config.yaml:2: unknown key 'batch_size.min'; write a section, 'batch_size: {min: ...}'"
+
+    def test_a_switch_is_no_number(self, problems):
+        assert problems("task: m.py\nbatch_size: {max: true}") == [
+            "config.yaml:2: batch_size.max: should be a number, not true"
+        ]
+
+    def test_what_the_command_line_breaks_is_told_of_the_command_line(self, problems):
+        assert problems("task: m.py\nbatch_size:\n  max: 32", "batch_size.min=64") == [
+            "'batch_size.min=64': batch_size: min 64 is greater than max 32; swap them or raise max"
+        ]
+        assert problems("task: m.py", BATCHTUNE_SEED="x")[0].startswith(
+            "BATCHTUNE_SEED: seed: should be a valid integer"
+        )
+
+    def test_a_mistyped_argument_is_an_unknown_key(self, problems):
+        assert problems("task: m.py", "budget.totl=5m") == [
+            "'budget.totl=5m': unknown key 'budget.totl'. Did you mean 'total'?"
+        ]
+
+    def test_arguments_that_are_no_yaml_are_told_with_all_other_problems(self, problems):
+        found = problems("task: m.py\nseed: x", "budget.total=[", "memory.margin=}")
+        assert [line.partition(":")[0] for line in found] == ["'budget.total=['", "'memory.margin=}'", "config.yaml"]
+
+    @pytest.mark.parametrize("text", ["seed", "=5", " =5"])
+    def test_an_argument_without_key_or_value_is_explained(self, problems, text):
+        assert "is not of the form key=value, for example budget.total=5m" in problems("task: m.py", text)[0]
+
+    def test_an_absurd_number_is_told_in_one_short_line(self, problems):
+        for value in ("9" * 390, "9" * 390 + "GB", "1e999"):
+            (line,) = problems(f"task: m.py\nmemory: {{limit: {value}}}")
+            assert len(line) < 200
+
+    def test_yaml_that_does_not_parse_is_told_with_its_line(self, problems):
+        assert problems("task: m.py\nseed: [1,\n")[0].startswith("config.yaml:3: not valid YAML: ")
+        assert problems("task: a\ntask: b\nseed: 1\nseed: 2") == [
+            "config.yaml:2: key 'task' stands twice (first in line 1); remove one",
+            "config.yaml:4: key 'seed' stands twice (first in line 3); remove one",
+        ]
+
+    def test_an_empty_file_lacks_its_task(self, problems):
+        assert problems("")[0].startswith("config.yaml:1: 'task' is missing")
+
+
+class TestUnreadableFiles:
+    def test_a_missing_file_comes_with_the_command_that_writes_one(self, tmp_path):
+        with pytest.raises(UsageError, match="No such file or directory; 'batchtune init' writes one"):
+            load_config(tmp_path / "nowhere.yaml")
+
+    def test_a_folder_is_no_file(self, tmp_path):
+        with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+            load_config(tmp_path)
+
+    def test_a_binary_file_is_no_text(self, tmp_path):
+        (tmp_path / "model.pt").write_bytes(b"\x80\x02\xff\xfe")
+        with pytest.raises(UsageError, match="not a UTF-8 text file"):
+            load_config(tmp_path / "model.pt")

@@ -1,0 +1,272 @@
+"""The result document: its JSON, its schema, and reading it back."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import jsonschema
+import pytest
+from pydantic import ValidationError
+
+from batchtune.errors import UsageError
+from batchtune.results import (
+    Attempt,
+    CurvePoint,
+    Environment,
+    Estimate,
+    Failure,
+    Interval,
+    ProbeResult,
+    Recommendation,
+    Result,
+    Target,
+    TaskInfo,
+    ThroughputFit,
+    ThroughputPoint,
+    Trial,
+    load_result,
+    result_schema,
+    write_atomically,
+)
+
+TASK = TaskInfo(path="model.py", sha256="ab" * 32)
+PROBE = ProbeResult(
+    precision="bf16",
+    max_batch_size=176,
+    first_failing_batch_size=177,
+    limited_by="memory",
+    memory_limit_bytes=24 * 2**30,
+    verified_in_fresh_process=True,
+    attempts=[
+        Attempt(batch_size=176, outcome="fit", steps=3, peak_reserved_bytes=2**30, step_seconds=0.21, seconds=1.9),
+        Attempt(batch_size=177, outcome="oom", message="CUDA out of memory"),
+    ],
+    throughput=[ThroughputPoint(batch_size=64, samples_per_second=3000.0, step_seconds=0.02, power_watts=700.0)],
+    throughput_fit=ThroughputFit(alpha_seconds=0.01, beta_seconds_per_sample=1e-4, saturation_batch_size=100.0),
+)
+RECOMMENDATION = Recommendation(
+    micro_batch_size=128,
+    global_batch_size=128,
+    learning_rate=3e-4,
+    precision="bf16",
+    time_to_target_seconds=Interval(median=41.0, low=39.0, high=44.0),
+    reason="fastest",
+)
+TRIALS = [
+    Trial(
+        number=number,
+        state="complete",
+        outcome="reached",
+        batch_size=128,
+        learning_rate=3e-4,
+        precision="bf16",
+        seed=0,
+        time_to_target_seconds=41.0 + number,
+        curve=[CurvePoint(seconds=0.0, samples=0, value=2.3), CurvePoint(seconds=9.0, samples=999, value=0.4)],
+    )
+    for number in range(3)
+]
+DOCUMENTS = {
+    "probe": Result(kind="probe", status="complete", task=TASK, probe=PROBE, environment=Environment(device="a CPU")),
+    "several probes": Result(kind="probe", status="complete", task=TASK, probe=PROBE, probes=[PROBE, PROBE]),
+    "tune": Result(
+        kind="tune",
+        status="complete",
+        task=TASK,
+        probe=PROBE,
+        trials=TRIALS,
+        target=Target(metric="val_loss", goal="minimize", value=0.4),
+        recommendation=RECOMMENDATION,
+        baseline=RECOMMENDATION,
+    ),
+    "estimate": Result(
+        kind="estimate",
+        status="complete",
+        task=TASK,
+        estimates=[Estimate(gpu="A100-80GB", memory_bytes=80 * 2**30, precision="bf16", max_batch_size=512)],
+    ),
+    "failed": Result(kind="tune", status="failed", task=TASK, error=Failure(exit_code=4, message="nothing fits")),
+    "interrupted": Result(kind="probe", status="interrupted", task=TaskInfo(path="model.py"), warnings=["stopped"]),
+}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=DOCUMENTS)
+def document(request) -> Result:
+    return DOCUMENTS[request.param]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that changes a document and writes it."""
+
+    def write(**changes: object) -> Path:
+        content = json.loads(DOCUMENTS["probe"].to_json()) | changes
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+def test_the_document_is_valid_by_its_schema(document):
+    schema = result_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(json.loads(document.to_json()), schema, jsonschema.Draft202012Validator)
+
+
+def test_the_document_reads_back_the_same(document, tmp_path):
+    (tmp_path / "result.json").write_text(document.to_json())
+    assert load_result(tmp_path / "result.json") == document
+    assert load_result(tmp_path) == document
+
+
+def test_the_document_names_its_schema_and_version():
+    head = json.loads(DOCUMENTS["probe"].to_json())
+    assert (head["schema"], head["kind"], head["status"]) == ("batchtune.result/1", "probe", "complete")
+    assert head["created_at"].endswith("+00:00")
+    assert head["batchtune_version"]
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "guess"}, {"status": "fine"}, {"schema": "other/1"}, {"warnings": "none"}])
+def test_the_schema_refuses_another_document(wrong):
+    content = json.loads(DOCUMENTS["probe"].to_json()) | wrong
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content, result_schema(), jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None])
+def test_a_figure_that_was_not_measured_is_absent(value):
+    attempt = Attempt(batch_size=1, outcome="fit", step_seconds=value)
+    probe = ProbeResult(precision="fp32", attempts=[attempt])
+    text = Result(kind="probe", status="complete", task=TASK, probe=probe).to_json()
+    assert "step_seconds" not in text
+    assert "NaN" not in text
+    assert "null" not in text
+
+
+def test_zero_is_a_measurement_and_stays():
+    point = ThroughputPoint(batch_size=1, samples_per_second=1.0, step_seconds=1.0, gpu_utilization=0.0)
+    assert "gpu_utilization" in point.model_dump_json(exclude_none=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: Interval(median=value, low=1.0, high=2.0),
+        lambda value: ThroughputPoint(batch_size=1, samples_per_second=value, step_seconds=1.0),
+        lambda value: CurvePoint(seconds=value, samples=1),
+    ],
+)
+def test_a_figure_that_must_be_there_must_be_a_number(make, value):
+    with pytest.raises(ValidationError, match="finite"):
+        make(value)
+
+
+def test_records_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        DOCUMENTS["probe"].kind = "tune"
+
+
+def test_keys_that_a_later_version_added_are_ignored(written):
+    path = written(colour="blue", environment={"device": "a CPU", "firmware": "9"})
+    assert load_result(path).environment == Environment(device="a CPU")
+
+
+@pytest.mark.parametrize("version", ["2", "17", "99999999999999999999"])
+def test_a_newer_schema_is_refused_with_the_remedy(written, version):
+    with pytest.raises(UsageError, match=r"a newer batchtune wrote it.*upgrade batchtune"):
+        load_result(written(schema=f"batchtune.result/{version}"))
+
+
+@pytest.mark.parametrize("version", ["0", "", "-1", "one", "²"])
+def test_a_schema_that_never_was_is_refused(written, version):
+    with pytest.raises(UsageError, match="there never was such a version"):
+        load_result(written(schema=f"batchtune.result/{version}"))
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "{}", '{"schema": "other/1"}', '{"schema": 1}', "null"])
+def test_another_json_file_is_no_result(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(UsageError, match="not a batchtune result"):
+        load_result(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "binary", "deep"])
+def test_what_is_no_json_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(UsageError, match="not a JSON document"):
+        load_result(tmp_path / "x.json")
+
+
+def test_a_damaged_document_names_the_first_wrong_key(written):
+    with pytest.raises(UsageError, match=r"result.json: status: Input should be .* \(1 problem"):
+        load_result(written(status="fine"))
+
+
+def test_no_result_comes_with_the_command_that_makes_one(tmp_path):
+    with pytest.raises(UsageError, match="no such result; run 'batchtune probe' or 'batchtune tune' first"):
+        load_result(tmp_path)
+
+
+class TestFrames:
+    def test_a_study_gives_a_row_for_each_trial(self):
+        frame = DOCUMENTS["tune"].to_frame()
+        assert list(frame["number"]) == [0, 1, 2]
+        assert list(frame["time_to_target_seconds"]) == [41.0, 42.0, 43.0]
+        assert "curve" not in frame.columns
+
+    def test_a_probe_gives_a_row_for_each_attempt(self):
+        frame = DOCUMENTS["probe"].to_frame()
+        assert list(frame["batch_size"]) == [176, 177]
+        assert list(frame["outcome"]) == ["fit", "oom"]
+        assert set(frame["precision"]) == {"bf16"}
+
+    def test_several_probes_give_the_attempts_of_all(self):
+        assert len(DOCUMENTS["several probes"].to_frame()) == 4
+
+    def test_an_estimate_gives_a_row_for_each_gpu(self):
+        assert list(DOCUMENTS["estimate"].to_frame()["gpu"]) == ["A100-80GB"]
+
+    def test_a_failure_gives_no_rows(self):
+        assert DOCUMENTS["failed"].to_frame().empty
+
+
+class TestWriteAtomically:
+    def test_the_text_replaces_the_file(self, tmp_path):
+        for text in ("old", "new ü"):
+            write_atomically(tmp_path / "result.json", text)
+        assert (tmp_path / "result.json").read_text(encoding="utf-8") == "new ü"
+        assert names(tmp_path) == ["result.json"]
+
+    def test_others_may_read_it_as_they_may_any_new_file(self, tmp_path):
+        (tmp_path / "plain").touch()
+        write_atomically(tmp_path / "result.json", "{}")
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+        assert len(modes) == 1
+
+    @pytest.mark.parametrize("step", ["fsync", "replace"])
+    def test_a_failure_leaves_the_old_file_and_no_other(self, tmp_path, monkeypatch, step):
+        def no_space(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        (tmp_path / "result.json").write_text("old")
+        monkeypatch.setattr(*((os, "fsync") if step == "fsync" else (Path, "replace")), no_space)
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(tmp_path / "result.json", "new")
+        assert (tmp_path / "result.json").read_text() == "old"
+        assert names(tmp_path) == ["result.json"]
+
+    def test_an_interruption_leaves_no_temporary_file(self, tmp_path, monkeypatch):
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(tmp_path / "result.json", "new")
+        assert names(tmp_path) == []

@@ -1,0 +1,149 @@
+"""The run folder: who may write to it, and when it belongs to another run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from batchtune.errors import UsageError
+from batchtune.results import Attempt, Result, TaskInfo, load_result
+from batchtune.run_folder import RunFolder, latest_run
+
+RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder("digits", tmp_path / "runs")
+    folder.open(fresh=False)
+    yield folder
+    folder.close()
+
+
+def test_it_is_made_with_the_folders_above_it(folder, tmp_path):
+    assert folder.path == tmp_path / "runs" / "digits"
+    assert folder.path.is_dir()
+
+
+def test_a_second_run_in_it_is_refused_with_the_process_that_has_it(folder, tmp_path):
+    with pytest.raises(UsageError, match=f"process {os.getpid()} is running in it; wait, stop it, or choose another"):
+        RunFolder("digits", tmp_path / "runs").open(fresh=False)
+
+
+def test_it_is_free_again_after_closing(folder, tmp_path):
+    folder.close()
+    folder.close()
+    other = RunFolder("digits", tmp_path / "runs")
+    other.open(fresh=False)
+    other.close()
+
+
+def test_it_is_free_again_after_its_process_was_killed(tmp_path):
+    code = (
+        "import os, pathlib; from batchtune.run_folder import RunFolder; "
+        f"RunFolder('digits', pathlib.Path({str(tmp_path)!r})).open(fresh=False); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    folder = RunFolder("digits", tmp_path)
+    folder.open(fresh=False)
+    folder.close()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/digits: cannot be written: Not a directory"):
+        RunFolder("digits", tmp_path / "file").open(fresh=False)
+
+
+def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
+    folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+    folder.write_result(RESULT)
+    (folder.path / "notes.txt").write_text("mine")
+    folder.close()
+    again = RunFolder("digits", tmp_path / "runs")
+    again.open(fresh=True)
+    again.close()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.txt"]
+
+
+class TestIdentity:
+    def test_the_same_run_goes_on(self, folder):
+        for _ in range(2):
+            folder.check_identity({"batch_size.max": 32, "precision": ("bf16",)})
+
+    def test_another_run_is_refused_naming_the_key_and_the_remedy(self, folder):
+        folder.check_identity({"seed": 0, "batch_size.max": 32})
+        with pytest.raises(UsageError) as raised:
+            folder.check_identity({"seed": 0, "batch_size.max": 64})
+        assert "measured with batch_size.max = 32, now 64; results would mix" in str(raised.value)
+        assert "--fresh" in str(raised.value)
+
+    def test_a_refusal_changes_nothing(self, folder):
+        folder.check_identity({"seed": 0})
+        for _ in range(2):
+            with pytest.raises(UsageError):
+                folder.check_identity({"seed": 1})
+        folder.check_identity({"seed": 0})
+
+    def test_keys_of_another_version_do_not_matter(self, folder):
+        folder.check_identity({"seed": 0, "old": 1})
+        folder.check_identity({"seed": 0, "new": 2})
+
+    def test_long_values_are_cut_in_the_message(self, folder):
+        folder.check_identity({"task": "a" * 500})
+        with pytest.raises(UsageError) as raised:
+            folder.check_identity({"task": "b" * 500})
+        assert len(str(raised.value)) < 400
+
+    def test_a_damaged_file_is_no_identity(self, folder):
+        (folder.path / "identity.json").write_text("{")
+        folder.check_identity({"seed": 0})
+        assert json.loads((folder.path / "identity.json").read_text()) == {"seed": 0}
+
+
+class TestAttempts:
+    def test_they_come_back_in_order_with_what_was_said_about_them(self, folder):
+        for size in (1, 2):
+            folder.append_attempt(Attempt(batch_size=size, outcome="fit"), precision="bf16")
+        assert [(each["batch_size"], each["precision"]) for each in folder.attempts()] == [(1, "bf16"), (2, "bf16")]
+        assert Attempt.model_validate(next(folder.attempts())).fits
+
+    def test_a_line_cut_off_by_a_crash_is_passed_over(self, folder):
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        with (folder.path / "attempts.jsonl").open("ab") as stream:
+            stream.write(b'{"batch_size": 2, "outc\xff\n3\n')
+        folder.append_attempt(Attempt(batch_size=4, outcome="oom"))
+        assert [each["batch_size"] for each in folder.attempts()] == [1, 4]
+
+    def test_there_are_none_in_a_new_folder(self, folder):
+        assert list(folder.attempts()) == []
+
+
+def test_a_result_is_read_back_from_the_folder(folder):
+    folder.write_result(RESULT)
+    assert load_result(folder.path) == RESULT
+
+
+def test_a_full_disk_is_told_in_one_line(folder, monkeypatch):
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(UsageError, match=r"result.json: cannot be written: No space left on device; "):
+        folder.write_result(RESULT)
+
+
+def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):
+    for age, name in ((30, "a"), (10, "b"), (20, "c")):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "result.json"
+        file.write_text("{}")
+        os.utime(file, (1e9 - age, 1e9 - age))
+    assert latest_run(tmp_path) == tmp_path / "b"
+
+
+def test_without_a_run_the_commands_that_make_one_are_named(tmp_path):
+    with pytest.raises(UsageError, match="run 'batchtune probe' or 'batchtune tune' first"):
+        latest_run(tmp_path)

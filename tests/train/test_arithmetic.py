@@ -1,0 +1,85 @@
+"""Floating-point operations of a step, and gradient accumulation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from batchtune.device.memory import Peaks
+from batchtune.task.contract import Task
+from batchtune.train.attempt import attempt
+from batchtune.train.flops import count_flops, flops_per_sample
+from batchtune.train.timing import time_steps
+
+
+class FakeMemory:
+    """A CPU without a limit."""
+
+    device = torch.device("cpu")
+
+    def peaks(self):
+        return Peaks(None, None)
+
+    def reset_peaks(self):
+        pass
+
+    synchronize = release = reset_peaks
+
+
+def linear_task(seen=None):
+    def loss(model, batch):
+        if seen is not None:
+            seen.append(model.weight.grad is not None)
+        return model(batch).sum()
+
+    return Task(
+        SimpleNamespace(
+            build_model=lambda: nn.Linear(16, 8),
+            make_batch=lambda batch_size: torch.randn(batch_size, 16),
+            compute_loss=loss,
+        ),
+        "model.py",
+    )
+
+
+def test_a_linear_layer_costs_two_operations_a_weight_forward_and_as_many_for_its_gradient():
+    model, batch = nn.Linear(16, 8), torch.randn(4, 16)
+    assert count_flops(lambda: model(batch).sum().backward()) == 2 * (2 * 4 * 16 * 8)
+
+
+def test_attention_on_the_cpu_is_counted():
+    query = torch.randn(1, 2, 32, 8, requires_grad=True)
+    flops = count_flops(lambda: functional.scaled_dot_product_attention(query, query, query).sum().backward())
+    forward = 2 * 2 * (2 * 32 * 32 * 8)
+    assert flops == forward + 2.5 * forward
+
+
+def test_a_compiled_model_is_counted_like_the_plain_one():
+    model, batch = nn.Linear(16, 8), torch.randn(4, 16)
+    plain = count_flops(lambda: model(batch).sum().backward())
+    compiled = torch.compile(model, backend="eager")
+    compiled(batch)
+    assert count_flops(lambda: compiled(batch).sum().backward()) == plain
+
+
+@pytest.mark.parametrize("work", [lambda: 1 / 0, lambda: torch.ones(3) + 1])
+def test_what_cannot_be_counted_is_absent(work):
+    assert count_flops(work) is None
+
+
+def test_a_sample_of_a_task_costs_what_its_layers_do():
+    assert flops_per_sample(linear_task(), FakeMemory(), batch_size=4, precision="fp32") == 2 * 2 * 16 * 8
+
+
+def test_accumulated_gradients_are_there_from_the_second_micro_batch_on():
+    seen = []
+    found, _ = attempt(linear_task(seen), FakeMemory(), batch_size=4, steps=2, precision="fp32", accumulation_steps=3)
+    assert (found.outcome, found.steps) == ("fit", 2)
+    assert seen == [False, True, True] * 2
+
+
+def test_samples_of_all_micro_batches_count_in_the_speed():
+    point = time_steps(linear_task(), FakeMemory(), batch_size=4, precision="fp32", seconds=0.01, accumulation_steps=5)
+    assert point.samples_per_second == pytest.approx(20 / point.step_seconds)

@@ -1,0 +1,143 @@
+"""Models under torch.compile: what compiling costs is no step time, and compiling again is seen.
+
+The backend is `eager`: dynamo captures, guards and compiles again as it does with any other, and no compiler is needed.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from batchtune.device.memory import Peaks
+from batchtune.task.contract import Task
+from batchtune.train.attempt import StepTimes, attempt
+from batchtune.train.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
+from batchtune.train.timing import time_steps
+
+
+class FakeMemory:
+    """A CPU without a limit."""
+
+    device = torch.device("cpu")
+
+    def describe(self):
+        return "a CPU", None, None
+
+    def peaks(self):
+        return Peaks(None, None)
+
+    def reset_peaks(self):
+        pass
+
+    synchronize = release = reset_peaks
+
+
+class Restless(nn.Module):
+    """Counts its calls in Python, which is a new program for torch.compile each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 1), 0
+
+    def forward(self, batch):
+        self.calls += 1
+        return self.layer(batch) * self.calls
+
+
+def task_of(build):
+    return Task(
+        SimpleNamespace(
+            build_model=build,
+            make_batch=lambda batch_size: torch.randn(batch_size, 4),
+            compute_loss=lambda model, batch: model(batch).square().mean(),
+        ),
+        "model.py",
+    )
+
+
+PLAIN = task_of(lambda: nn.Linear(4, 1))
+COMPILED = task_of(lambda: torch.compile(nn.Linear(4, 1), backend="eager"))
+RESTLESS = task_of(lambda: torch.compile(Restless(), backend="eager"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    forget_compiled()
+
+
+def run(task, batch_size=8, steps=6):
+    return attempt(task, FakeMemory(), batch_size=batch_size, steps=steps, precision="fp32")[0]
+
+
+def test_without_torch_compile_nothing_is_said_about_it():
+    assert run(PLAIN).recompiles is None
+
+
+def test_a_model_that_compiles_once_has_no_recompiles():
+    found = run(COMPILED)
+    assert (found.outcome, found.recompiles) == ("fit", 0)
+
+
+def test_a_model_that_compiles_in_every_step_is_seen():
+    found = run(RESTLESS)
+    assert found.outcome == "fit"
+    assert found.recompiles == 4  # of six steps, the first two may compile
+
+
+def test_compiling_is_no_part_of_the_step_time():
+    first_compiling = run(COMPILED, steps=1)
+    assert first_compiling.step_seconds is None
+    assert run(COMPILED).step_seconds < first_compiling.seconds / 2
+
+
+def test_every_size_is_compiled_for_itself():
+    watch = CompileWatch()
+    sizes = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    graphs = []
+    for size in sizes:
+        assert run(COMPILED, size, steps=2).outcome == "fit"
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert watch.new_graphs() == 1
+    assert graphs == [1] * len(sizes)  # neither one graph for any size, nor none once torch gives up
+
+
+def test_timed_steps_start_when_compiling_is_over():
+    point = time_steps(COMPILED, FakeMemory(), batch_size=8, precision="fp32", seconds=0.05)
+    assert point.recompiles == 0
+
+
+def test_timed_steps_of_a_plain_model_say_nothing_about_compiling():
+    point = time_steps(PLAIN, FakeMemory(), batch_size=8, precision="fp32", seconds=0.05)
+    assert point.recompiles is None
+
+
+def test_warming_up_ends_even_if_compiling_never_does():
+    steps = []
+    watch = SimpleNamespace(new_graphs=lambda: 1)
+    warm_up(lambda: steps.append(1), watch)
+    assert len(steps) == MAX_WARM_UP_STEPS
+
+
+def test_warming_up_goes_on_for_two_steps_after_the_last_graph():
+    graphs, steps = [1, 0, 1, 0, 0, 0], []
+    watch = SimpleNamespace(new_graphs=lambda: graphs.pop(0))
+    warm_up(lambda: steps.append(1), watch)
+    assert len(steps) == 5
+
+
+def test_the_median_leaves_out_the_first_step_and_those_that_compiled(monkeypatch):
+    times = StepTimes()
+    graphs = [1, 0, 1, 0]
+    monkeypatch.setattr(times._watch, "new_graphs", lambda: graphs.pop(0))
+    for seconds in (9.0, 1.0, 7.0, 3.0):
+        times.add(seconds)
+    assert times.median() == 2.0
+
+
+@pytest.mark.parametrize(("seconds", "median"), [([5.0], 5.0), ([5.0, 1.0], 1.0), ([], None)])
+def test_the_median_of_few_steps(seconds, median):
+    times = StepTimes()
+    for each in seconds:
+        times.add(each)
+    assert times.median() == median
