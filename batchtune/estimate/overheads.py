@@ -28,7 +28,7 @@ class Overhead:
 
 
 _CONTEXT = (
-    "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (PyTorch maintainer, pytorch#107667), to 500 MB "
+    "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer in pytorch#107667), to 500 MB "
     "on parts with many multiprocessors; not measured here"
 )
 _CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"

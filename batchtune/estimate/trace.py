@@ -83,7 +83,8 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
 def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str, micro_batches: int) -> None:
     with recorder:
         recorder.holds(batch)
-        trainer = Trainer(task, torch.device(recorder.device_type, 0), precision)
+        device = torch.device("cuda", 0) if recorder.device_type == "cuda" else torch.device(recorder.device_type)
+        trainer = Trainer(task, device, precision)
         roles = Roles(recorder)
         roles.built(trainer)
         with recorder.naming(trainer.model):

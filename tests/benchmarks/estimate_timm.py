@@ -123,7 +123,9 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
 
     good = [row for row in rows if "largest" in row]
     calibration, held_out = good[::2], good[1::2]
-    best = max(range(len(CAPACITIES_GIB)), key=lambda place: hits(calibration, place))
+    most = max(hits(calibration, place) for place in range(len(CAPACITIES_GIB)))
+    equal = [place for place in range(len(CAPACITIES_GIB)) if hits(calibration, place) == most]
+    best = equal[len(equal) // 2]
     misses = [row for row in held_out if not row["fits"] <= row["largest"][best] < row["fails"]]
     above = [row for row in held_out if row["largest"][best] > 1.1 * row["fails"]]
     fitted, scored = hits(calibration, best), hits(held_out, best)
@@ -134,7 +136,7 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
         "",
         f"{len(rows)} models drawn at random (seed 0) from the rows below 512, {len(rows) - len(good)} not traced.",
         f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the 24, hits {fitted}.",
-        f"Scored on the other {len(held_out)}: **{scored} hit the true bracket ({scored / max(1, len(held_out)):.1%})**;",
+        f"Scored on the other {len(held_out)}: **{scored} hit the true bracket ({scored / len(held_out):.1%})**;",
         f"{len(above)} more than 10 % above the failing size.",
         "",
         "| model | fits | fails | estimate |",
@@ -171,7 +173,10 @@ def main() -> None:
             file.write(json.dumps(found) + "\n")
             file.flush()
     stub_torchvision()
-    text = report([done[row["model"]] for row in wanted], "python " + " ".join(sys.argv))
+    text = report(
+        [done[row["model"]] for row in wanted],
+        f"python {sys.argv[0]} --data {options.data.name} --models {options.models}",
+    )
     options.output.write_text(text)
     print(text)
 
