@@ -224,7 +224,7 @@ class Worker:
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         self.close()
         if code is not None and code < 0:
-            name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+            name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
             killed = describe_kill(self._kills_before, oom_kills())
             text = killed if name == "SIGKILL" else f"the process died by {name}"
         else:
