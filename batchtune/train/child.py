@@ -6,8 +6,8 @@ code is imported, so that nothing it prints, reads or closes can disturb them.
 
 from __future__ import annotations
 
-import importlib
 import contextlib
+import importlib
 import json
 import os
 import platform

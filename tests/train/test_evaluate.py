@@ -1,0 +1,92 @@
+"""Evaluation: which metric, over what, and without a trace in training."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from batchtune.errors import UsageError
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import Trainer
+
+
+@pytest.fixture
+def trainer(linear_task):
+    return lambda precision="fp32", **functions: Trainer(linear_task(**functions), torch.device("cpu"), precision)
+
+
+class TestUsersOwn:
+    def test_a_float_is_whatever_metric_is_asked_for(self, trainer):
+        assert metric_value(trainer(evaluate=lambda _model: 0.25), "anything", 8) == 0.25
+
+    def test_a_dict_is_asked_by_name(self, trainer):
+        scores = trainer(evaluate=lambda _model: {"val_loss": 2.0, "accuracy": torch.tensor(0.5)})
+        assert metric_value(scores, "accuracy", 8) == 0.5
+
+    def test_a_metric_that_is_not_there_is_answered_with_those_that_are(self, trainer):
+        scores = trainer(evaluate=lambda _model: {"val_loss": 2.0, "accuracy": 0.5})
+        with pytest.raises(UsageError, match=r"'f1' is not among what .* in model.py returns: val_loss, accuracy"):
+            metric_value(scores, "f1", 8)
+
+    def test_the_model_is_in_eval_mode_without_gradients_and_back_afterwards(self, trainer):
+        seen = []
+        checked = trainer(evaluate=lambda model: seen.append((model.training, torch.is_grad_enabled())) or 1.0)
+        metric_value(checked, "x", 8)
+        assert seen == [(False, False)]
+        assert checked.model.training
+        assert torch.is_grad_enabled()
+
+    def test_an_evaluation_that_raises_leaves_training_mode_on(self, trainer):
+        broken = trainer(evaluate=lambda _model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            metric_value(broken, "x", 8)
+        assert broken.model.training
+
+
+class TestMeanLoss:
+    def test_it_is_the_mean_over_samples_whatever_the_batch(self, trainer):
+        default = trainer()
+        inputs, values = default.task.val_data.tensors
+        whole = float(nn.functional.mse_loss(default.model(inputs), values).detach())
+        for batch_size in (32, 8, 7, 1, 100):
+            assert metric_value(default, "val_loss", batch_size) == pytest.approx(whole, rel=1e-5)
+
+    def test_it_can_stop_after_a_few_batches(self, trainer):
+        sizes = []
+        task = {"compute_loss": lambda _model, batch: sizes.append(len(batch[0])) or torch.tensor(1.0)}
+        assert metric_value(trainer(**task), "val_loss", 8, max_batches=2) == 1.0
+        assert sizes == [8, 8]
+
+    def test_a_stream_is_evaluated_too(self, trainer):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return ((torch.ones(4), torch.ones(1)) for _ in range(10))
+
+        streaming = trainer(val_dataset=Stream, compute_loss=lambda _model, batch: batch[0].mean())
+        assert metric_value(streaming, "val_loss", 4) == pytest.approx(1.0)
+
+    def test_any_other_metric_needs_an_evaluate(self, trainer):
+        with pytest.raises(
+            UsageError, match=r"'accuracy': model.py has no evaluate\(\), so the only metric is 'val_loss'"
+        ):
+            metric_value(trainer(), "accuracy", 8)
+
+
+class TestRandomNumbers:
+    @pytest.mark.parametrize(
+        "draw", [lambda: float(torch.rand(1)), random.random, np.random.rand], ids=["torch", "Python", "NumPy"]
+    )
+    def test_an_evaluation_that_draws_some_leaves_those_of_training_as_they_were(self, trainer, draw):
+        noisy = trainer(evaluate=lambda _model: draw())
+        assert self._drawn(noisy, draw, evaluate=True) == self._drawn(noisy, draw, evaluate=False)
+
+    @staticmethod
+    def _drawn(trainer, draw, *, evaluate):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(5)
+        if evaluate:
+            metric_value(trainer, "x", 8)
+        return draw()

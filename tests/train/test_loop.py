@@ -1,0 +1,220 @@
+"""A training run against the clock; the clock is the test's own, and a sample takes 1/128 second: sums are exact."""
+
+import itertools
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchtune.train import clock as clock_module
+from batchtune.train import loop
+from batchtune.train.loop import EVALUATION_SHARE, RunSpec, next_evaluation, train
+from batchtune.train.step import NonFiniteLossError
+
+SECONDS_PER_SAMPLE = 1 / 128
+
+
+def spec_of(**changes: object) -> RunSpec:
+    usual = {
+        "micro_batch_size": 8,
+        "accumulation_steps": 1,
+        "learning_rate": 0.05,
+        "precision": "fp32",
+        "seed": 0,
+        "metric": "val_loss",
+        "goal": "minimize",
+        "target": None,
+        "limit_seconds": 10.0,
+        "evaluate_every": 1.0,
+        "evaluation_batch_size": 32,
+    }
+    return RunSpec(**usual | changes)
+
+
+class Clock:
+    """Stands still unless told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(clock_module, "_paces", defaultdict(lambda: deque(maxlen=200)))  # other tests' paces
+    return clock
+
+
+@pytest.fixture
+def run(clock, linear_task, fake_device):
+    """Runs to the end: the points, and how it ended. Evaluating takes `evaluation_seconds`."""
+
+    def to_the_end(spec, *, go_on=lambda _point: True, evaluation_seconds=0.1, slow=None, **functions):
+        own_loss = functions.pop("compute_loss", linear_task().source.compute_loss)
+        steps = itertools.count()
+
+        def compute_loss(model, batch):
+            if model.training:
+                clock.now += len(batch[0]) * SECONDS_PER_SAMPLE * (slow(next(steps)) if slow else 1)
+            else:
+                clock.now += evaluation_seconds
+            return own_loss(model, batch)
+
+        task = linear_task(compute_loss=compute_loss, **functions)
+        running, points = train(task, fake_device(), spec), []
+        try:
+            points.append(next(running))
+            while True:
+                points.append(running.send(go_on(points[-1])))
+        except StopIteration as end:
+            return SimpleNamespace(points=points, outcome=end.value)
+
+    return to_the_end
+
+
+class TestEndings:
+    def test_a_run_without_a_target_trains_to_its_limit(self, run):
+        done = run(spec_of(limit_seconds=5.0))
+        assert done.outcome == "finished"
+        assert [point.seconds for point in done.points] == [0, 1, 2, 3, 4, 5]
+
+    def test_a_run_ends_when_it_reaches_its_target(self, run):
+        done = run(spec_of(target=0.5, limit_seconds=100.0))
+        assert done.outcome == "reached"
+        assert done.points[-1].value <= 0.5
+        assert all(point.value > 0.5 for point in done.points[:-1])
+        assert done.points[-1].seconds < 100
+
+    def test_a_metric_to_maximize_is_reached_from_below(self, run):
+        scores = itertools.count()
+        done = run(spec_of(goal="maximize", target=3.0, metric="score"), evaluate=lambda _model: float(next(scores)))
+        assert (done.outcome, done.points[-1].value) == ("reached", 3.0)
+
+    def test_a_target_met_before_training_is_reached_at_once(self, run):
+        done = run(spec_of(target=1e9))
+        assert (done.outcome, done.points[0].seconds, len(done.points)) == ("reached", 0.0, 1)
+
+    def test_a_run_told_to_stop_is_pruned(self, run):
+        done = run(spec_of(), go_on=lambda point: point.seconds < 2)
+        assert (done.outcome, len(done.points)) == ("pruned", 3)
+
+    def test_a_run_that_reaches_its_target_is_not_pruned_there(self, run):
+        assert run(spec_of(target=1e9), go_on=lambda _point: False).outcome == "reached"
+
+    def test_a_learning_rate_too_large_diverges_and_its_last_value_is_absent(self, run):
+        done = run(spec_of(learning_rate=1e6, limit_seconds=100.0))
+        assert (done.outcome, done.points[-1].value) == ("diverged", None)
+        assert done.points[-1].seconds < 100
+
+    def test_a_metric_that_is_no_number_has_diverged(self, run):
+        done = run(spec_of(metric="x"), evaluate=lambda _model: float("nan"))
+        assert (done.outcome, done.points[-1].value) == ("diverged", None)
+
+    def test_a_loss_that_is_no_number_before_any_weight_has_changed_is_the_users(self, run):
+        with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 8"):
+            run(spec_of(), compute_loss=lambda model, batch: model(batch[0]).sum() * float("nan"))
+
+
+class TestTime:
+    def test_evaluation_is_not_counted(self, run, clock):
+        done = run(spec_of(limit_seconds=5.0), evaluation_seconds=100.0)
+        assert done.points[-1].seconds == 5.0
+        assert clock.now > 500
+
+    def test_the_samples_are_those_trained_on(self, run):
+        done = run(spec_of(micro_batch_size=4, accumulation_steps=3))
+        assert [point.samples * SECONDS_PER_SAMPLE for point in done.points] == [point.seconds for point in done.points]
+        assert all(point.samples % 12 == 0 for point in done.points)
+
+    def test_no_run_goes_far_beyond_its_limit(self, run):
+        done = run(spec_of(limit_seconds=1.0, evaluate_every=0.3, micro_batch_size=64))
+        assert 1.0 <= done.points[-1].seconds < 1.0 + 64 * SECONDS_PER_SAMPLE
+
+    def test_a_step_held_up_by_the_machine_counts_at_the_usual_pace_and_the_measured_time_is_kept(self, run):
+        done = run(spec_of(limit_seconds=5.0), slow=lambda step: 30 if step == 20 else 1)
+        last = done.points[-1]
+        assert last.seconds == pytest.approx(5.0, abs=0.2)
+        assert last.measured_seconds > last.seconds + 1
+
+    def test_undisturbed_runs_have_one_time_only(self, run):
+        assert {point.measured_seconds for point in run(spec_of()).points} == {None}
+
+    def test_the_scheduler_is_told_how_many_steps_there_will_be(self, run):
+        horizons = []
+
+        def build_scheduler(_optimizer, total_steps):
+            horizons.append(total_steps)
+
+        run(spec_of(limit_seconds=4.0), build_scheduler=build_scheduler)
+        assert horizons == [4 * 128 / 8]
+
+
+class TestDeterminism:
+    def test_the_same_seed_gives_the_same_values_at_the_same_samples(self, run):
+        one, two = (run(spec_of(seed=7)).points for _ in range(2))
+        assert one == two
+
+    def test_another_seed_gives_others(self, run):
+        one, two = (run(spec_of(seed=seed)).points for seed in (7, 8))
+        assert [point.value for point in one] != [point.value for point in two]
+
+    def test_looking_more_often_changes_nothing(self, run):
+        def values(every, **functions):
+            points = run(spec_of(evaluate_every=every), **functions).points
+            return {point.samples: point.value for point in points}
+
+        seldom, often = values(2.5), values(0.25)
+        common = seldom.keys() & often.keys()
+        assert len(common) == 5, str(sorted(often))
+        assert {samples: seldom[samples] for samples in common} == {samples: often[samples] for samples in common}
+
+    def test_accumulation_trains_as_the_larger_batch_does(self, run):
+        whole = run(spec_of(micro_batch_size=8)).points[-1]
+        parts = run(spec_of(micro_batch_size=4, accumulation_steps=2)).points[-1]
+        assert whole.samples == parts.samples
+        assert parts.value == pytest.approx(whole.value, rel=1e-3, abs=1e-6)
+
+
+class TestNextEvaluation:
+    automatic = spec_of(evaluate_every=None, limit_seconds=100.0)
+
+    def test_it_comes_at_the_pace_asked_for(self):
+        assert next_evaluation(3.0, 50.0, spec_of(evaluate_every=2.0)) == 5.0
+
+    def test_it_is_never_beyond_the_limit(self):
+        assert next_evaluation(9.5, 0.1, spec_of(evaluate_every=2.0)) == 10.0
+        assert next_evaluation(99.0, 50.0, self.automatic) == 100.0
+
+    def test_it_keeps_the_same_relative_distance(self):
+        assert next_evaluation(10.0, 1e-4, self.automatic) == pytest.approx(10.7)
+        assert next_evaluation(50.0, 1e-4, self.automatic) == pytest.approx(53.5)
+
+    def test_dear_evaluations_are_rare(self):
+        due = next_evaluation(0.0, 1.5, self.automatic)
+        assert 1.5 / (1.5 + due) == pytest.approx(EVALUATION_SHARE)
+
+    def test_but_a_run_is_looked_at_twenty_times_however_dear_they_are(self):
+        assert next_evaluation(0.0, 1000.0, self.automatic) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "reached"),
+    [("minimize", 0.5, True), ("minimize", 0.6, False), ("maximize", 0.5, True), ("maximize", 0.4, False)]
+    + [(goal, value, False) for goal in ("minimize", "maximize") for value in (float("nan"), float("inf"))],
+)
+def test_a_target_is_reached_on_its_side_and_by_numbers_only(goal, value, reached):
+    assert spec_of(goal=goal, target=0.5).reached(value) == reached
+
+
+def test_without_a_target_nothing_reaches_it():
+    assert not spec_of(target=None).reached(-1e9)
+
+
+def test_training_leaves_no_gradient_mode_behind(run):
+    run(spec_of(limit_seconds=0.5))
+    assert torch.is_grad_enabled()

@@ -1,0 +1,68 @@
+"""What each precision means, and which one a device does well."""
+
+import pytest
+import torch
+
+from batchtune.errors import DeviceError
+from batchtune.train.precision import Precision, choose, every_precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_what_is_asked_for_is_taken(name):
+    assert choose(name, CPU) == (name, "asked for")
+
+
+def test_tf32_needs_cuda_and_says_what_to_use_instead():
+    with pytest.raises(DeviceError, match="precision tf32 exists on CUDA devices only, not on cpu; use fp32 or bf16"):
+        choose("tf32", CPU)
+    assert choose("tf32", CUDA) == ("tf32", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((9, 0), "bf16"), ((8, 6), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")]
+)
+def test_auto_goes_by_the_matrix_units_and_says_so(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    chosen, reason = choose("auto", CUDA)
+    assert chosen == name
+    assert f"compute capability {capability[0]}.{capability[1]}" in reason
+
+
+def test_auto_is_fp32_on_a_cpu_with_a_reason():
+    assert choose("auto", CPU) == ("fp32", "half precision is not reliably faster on cpu")
+
+
+def test_every_precision_of_a_device_can_be_chosen():
+    for device in (CPU, CUDA):
+        assert [choose(name, device)[0] for name in every_precision(device)] == every_precision(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_computes_in_it(name, dtype):
+    with Precision(name, CPU).autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+@pytest.mark.parametrize(("name", "scales"), [("fp32", False), ("bf16", False), ("fp16", True)])
+def test_only_fp16_scales_its_loss(name, scales):
+    assert Precision(name, CPU).scaler.is_enabled() == scales
+
+
+@pytest.fixture
+def matrix_modes():
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    yield lambda: [backend.allow_tf32 for backend in backends]
+    for backend, allowed in zip(backends, before, strict=True):
+        backend.allow_tf32 = allowed
+
+
+def test_tf32_is_switched_on_for_itself_only(matrix_modes):
+    for name, on in (("tf32", True), ("fp32", False)):
+        Precision(name, CUDA)
+        assert matrix_modes() == [on, on]

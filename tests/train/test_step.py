@@ -1,0 +1,168 @@
+"""Optimizer steps as the user trains."""
+
+import random
+from collections import namedtuple
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from batchtune.errors import UserCodeError
+from batchtune.train.step import Trainer, move, seed_everything, training_batches
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def trainer(linear_task):
+    def make(precision="fp32", learning_rate=0.1, seed=0, total_steps=None, **functions):
+        task = linear_task(**functions)
+        return Trainer(task, CPU, precision, learning_rate=learning_rate, seed=seed, total_steps=total_steps)
+
+    return make
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return trainer.model.weight.detach().clone()
+
+
+def batch_of(task, size):
+    return next(training_batches(task, size, 0))
+
+
+class TestSteps:
+    def test_accumulated_micro_batches_equal_one_large_batch(self, trainer):
+        whole, parts = trainer(), trainer()
+        inputs, values = batch_of(whole.task, 32)
+        whole.step(iter([(inputs, values)]))
+        parts.step(iter(zip(inputs.split(8), values.split(8), strict=True)), 4)
+        assert torch.allclose(weights(whole), weights(parts), atol=1e-6)
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_training_lowers_the_loss_in_every_precision(self, trainer, precision):
+        learning = trainer(precision)
+        batches = training_batches(learning.task, 16, 0)
+        losses = [float(learning.step(batches)) for _ in range(40)]
+        assert losses[-1] < losses[0] / 10
+
+    def test_the_learning_rate_is_the_one_given(self, trainer):
+        slow, fast = trainer(learning_rate=0.01), trainer(learning_rate=0.1)
+        start, batch = weights(slow), batch_of(slow.task, 8)
+        for each in (slow, fast):
+            each.step(iter([batch]))
+        ratio = (weights(fast) - start) / (weights(slow) - start)
+        assert torch.allclose(ratio, torch.full_like(ratio, 10), rtol=1e-2)
+
+    def test_gradients_are_freed_after_a_step(self, trainer):
+        once = trainer()
+        once.step(iter([batch_of(once.task, 8)]))
+        assert all(parameter.grad is None for parameter in once.model.parameters())
+
+    def test_the_scheduler_takes_one_step_for_each_of_the_optimizers(self, trainer):
+        horizons = []
+
+        def build_scheduler(optimizer, total_steps):
+            horizons.append(total_steps)
+            return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
+
+        scheduled = trainer(total_steps=10, build_scheduler=build_scheduler)
+        batches = training_batches(scheduled.task, 4, 0)
+        for _ in range(5):
+            scheduled.step(batches, 3)
+        assert horizons == [10]
+        assert scheduled.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+    def test_without_a_horizon_there_is_no_scheduler(self, trainer):
+        assert trainer(build_scheduler=lambda *_: pytest.fail("not asked for")).scheduler is None
+
+    def test_the_model_is_in_training_mode(self, trainer):
+        assert trainer(build_model=lambda: nn.Linear(4, 1).eval()).model.training
+
+    def test_a_loss_without_a_graph_is_explained(self, trainer):
+        broken = trainer(compute_loss=lambda _model, batch: batch[0].mean())
+        with pytest.raises(UserCodeError, match="without a graph; no parameter of the model leads to it"):
+            broken.forward_backward(batch_of(broken.task, 4))
+
+
+class TestSeeds:
+    def test_the_same_seed_gives_the_same_weights_and_another_one_others(self, trainer):
+        assert torch.equal(weights(trainer(seed=3)), weights(trainer(seed=3)))
+        assert not torch.equal(weights(trainer(seed=3)), weights(trainer(seed=4)))
+
+    @pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(1)), np.random.rand])
+    def test_every_source_of_random_numbers_is_seeded(self, draw):
+        def first() -> float:
+            seed_everything(2**31 - 1)
+            return draw()
+
+        assert first() == first()
+
+
+class TestBatches:
+    def test_an_epoch_has_every_sample_once_in_an_order_of_its_own(self, linear_task):
+        task = linear_task(train_dataset=lambda: list(range(10)))
+        epochs = [torch.cat(list(part)).tolist() for part in self._epochs(task, 5, 2)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+        assert epochs[0] != epochs[1]
+
+    @staticmethod
+    def _epochs(task, size, count):
+        batches = training_batches(task, size, 0)
+        return [list(islice(batches, 10 // size)) for _ in range(count)]
+
+    def test_the_order_follows_from_the_seed(self, linear_task):
+        task = linear_task(train_dataset=lambda: list(range(100)))
+        orders = [torch.cat(list(islice(training_batches(task, 10, seed), 10))).tolist() for seed in (1, 1, 2)]
+        assert orders[0] == orders[1] != orders[2]
+
+    def test_incomplete_batches_are_left_out(self, linear_task):
+        task = linear_task(train_dataset=lambda: list(range(10)))
+        assert {len(batch) for batch in islice(training_batches(task, 4, 0), 12)} == {4}
+
+    def test_a_set_smaller_than_the_batch_is_given_whole(self, linear_task):
+        task = linear_task(train_dataset=lambda: list(range(3)))
+        assert {len(batch) for batch in islice(training_batches(task, 4, 0), 3)} == {3}
+
+    def test_the_users_collate_makes_the_batches(self, linear_task):
+        task = linear_task(train_dataset=lambda: list(range(8)), collate=sum)
+        assert sum(islice(training_batches(task, 4, 0), 2)) == sum(range(8))
+
+    def test_a_stream_starts_again_when_it_ends(self, linear_task):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(range(4))
+
+        task = linear_task(train_dataset=Stream)
+        assert [batch.tolist() for batch in islice(training_batches(task, 2, 0), 3)] == [[0, 1], [2, 3], [0, 1]]
+
+    def test_a_stream_without_samples_is_an_error_and_no_endless_loop(self, linear_task):
+        class Empty(IterableDataset):
+            def __iter__(self):
+                return iter(())
+
+        with pytest.raises(UserCodeError, match="train_dataset yields no samples"):
+            next(training_batches(linear_task(train_dataset=Empty), 2, 0))
+
+
+class TestMove:
+    Pair = namedtuple("Pair", "inputs values")  # noqa: PYI024 - as users write it
+
+    def test_tensors_go_along_in_any_nesting_and_the_rest_stays(self):
+        meta, tensor = torch.device("meta"), torch.zeros(2)
+        moved = move({"a": [tensor, "text"], "b": (tensor, 3), "c": self.Pair(tensor, None)}, meta)
+        assert {moved["a"][0].device, moved["b"][0].device, moved["c"].inputs.device} == {meta}
+        assert (moved["a"][1], moved["b"][1], moved["c"].values) == ("text", 3, None)
+        assert isinstance(moved["c"], self.Pair)
+
+    def test_whatever_knows_how_to_move_does_so(self):
+        mover = SimpleNamespace(to=lambda device: f"on {device}")
+        assert move([mover], CPU) == ["on cpu"]
+
+
+def test_a_plain_tensor_dataset_works_too(linear_task):
+    task = linear_task(train_dataset=lambda: TensorDataset(torch.arange(6.0)))
+    assert len(next(training_batches(task, 2, 0))[0]) == 2
