@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -405,6 +406,7 @@ def main() -> NoReturn:
 def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> Iterator[Session]:
     """Turns whatever happens in a command into one line on stderr and the documented exit code."""
     _stop_on_signals()
+    warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")
     session: Session | None = None
     try:
         session = Session(json=json, output=output, quiet=quiet, verbose=verbose, debug=debug)

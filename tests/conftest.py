@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ def tuned(new_cli) -> Tuned:
 def invoke(monkeypatch):
     """Runs a command that needs no child inside this process, whose signal handlers are put back afterwards."""
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
     for number, handler in kept.items():

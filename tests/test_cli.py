@@ -241,7 +241,7 @@ def test_tune_again_gives_the_same_answer_without_another_trial(tuned, cli):
     tuned.copy_to(cli)
     again = cli("tune", "config.yaml", "--json", "-q")
     assert again.code == 0, again.err
-    changes_with_time = {"created_at", "task"}
+    changes_with_time = {"created_at", "task", "environment"}  # the folder is another; free memory varies
     for key in tuned.document.keys() - changes_with_time:
         assert again.document[key] == tuned.document[key], key
 

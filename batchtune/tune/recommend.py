@@ -204,7 +204,8 @@ def _unconfirmed(trials: Sequence[Trial], *, timed: bool, goal: Goal) -> Recomme
     if not runs:
         return None
     best = min(runs, key=lambda trial: score(trial, timed=timed, goal=goal) or 0.0)
-    reason = f"best of {len(runs)} single runs, not confirmed on fresh seeds"
+    count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
+    reason = f"{count}, not confirmed on fresh seeds"
     value = score(best, timed=timed, goal=goal)
     return _of([best], [value] if value is not None else [], timed=timed, goal=goal, reason=reason)
 

@@ -116,7 +116,6 @@ def test_nothing_fits_is_no_batch_of_zero(probed):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (None, "-"),
         (0, "0 s"),
         (2e-5, "20 µs"),
         (0.25, "250 ms"),
@@ -130,10 +129,9 @@ def test_durations_are_written_with_the_unit_that_fits(seconds, text):
 
 
 def test_figures_that_were_not_measured_are_a_dash():
-    assert [size(None), number(None), share(None)] == ["-", "-", "-"]
-    assert [size(3 << 20), size(18.26 * (1 << 30)), number(12345.6), share(0.42)] == [
-        "3 MiB",
-        "18.3 GiB",
-        "12,346",
-        "42%",
-    ]
+    assert [size(None), duration(None), number(None), share(None)] == ["-", "-", "-", "-"]
+
+
+def test_figures_are_rounded_to_what_a_reader_can_use():
+    assert [size(3 << 20), size(18.26 * (1 << 30))] == ["3 MiB", "18.3 GiB"]
+    assert [number(12345.6), number(0.12345), share(0.42)] == ["12,346", "0.123", "42%"]
