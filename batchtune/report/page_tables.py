@@ -16,6 +16,10 @@ def _sortable(shown: str, value: float | None) -> _Cell:
     return (shown, "" if value is None else repr(value))
 
 
+def _count(number_of: int, name: str) -> str:
+    return f"{number_of:,} {name}{'' if number_of == 1 else 's'}"
+
+
 def trials(result: Result) -> Markup:
     """Every run of the study, which its reader can sort."""
     metric = result.target.metric if result.target else "metric"
@@ -38,7 +42,8 @@ def trials(result: Result) -> Markup:
     rows = [_run(trial) for trial in shown]
     if len({trial.precision for trial in shown}) == 1:
         rows = [[*row[:_PRECISION], "-", *row[_PRECISION + 1 :]] for row in rows]  # the recommendation names it
-    return table(columns, rows, caption="All runs of the study", sortable=True, marked=marked)
+    caption = _count(len(shown), "run") + ("; those of the recommended configuration are marked" if any(marked) else "")
+    return table(columns, rows, caption=caption, sortable=True, marked=marked)
 
 
 def _run(trial: Trial) -> list[_Cell]:
@@ -84,14 +89,16 @@ def attempts(probe: ProbeResult) -> Markup:
                 _sortable(f"{attempt.batch_size:,}", attempt.batch_size),
                 tag("span", attempt.outcome, class_=f"outcome {attempt.outcome}"),
                 _sortable(size(peak), peak),
-                f"{peak / limit:.0%}" if peak and limit else "-",
+                _sortable(f"{peak / limit:.1%}", peak / limit) if peak and limit else "-",
                 _sortable(size(allocated), allocated),
                 _sortable(duration(attempt.step_seconds), attempt.step_seconds),
                 _sortable(duration(attempt.seconds), attempt.seconds),
                 attempt.message or ("final check" if attempt.purpose == "verify" else "-"),
             ]
         )
-    return table(columns, rows, caption=f"Attempts at {probe.precision}", sortable=True)
+    return table(
+        columns, rows, caption=f"{_count(len(rows), 'attempt')} at {probe.precision}, in their order", sortable=True
+    )
 
 
 def precisions(result: Result) -> Markup | None:

@@ -198,7 +198,7 @@ def _draw_scored(figure: go.Figure, places: Sequence[_Place], target: Target | N
         "reversescale": not timed and target is not None and target.goal == "maximize",
         "line": {"width": 1, "color": LIGHT["card"]},
         "colorbar": {
-            "title": {"text": "time to<br>target" if timed else metric, "font": {"size": 11.5}},
+            "title": {"text": "time to<br>target<br> " if timed else f"{metric}<br> ", "font": {"size": 11.5}},
             "tickvals": ticks,
             "ticktext": [duration(value) if timed else number(value, 4) for value in shown],
             "tickfont": {"size": 11.5, "color": LIGHT["muted"]},
