@@ -77,8 +77,8 @@ def test_the_lines_to_paste_are_python_that_sets_what_was_found(tuned, precision
     assert lines[3:] == ([line] if line else [])
 
 
-def test_there_is_nothing_to_paste_without_a_recommendation(probed):
-    assert snippet(probed) == ""
+def test_a_probe_gives_its_largest_batch_to_paste(probed):
+    assert snippet(probed).startswith(f"batch_size = {probed.probe.max_batch_size}")
 
 
 def test_the_environment_leaves_out_what_is_not_there():
