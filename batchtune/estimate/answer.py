@@ -15,7 +15,13 @@ _CURVE_POINTS = 400
 
 
 def answer(
-    *, task: str, precision: str, accumulation_steps: int, gpus: list[dict[str, Any]], memory_limit: int | None
+    *,
+    task: str,
+    precision: str,
+    accumulation_steps: int,
+    gpus: list[dict[str, Any]],
+    memory_limit: int | None,
+    checkpointing: bool = False,
 ) -> dict[str, Any]:
     """Traces a task once and finds the largest batch on each GPU; run in a child process through `Child.apply`.
 
@@ -25,6 +31,7 @@ def answer(
         accumulation_steps: micro-batches per optimizer step.
         gpus: dicts with name, memory_bytes, generation and vendor.
         memory_limit: bytes a process may reserve; None for what the GPU has.
+        checkpointing: recompute the model's repeated blocks in backward, whatever the user's code does.
 
     Returns:
         `{"refused": why}`, or `{"gpus": [one dict each], "detail": the peak at the first size}`.
@@ -33,7 +40,7 @@ def answer(
     from batchtune.estimate.trace import CannotTraceError, Tracer
 
     try:
-        tracer = Tracer(task, precision, accumulation_steps)
+        tracer = Tracer(task, precision, accumulation_steps, checkpointing=checkpointing)
         found = fit(tracer.trace)
         notes = list(tracer.notes)
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)

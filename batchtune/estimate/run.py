@@ -112,18 +112,22 @@ def estimate_task(
     traced = list(dict.fromkeys(_TRACED_AS.get(name, name) for _, name in asked))
 
     def answer(precision: str) -> dict[str, Any]:
-        chosen = [gpu for gpu, name in asked if _TRACED_AS.get(name, name) == precision]
-        facts = {gpu.name: _facts(gpu) for gpu in chosen}
+        facts = {gpu.name: _facts(gpu) for gpu, name in asked if _TRACED_AS.get(name, name) == precision}
+        arguments: dict[str, Any] = {
+            "task": spec,
+            "precision": precision,
+            "accumulation_steps": accumulation_steps,
+            "memory_limit": memory_limit,
+        }
         with Worker(None, echo) as worker:
-            arguments = {
-                "task": spec,
-                "precision": precision,
-                "accumulation_steps": accumulation_steps,
-                "gpus": list(facts.values()),
-                "memory_limit": memory_limit,
-            }
-            found = worker.call("apply", timeout=_TIMEOUT_SECONDS, function=_ANSWER, arguments=arguments)
-        return found | {"rows": dict(zip(facts, found.get("gpus", []), strict=False))}
+            found = _ask(worker, arguments | {"gpus": list(facts.values())})
+            found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
+            none = [name for name, row in found["rows"].items() if not row["max_batch_size"]]
+            if none:
+                again = _ask(worker, arguments | {"gpus": [facts[name] for name in none], "checkpointing": True})
+                for name, row in zip(none, again.get("gpus", []), strict=False):
+                    found["rows"][name]["with_checkpointing"] = row["max_batch_size"]
+        return found
 
     with ThreadPoolExecutor(max(1, min(processes, len(traced), os.cpu_count() or 1))) as pool:
         answers = dict(zip(traced, pool.map(answer, traced), strict=True))
@@ -131,6 +135,10 @@ def estimate_task(
         _record(gpu, name, answers[_TRACED_AS.get(name, name)], memory_limit, accumulation_steps) for gpu, name in asked
     ]
     return EstimateRun(estimates, [_detail(name, each) for name in traced for each in answers[name].get("details", [])])
+
+
+def _ask(worker: Worker, arguments: dict[str, Any]) -> dict[str, Any]:
+    return worker.call("apply", timeout=_TIMEOUT_SECONDS, function=_ANSWER, arguments=arguments)
 
 
 def choose(gpu: GpuFacts) -> str:
@@ -168,6 +176,8 @@ def _record(
         notes.append(f"the memory limit of {memory_limit:,} bytes is more than this GPU has")
     if not row["max_batch_size"]:
         notes.append(f"a batch of 1 needs {row['needed_bytes']:,} bytes, this GPU holds {row['capacity_bytes']:,}")
+        if row.get("with_checkpointing"):
+            notes.append(f"with activation checkpointing of its repeated blocks: {row['with_checkpointing']}")
     speed = samples_per_second(gpu, precision, row, accumulation_steps)
     if speed is not None:
         notes.append("samples per second: a roofline, which real training stays below")

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from batchtune.errors import BatchtuneError
+from batchtune.estimate.checkpointing import Checkpointed
 from batchtune.estimate.events import Trace, Work, normalized
 from batchtune.estimate.fake_cuda import fake_cuda
 from batchtune.estimate.places import place_of_error
@@ -37,13 +38,15 @@ class Tracer:
         ops: the operators of the step.
     """
 
-    def __init__(self, spec: str, precision: str, accumulation_steps: int = 1) -> None:
+    def __init__(self, spec: str, precision: str, accumulation_steps: int = 1, *, checkpointing: bool = False) -> None:
         self.notes: list[str] = []
         self.ops: set[str] = set()
         self._precision, self._accumulation_steps = precision, accumulation_steps
         with compilation_ignored(self.notes):
             self._task = load_task(spec)
         self._task.require("probe")
+        if checkpointing:
+            self._task = Checkpointed(self._task.source, self._task.where)
 
     def trace(self, batch_size: int) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""

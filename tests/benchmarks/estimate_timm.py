@@ -64,7 +64,7 @@ def task_of(name: str, resolution: int) -> Any:
     from batchtune.task.contract import Task
 
     class Sgd(torch.optim.SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
+        def zero_grad(self, set_to_none: bool = True) -> None:  # PyTorch 1.12's default
             super().zero_grad(set_to_none=False)
 
     def build_model() -> torch.nn.Module:

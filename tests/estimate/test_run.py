@@ -61,6 +61,18 @@ def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path
     assert run.details[0].batch_size == large.max_batch_size
 
 
+def test_where_nothing_fits_checkpointing_is_traced_too(tmp_path):
+    path = tmp_path / "deep.py"
+    path.write_text(
+        TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
+        .replace("4096, 1024))", "4096, 1024)) for _ in range(16)])")
+        .replace("(size, 64, 1024)", "(size, 16384, 1024)")
+    )
+    (found,) = estimate_task(str(path), [Gpu(capacity_bytes=8 * GIB)], ["fp32"]).estimates
+    assert found.max_batch_size == 0
+    assert any(note.startswith("with activation checkpointing of its repeated blocks: ") for note in found.notes)
+
+
 def test_a_memory_limit_counts_where_it_is_below_what_the_gpu_has():
     ops = {"aten.addmm.default"}
     free = capacity_bytes(40 * GIB, "Ampere", "NVIDIA", ops, None)
