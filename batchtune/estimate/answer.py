@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
 from typing import Any
 
 from batchtune.estimate.allocator import ExpandableAllocator
-from batchtune.estimate.capacity import TracedStep, largest_allocated, largest_batch
+from batchtune.estimate.capacity import TracedStep, largest_batch
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.overheads import Confidence, capacity_bytes, confidence
 
 _CURVE_POINTS = 400
+_DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
 def answer(
@@ -47,9 +50,11 @@ def answer(
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
         ops = tracer.ops
+        search = cache(partial(largest_batch, step))
         rows = [
             _row(
                 step,
+                search,
                 capacity_bytes(gpu["memory_bytes"], gpu["generation"], gpu["vendor"], ops, memory_limit),
                 confidence(ops, notes, aligned=isinstance(found, FittedStep), vendor=gpu["vendor"]),
             )
@@ -61,15 +66,16 @@ def answer(
         return {"refused": str(refusal)}
 
 
-def _row(step: Step, capacity: int, sure: Confidence) -> dict[str, Any]:
-    expected = largest_batch(step, capacity)
+def _row(step: Step, search: Callable[..., int], capacity: int, sure: Confidence) -> dict[str, Any]:
+    within = _rounded_down(capacity)
+    expected = search(within)
     row: dict[str, Any] = {
         "capacity_bytes": capacity,
         "confidence": str(sure),
         "notes": list(sure.notes),
         "max_batch_size": expected,
-        "safe_max_batch_size": safe_batch(step, expected, capacity, sure.band),
-        "expandable_segments_max_batch_size": max(expected, largest_batch(step, capacity, ExpandableAllocator)),
+        "safe_max_batch_size": min(expected, search(_rounded_down(int(capacity / (1 + sure.band))))),
+        "expandable_segments_max_batch_size": max(expected, search(within, ExpandableAllocator)),
     }
     if expected:
         row["peak_bytes"] = peak_allocated_bytes(step, expected)
@@ -79,15 +85,9 @@ def _row(step: Step, capacity: int, sure: Confidence) -> dict[str, Any]:
     return row
 
 
-def safe_batch(step: Step, expected: int, capacity: int, band: float) -> int:
-    """The largest batch that still fits when every peak is `band` higher than estimated.
-
-    The live bytes at the expected size stand for what the capacity really holds, fragmentation taken off.
-    """
-    if expected == 0:
-        return 0
-    holds = min(capacity, peak_allocated_bytes(step, expected))
-    return min(expected, largest_allocated(step, holds / (1 + band)))
+def _rounded_down(capacity: int) -> int:
+    unit = 1 << max(0, capacity.bit_length() - _DIGITS)
+    return capacity // unit * unit
 
 
 def detail(step: Step, batch_size: int) -> dict[str, Any]:

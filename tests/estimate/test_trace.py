@@ -206,6 +206,12 @@ def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
     assert max(resident_kib) < 1 << 20
 
 
+def test_a_peak_in_the_optimizer_that_fits_with_its_band_is_safe_at_any_batch_below(ask):
+    needed = ask(MLP, memory_limit=1 << 20)["gpus"][0]["needed_bytes"]
+    row = ask(MLP, memory_limit=int(needed * 1.04) + (60 << 20))["gpus"][0]
+    assert row["safe_max_batch_size"] > 0
+
+
 def test_an_incomplete_task_is_the_users_error(ask):
     with pytest.raises(BatchtuneError, match="make_batch"):
         ask("""
