@@ -45,6 +45,12 @@ def measure_curve(
         points.append(ThroughputPoint.model_validate(answer))
         observer.throughput(points[-1])
 
+    _add_flops(worker, points, observer, precision=precision, timeout=timeout)
+
+
+def _add_flops(
+    worker: Worker, points: list[ThroughputPoint], observer: Observer, *, precision: str, timeout: float
+) -> None:
     def count(size: int) -> float | None:
         try:
             answer = worker.call("count_flops", timeout=timeout, batch_size=size, precision=precision)

@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from typing import Any
 
 import torch
 
@@ -130,22 +131,26 @@ def attempt(
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
         outcome, message, usable = _explain(error, batch_size)
     memory.release()
-    return (
-        Attempt(
-            batch_size=batch_size,
-            outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
-            steps=len(times.seconds),
-            peak_allocated_bytes=tracker.highest.allocated_bytes,
-            peak_reserved_bytes=tracker.highest.reserved_bytes,
-            forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
-            step_seconds=times.median(),
-            recompiles=times.recompiles(),
-            seconds=round(time.perf_counter() - started, 4),
-            purpose="verify" if verify else "search",
-            message=message,
-        ),
-        usable,
+    found = Attempt(
+        batch_size=batch_size,
+        outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
+        seconds=round(time.perf_counter() - started, 4),
+        purpose="verify" if verify else "search",
+        message=message,
     )
+    return found.model_copy(update=_figures(tracker, times, fits=outcome == "fit")), usable
+
+
+def _figures(tracker: PeakTracker, times: StepTimes, *, fits: bool) -> dict[str, Any]:
+    """What was measured up to the end of an attempt, or up to its failure."""
+    return {
+        "steps": len(times.seconds),
+        "peak_allocated_bytes": tracker.highest.allocated_bytes,
+        "peak_reserved_bytes": tracker.highest.reserved_bytes,
+        "forward_backward_peak_bytes": tracker.forward_backward_bytes if fits else None,
+        "step_seconds": times.median(),
+        "recompiles": times.recompiles(),
+    }
 
 
 def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
