@@ -125,7 +125,7 @@ def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder
         (["report", "nothing"], "nothing: no such result; run 'batchtune probe' or 'batchtune tune' first"),
         (["report", "other.json"], "other.json: not a batchtune result"),
         (["report", "broken.json"], "broken.json: not a JSON document"),
-        (["report", "newer.json"], "newer.json: schema '2' was written by a newer batchtune; upgrade batchtune"),
+        (["report", "newer.json"], "newer.json: a newer batchtune wrote it (schema 2)"),
     ],
 )
 def test_a_command_that_cannot_be_carried_out_says_why(cli, arguments, told):
@@ -305,7 +305,7 @@ def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, cli)
     for command in (("tune", "config.yaml"), ("report",)):
         answer = cli(*command)
         assert answer.code == 2
-        assert "written by a newer batchtune; upgrade batchtune" in answer.err
+        assert "a newer batchtune wrote it (schema 2)" in answer.err
     assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
 
 

@@ -1,0 +1,334 @@
+"""Real child processes, and what users' code does to them.
+
+Starting a child takes seconds (it imports torch), so each is asked as much as possible and many die side by side.
+"""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from batchtune.errors import DeviceError, UsageError, UserCodeError
+from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+LIMIT = 400 * MIB
+ROW_BYTES = (1 << 14) * 4
+TASK = '''
+"""Some sizes of batch have a fate of their own; all others only take memory."""
+import os, signal, subprocess, sys, time
+import torch
+from torch import nn
+
+WIDTH = 1 << 14
+grandchildren = []
+
+def build_model():
+    return nn.Linear(WIDTH, 4)
+
+def make_batch(batch_size):
+    return torch.ones(batch_size, WIDTH)
+
+def train_dataset():
+    return [torch.ones(WIDTH)] * 40
+
+def evaluate(model):
+    return {"val_loss": float(model(torch.ones(1, WIDTH)).square().mean())}
+
+def compute_loss(model, batch):
+    if len(batch) in FATES:
+        FATES[len(batch)]()
+    return model(batch).square().mean()
+
+def die_by(number):
+    return lambda: os.kill(os.getpid(), number)
+
+def leave():
+    print("I have had enough")
+    sys.exit(3)
+
+def hang():
+    time.sleep(600)
+
+def die_and_leave_a_child():
+    if os.fork() == 0:
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def flood():
+    for _ in range(50):
+        sys.stdout.write("x" * (1 << 20))
+    print()
+    for _ in range(20_000):
+        print("line after line")
+
+def close_everything():
+    sys.stdin.close()
+    sys.stdout.close()
+
+def wander():
+    os.chdir("/")
+
+def replace_stdout():
+    sys.stdout = None
+
+def claim_memory():
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+def bear():
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    grandchildren.append(subprocess.Popen(sleeping))
+    print("grandchild", grandchildren[-1].pid)
+
+FATES = {
+    11: die_by(signal.SIGSEGV), 12: die_by(signal.SIGKILL), 13: die_by(signal.SIGRTMIN + 5), 14: leave, 15: hang,
+    16: lambda: os._exit(0), 17: die_and_leave_a_child,
+    21: flood, 22: close_everything, 23: wander, 24: replace_stdout, 25: claim_memory, 26: bear,
+}
+'''
+SEGFAULT, KILL, REAL_TIME, EXIT, HANG, QUIET_EXIT, ORPHAN = range(11, 18)
+FLOOD, CLOSE, WANDER, NO_STDOUT, CLAIM, BEAR = range(21, 27)
+PLAIN = 3
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> WorkerSettings:
+    path = tmp_path_factory.mktemp("task") / "model.py"
+    path.write_text(TASK)
+    return WorkerSettings(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+
+
+def try_size(worker: Worker, size: int, timeout: float = 60) -> dict:
+    answer = worker.call("attempt", timeout=timeout, batch_size=size, steps=1, precision="fp32", verify=False)
+    return answer["attempt"]
+
+
+def train_arguments(**changes: object) -> dict:
+    usual = {
+        "micro_batch_size": PLAIN,
+        "accumulation_steps": 1,
+        "learning_rate": 1e-6,
+        "precision": "fp32",
+        "seed": 0,
+        "metric": "val_loss",
+        "goal": "minimize",
+        "target": None,
+        "limit_seconds": 0.05,
+        "evaluate_every": 0.02,
+        "evaluation_batch_size": 4,
+    }
+    return usual | changes
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def healthy(settings, printed):
+    """A child that lives through this module."""
+    with Worker(settings, printed.append) as worker:
+        worker.start()
+        yield worker
+
+
+@pytest.fixture
+def same_child(healthy):
+    """Asserts that a test neither killed nor replaced the child."""
+    before = healthy._process.pid
+    yield healthy
+    assert try_size(healthy, PLAIN)["outcome"] == "fit"
+    assert healthy._process.pid == before
+
+
+class TestAHealthyChild:
+    def test_it_tells_what_it_found(self, healthy):
+        facts = healthy.start()
+        assert facts["precision"] == [["fp32", "asked for"]]
+        assert (facts["device"], facts["train_size"], facts["memory_limit_bytes"]) == ("cpu", 40, LIMIT)
+        assert facts["optimizer"] == "AdamW"
+
+    def test_ten_ooms_in_turn_with_ten_fits_leave_the_boundary_where_it_was(self, same_child):
+        fits, fails, near = (size * MIB // ROW_BYTES for size in (200, 450, 320))
+        outcomes = [try_size(same_child, size)["outcome"] for _ in range(10) for size in (fits, fails)]
+        assert outcomes == ["fit", "oom"] * 10
+        assert try_size(same_child, near)["outcome"] == "fit"
+
+    def test_an_oom_is_torchs_own_in_its_own_words(self, same_child):
+        result = try_size(same_child, 20_000)
+        assert result["outcome"] == "oom"
+        assert result["message"].startswith("DefaultCPUAllocator: can't allocate memory")
+
+    def test_an_exception_that_claims_an_oom_is_the_users(self, same_child):
+        result = try_size(same_child, CLAIM)
+        assert result["outcome"] == "user_error"
+        assert "(not an out-of-memory error)" in result["message"]
+
+    def test_fifty_megabytes_of_output_do_no_harm(self, same_child, printed):
+        assert try_size(same_child, FLOOD)["outcome"] == "fit"
+        deadline = time.monotonic() + 30
+        while printed.count("line after line") < 20_000 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert printed.count("line after line") == 20_000
+
+    @pytest.mark.parametrize("fate", [NO_STDOUT, CLOSE, WANDER], ids=["no stdout", "closed streams", "another folder"])
+    def test_its_streams_and_its_folder_may_be_taken_from_it(self, settings, fate):
+        with Worker(settings) as worker:
+            assert try_size(worker, fate)["outcome"] == "fit"
+            pid = worker._process.pid
+            assert try_size(worker, PLAIN)["outcome"] == "fit"
+            assert worker._process.pid == pid
+
+    def test_every_evaluation_of_a_run_is_seen_and_may_end_it(self, same_child):
+        points: list[dict] = []
+
+        def until_the_third(point: dict) -> bool:
+            points.append(point)
+            return len(points) < 3
+
+        arguments = train_arguments(limit_seconds=60.0, evaluate_every=0.01)
+        answer = same_child.call("train", timeout=60, on_event=until_the_third, **arguments)
+        assert answer == {"outcome": "pruned"}
+        assert [point["samples"] > 0 for point in points] == [False, True, True]
+
+    def test_a_run_goes_on_to_its_limit_when_nobody_looks(self, same_child):
+        assert same_child.call("train", timeout=60, **train_arguments()) == {"outcome": "finished"}
+
+
+def fate_of(settings: WorkerSettings, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
+    """What was raised, after how many seconds, and whether the child is still there."""
+    with Worker(settings) as worker:
+        worker.start()
+        pid, began = worker._process.pid, time.monotonic()
+        with pytest.raises(WorkerLost) as raised:
+            try_size(worker, size, timeout)
+        return raised.value, time.monotonic() - began, psutil.pid_exists(pid)
+
+
+@pytest.fixture(scope="module")
+def fates(settings):
+    """How children ended that were given a deadly batch."""
+    sizes = (SEGFAULT, KILL, REAL_TIME, EXIT, HANG, QUIET_EXIT, ORPHAN)
+    with ThreadPoolExecutor(4) as pool:
+        ends = pool.map(lambda size: fate_of(settings, size, 1.0 if size == HANG else 60.0), sizes)
+        return dict(zip(sizes, ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "outcome", "words"),
+    [
+        (SEGFAULT, "crash", "the process died by SIGSEGV"),
+        (KILL, "crash", "SIGKILL"),
+        (REAL_TIME, "crash", f"the process died by signal {signal.SIGRTMIN + 5}"),
+        (EXIT, "crash", "the process ended with exit status 3; its last words: I have had enough"),
+        (QUIET_EXIT, "crash", "the process ended with exit status 0"),
+        (HANG, "timeout", "no sign of life for 1 s"),
+        (ORPHAN, "crash", "the process died by SIGSEGV"),
+    ],
+)
+def test_a_child_that_dies_is_missed_and_its_end_is_named(fates, size, outcome, words):
+    lost, _, survived = fates[size]
+    assert lost.outcome == outcome
+    assert words in str(lost)
+    assert not survived
+
+
+def test_a_child_is_missed_at_once_though_a_child_of_its_own_lives_on(fates):
+    assert fates[ORPHAN][1] < 20
+
+
+def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
+    with Worker(settings) as worker:
+        limit, first = worker.start()["memory_limit_bytes"], worker._process.pid
+        with pytest.raises(WorkerLost):
+            try_size(worker, SEGFAULT)
+        assert try_size(worker, PLAIN)["outcome"] == "fit"
+        assert worker._process.pid != first
+        assert worker.facts["memory_limit_bytes"] == limit
+
+        def interrupt(_event: dict) -> bool:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            worker.call("train", timeout=60, on_event=interrupt, **train_arguments())
+        assert worker._process is None  # a child that waits for an answer is of no use
+
+
+BAD = {
+    "lacks its file": ("", {"task": "nowhere.py"}, UsageError, "no such task file"),
+    "asks for a device that is not here": (TASK, {"device": "xpu:7"}, DeviceError, "not available here"),
+    "asks for a device that nobody knows": (TASK, {"device": "abacus"}, UsageError, "torch knows no such device"),
+    "asks for a precision of other devices": (TASK, {"precision": ("tf32",)}, DeviceError, "CUDA devices only"),
+    "raises": ("def build_model():\n    raise KeyError('x')\ndef make_batch(n): ...", {}, UserCodeError, r"py:2: 'x'"),
+    "dies": ("import os\nos.kill(os.getpid(), 11)", {}, UserCodeError, "ended in crash: the process died by SIGSEGV"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    def refusal(name: str) -> BaseException:
+        text, changes, kind, _ = BAD[name]
+        path = tmp_path_factory.mktemp("bad") / "model.py"
+        path.write_text(text)
+        settings = WorkerSettings(**{"task": str(path), "device": "cpu"} | changes)
+        with Worker(settings) as worker, pytest.raises(kind) as raised:
+            worker.start()
+        return raised.value
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(BAD, pool.map(refusal, BAD), strict=True))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_task_is_refused_in_one_line_when_it(refusals, name):
+    assert re.search(BAD[name][3], str(refusals[name]))
+    assert "\n" not in str(refusals[name])
+
+
+def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
+    code = (
+        "from batchtune.train.worker import Worker, WorkerSettings\n"
+        f"worker = Worker(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
+        "worker.start(); print('child', worker._process.pid)\n"
+        f"for size in ({BEAR}, {HANG}):\n"
+        "    worker.call('attempt', timeout=600, batch_size=size, steps=1, precision='fp32', verify=False)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=lambda: [lines.put(line) for line in parent.stdout])
+        reader.start()
+        family = [psutil.Process(int(lines.get(timeout=60).split()[1])) for _ in range(2)]
+        parent.kill()
+        reader.join(timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_closing_a_worker_ends_what_its_child_started(settings):
+    printed: queue.Queue[str] = queue.Queue()
+    with Worker(settings, printed.put) as worker:
+        try_size(worker, BEAR)
+        grandchild = psutil.Process(int(printed.get(timeout=10).split()[1]))
+    psutil.wait_procs([grandchild], timeout=10)
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_child_without_a_task_describes_the_machine():
+    with Worker(None) as worker:
+        answer = worker.call("describe", timeout=60, device="cpu")
+    assert answer["environment"]["device_memory_bytes"] > 0
+    assert answer["sensors"] == {}
+    assert json.dumps(answer)
