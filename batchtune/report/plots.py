@@ -93,7 +93,7 @@ def estimates(result: Result) -> go.Figure | None:
         values = [getattr(row, key) for row in rows]
         if any(value is not None for value in values):
             figure.add_bar(
-                y=names,
+                y=list(range(len(rows))),
                 x=values,
                 orientation="h",
                 name=words,
@@ -108,8 +108,8 @@ def estimates(result: Result) -> go.Figure | None:
             "Largest batch on each GPU, estimated",
             height=130 + 26 * len(rows),
             barmode="overlay",
-            xaxis=axis("largest micro-batch size, estimated", rangemode="tozero", tickformat=",d"),
-            yaxis=axis("", tickmode="linear", type="category", showgrid=False),
+            xaxis=axis("largest micro-batch size", rangemode="tozero", tickformat=",d", nticks=6),
+            yaxis=axis("", tickmode="array", tickvals=list(range(len(rows))), ticktext=names, showgrid=False),
             showlegend=True,
         )
     )
@@ -128,7 +128,7 @@ def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
 
 
 def _gpu(group: list[Estimate], *, several: bool) -> str:
-    """A name of its own for each bar: equal ones would be drawn on top of each other."""
+    """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
     row = group[0]
     words = [row.gpu if len(row.gpu) <= _LONGEST_NAME else f"{row.gpu[: _LONGEST_NAME - 1]}…"]
     words += [f"+{len(group) - 1}"] if len(group) > 1 else []
@@ -137,4 +137,4 @@ def _gpu(group: list[Estimate], *, several: bool) -> str:
 
 
 def _facts(row: Estimate) -> list[str]:
-    return [size(row.memory_bytes), row.precision, label(row.confidence or "not stated")]
+    return [size(row.memory_bytes), label(row.precision), label(row.confidence or "not stated")]

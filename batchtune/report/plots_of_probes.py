@@ -35,7 +35,7 @@ def memory(result: Result) -> go.Figure | None:
     widest = max(attempt.batch_size for probe in probes for attempt in probe.attempts)
     figure = go.Figure()
     for probe, colour in zip(probes, SERIES, strict=False):
-        name = f"{probe.precision} " if len(probes) > 1 else ""
+        name = f"{label(probe.precision)} " if len(probes) > 1 else ""
         _draw_fits(figure, probe, scale, colour, name)
         _draw_failures(figure, probe, limit or ceiling, scale, name)
     if near:
@@ -129,7 +129,7 @@ def throughput(result: Result) -> go.Figure | None:
     low, high = min(point.batch_size for point in points), max(point.batch_size for point in points)
     figure = go.Figure()
     for probe, colour in zip(probes, SERIES, strict=False):
-        name = f"{probe.precision} " if len(probes) > 1 else ""
+        name = f"{label(probe.precision)} " if len(probes) > 1 else ""
         _draw_fitted(figure, probe, (low, high), colour, name)
         figure.add_scatter(
             x=[point.batch_size for point in probe.throughput],

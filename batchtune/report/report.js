@@ -22,11 +22,12 @@
     return typeof part === "string" && exchange.has(part) ? exchange.get(part) : part;
   };
   const places = [...document.querySelectorAll("[data-figure]")];
+  const print = matchMedia("print");
   const draw = (paper) => {
     if (typeof Plotly === "undefined") return;
     for (const place of places) {
       const plain = figures[place.dataset.figure];
-      const figure = dark.matches && !paper ? recoloured(plain) : structuredClone(plain);
+      const figure = dark.matches && !paper && !print.matches ? recoloured(plain) : structuredClone(plain);
       figure.layout.autosize = true;
       if (coarse.matches) figure.layout.dragmode = false; // a finger scrolls the page
       Plotly.react(place, figure.data, figure.layout, {
@@ -40,6 +41,7 @@
   };
   draw(false);
   dark.addEventListener("change", () => draw(false));
+  print.addEventListener("change", () => draw(false));
   addEventListener("beforeprint", () => draw(true));
   addEventListener("afterprint", () => draw(false));
 

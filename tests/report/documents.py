@@ -1,0 +1,177 @@
+"""Result documents of every kind and state, made by hand, and one in which every text means harm."""
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
+FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}
+LAW = {"alpha_seconds": 0.004, "beta_seconds_per_sample": 0.0005, "saturation_batch_size": 8.0}
+
+
+def step_seconds(batch_size):
+    return LAW["alpha_seconds"] + LAW["beta_seconds_per_sample"] * batch_size
+
+
+def attempt(batch_size, outcome="fit", **more):
+    if outcome != "fit":
+        return {"batch_size": batch_size, "outcome": outcome, "seconds": 0.2} | more
+    measured = {"peak_reserved_bytes": 200_000_000 + 8_000_000 * batch_size, "step_seconds": step_seconds(batch_size)}
+    return {"batch_size": batch_size, "outcome": outcome, "steps": 3, "seconds": 0.4} | measured | more
+
+
+def point(batch_size, *, sensors):
+    seen = {
+        "gpu_utilization": 1 - 8 / (batch_size + 12),
+        "memory_controller_utilization": 0.4,
+        "power_watts": 300.0 + batch_size,
+        "temperature_celsius": 55.0 + batch_size / 20,
+        "joules_per_sample": 0.2 + 1 / batch_size,
+    }
+    speed = batch_size / step_seconds(batch_size)
+    measured = {"batch_size": batch_size, "samples_per_second": speed, "step_seconds": step_seconds(batch_size)}
+    return measured | (seen if sensors else {})
+
+
+def probed(precision="bf16", *, sensors=True):
+    return {
+        "precision": precision,
+        "max_batch_size": 176,
+        "first_failing_batch_size": 177,
+        "limited_by": "memory",
+        "memory_limit_bytes": 1_650_000_000,
+        "peak_reserved_bytes": 1_608_000_000,
+        "peak_allocated_bytes": 1_500_000_000,
+        "verified_in_fresh_process": True,
+        "verify_steps": 20,
+        "seconds": 48.0,
+        "attempts": [
+            attempt(1),
+            attempt(64),
+            attempt(256, "oom", message="tried to allocate 2 GiB"),
+            attempt(176),
+            attempt(177, "oom", message="tried to allocate 20 MiB"),
+            attempt(176, purpose="verify"),
+        ],
+        "throughput": [point(size, sensors=sensors) for size in (8, 16, 32, 64, 128, 176)],
+        "throughput_fit": LAW | {"batch_size_within_5_percent": 128},
+    }
+
+
+def trial(number, batch_size, learning_rate, seconds, **more):
+    ends = seconds or 20.0
+    curve = [{"seconds": ends * step / 10, "samples": 9 * step, "value": 5.0 - 0.26 * step} for step in range(11)]
+    return {
+        "number": number,
+        "state": "complete" if seconds else "pruned",
+        "outcome": "reached" if seconds else "pruned",
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "precision": "bf16",
+        "seed": number,
+        "time_to_target_seconds": seconds,
+        "training_seconds": ends,
+        "value": 2.4,
+        "curve": curve,
+    } | more
+
+
+def choice(batch_size, learning_rate, seconds, reason, **more):
+    return {
+        "micro_batch_size": batch_size,
+        "global_batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "precision": "bf16",
+        "time_to_target_seconds": {"median": seconds, "low": seconds * 0.9, "high": seconds * 1.1},
+        "reason": reason,
+    } | more
+
+
+def document(kind, **more):
+    return {
+        "schema": "batchtune.result/1",
+        "kind": kind,
+        "status": "complete",
+        "name": "digits",
+        "created_at": "2026-03-01T12:30:00+00:00",
+        "environment": {"device": "NVIDIA H200", "device_memory_bytes": 150_000_000_000, "torch": "2.13.0"},
+        "task": {"path": "model.py", "sha256": "ab" * 32},
+    } | more
+
+
+def tuned():
+    speedup = {"median": 3.0, "low": 2.7, "high": 3.3}
+    reason = "reaches the target 3 times as fast as the baseline"
+    diverged = {"state": "fail", "outcome": "diverged", "message": "loss was not finite", "value": None}
+    return document(
+        "tune",
+        probe=probed(),
+        target={"metric": "val_loss", "goal": "minimize", "value": 2.41, "reason": "what the baseline reaches"},
+        trials=[
+            trial(0, 32, 0.001, 30.0, role="baseline"),
+            trial(1, 64, 0.002, 12.0),
+            trial(2, 128, 0.004, 9.0),
+            trial(3, 128, 0.03, None),
+            trial(4, 128, 0.5, None, **diverged),
+            trial(5, 128, 0.004, 10.0, role="confirm"),
+            trial(6, 8, 0.004, 110.0),
+        ],
+        recommendation=choice(128, 0.004, 10.0, reason, speedup_over_baseline=speedup),
+        baseline=choice(32, 0.001, 30.0, "what you run today"),
+    )
+
+
+def estimate(gpu, gibibytes):
+    return {
+        "gpu": gpu,
+        "memory_bytes": gibibytes * 2**30,
+        "precision": "bf16",
+        "max_batch_size": 12 * gibibytes,
+        "safe_max_batch_size": 11 * gibibytes,
+        "confidence": "high (±4% of memory)",
+    }
+
+
+def estimated(*gpus):
+    rows = gpus or (("RTX 4090", 24), ("A100-80GB", 80), ("H200", 141))
+    return document("estimate", environment=None, estimates=[estimate(*row) for row in rows])
+
+
+def poisoned(part, key=""):
+    """The same document with every text of a user's, a driver's or a library's replaced by `HOSTILE`."""
+    if isinstance(part, dict):
+        return {name: poisoned(value, name) for name, value in part.items()}
+    if isinstance(part, list):
+        return [poisoned(each, key) for each in part]
+    return HOSTILE if isinstance(part, str) and key in FREE_TEXT else part
+
+
+def hostile():
+    made = poisoned(tuned() | {"probes": [probed(), probed("fp32")]})
+    made["environment"] |= {"driver": HOSTILE, "platform": HOSTILE, "cuda": HOSTILE}
+    made["trials"][0]["message"] = HOSTILE
+    failed = {"status": "failed", "error": {"exit_code": 3, "message": HOSTILE}}
+    return made | failed | {"warnings": [HOSTILE], "batchtune_version": HOSTILE}
+
+
+def hostile_estimate():
+    made = poisoned(estimated())
+    for row in made["estimates"]:
+        row |= {"gpu": HOSTILE + row["gpu"], "confidence": HOSTILE, "notes": [HOSTILE]}
+    return made
+
+
+_NOTHING_FITS = {"precision": "bf16", "memory_limit_bytes": 1000, "attempts": [attempt(1, "oom", message="no memory")]}
+_FAILED = {"exit_code": 3, "message": "model.py: no build_model"}
+DOCUMENTS = {
+    "tune": tuned(),
+    "tune without a baseline": tuned() | {"baseline": None, "target": None},
+    "probe": document("probe", probe=probed()),
+    "probe without sensors": document("probe", probe=probed(sensors=False)),
+    "probe at two precisions": document("probe", probe=probed(), probes=[probed(), probed("fp32")]),
+    "probe where nothing fits": document(
+        "probe", status="failed", error={"exit_code": 4, "message": "nothing fits"}, probe=_NOTHING_FITS
+    ),
+    "estimate": estimated(),
+    "failed at once": document("probe", status="failed", environment=None, error=_FAILED),
+    "interrupted in its probe": document("tune", status="interrupted", probe=probed(), trials=[]),
+    "interrupted in its study": tuned() | {"status": "interrupted", "recommendation": None},
+    "hostile": hostile(),
+    "hostile estimate": hostile_estimate(),
+}

@@ -1,0 +1,139 @@
+"""The figures: what they show, what they leave out, and that no text of a user's is read as markup."""
+
+import json
+
+import plotly.graph_objects as go
+import pytest
+from documents import DOCUMENTS, estimated
+
+from batchtune.errors import UsageError
+from batchtune.report.plots import figures
+from batchtune.report.theme import DARK, LIGHT, label
+from batchtune.results import Result
+
+
+def traces(figure):
+    return {trace.name: trace for trace in figure.data}
+
+
+def test_every_document_s_figures_are_valid_json_without_binary_arrays(any_result):
+    for figure in figures(any_result).values():
+        text = figure.to_json()
+        json.loads(text)
+        assert "bdata" not in text
+
+
+@pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
+def test_no_figure_holds_a_tag_of_the_user_s(result_of, name):
+    for figure in figures(result_of(name)).values():
+        text = figure.to_json()
+        assert not any(mark in text for mark in ("<a", "<script", "<img", "<b>", "\\u003ca", "\\u003cscript"))
+
+
+def test_memory_shows_fits_the_final_check_failures_and_the_limit(result_of):
+    shown = traces(result_of("probe").plot_memory())
+    assert list(shown) == ["fits", "final check", "out of memory", "memory limit, 1.5 GiB"]
+    assert shown["fits"].x == (1, 64, 176)
+    assert shown["final check"].x == (176,)
+    assert shown["out of memory"].x == (256, 177)
+    assert set(shown["out of memory"].y) == set(shown["memory limit, 1.5 GiB"].y) == {1_650_000_000 / 2**20}
+
+
+def test_a_limit_far_above_the_peaks_is_named_and_not_drawn(result_of):
+    probe = DOCUMENTS["probe"]["probe"]
+    fits = [attempt for attempt in probe["attempts"] if attempt["outcome"] == "fit"]
+    figure = result_of("probe", probe=probe | {"attempts": fits, "memory_limit_bytes": 2**40}).plot_memory()
+    assert "memory limit" not in "".join(traces(figure))
+    assert figure.layout.annotations[0].text == "↑ memory limit 1,024.0 GiB"
+    assert figure.layout.yaxis.range[1] < 2 * max(traces(figure)["fits"].y)
+
+
+def test_throughput_shows_the_fit_and_the_knee(result_of):
+    shown = traces(result_of("probe").plot_throughput())
+    assert list(shown) == ["fitted t = α + β·B", "measured", "within 5 % of the best from 128"]
+    assert shown["within 5 % of the best from 128"].x == (128,)
+    fitted = shown["fitted t = α + β·B"]
+    assert fitted.x[0] == 8
+    assert fitted.y[0] == pytest.approx(8 / 0.008)
+    assert fitted.x[-1] == pytest.approx(176)
+
+
+def test_several_precisions_are_told_apart_by_name_and_colour(result_of):
+    shown = traces(result_of("probe at two precisions").plot_throughput())
+    assert {"bf16 measured", "fp32 measured"} <= set(shown)
+    assert shown["bf16 measured"].marker.color != shown["fp32 measured"].marker.color
+
+
+def test_only_sensors_that_were_there_get_a_row(result_of):
+    probe = DOCUMENTS["probe"]["probe"]
+    only_power = [
+        {key: value for key, value in point.items() if key in {"batch_size", "samples_per_second", "step_seconds"}}
+        | {"power_watts": 300.0}
+        for point in probe["throughput"]
+    ]
+    assert len(figures(result_of("probe"))["sensors"].data) == 5
+    assert len(figures(result_of("probe", probe=probe | {"throughput": only_power}))["sensors"].data) == 1
+
+
+def test_learning_curves_set_apart_what_runs_today_and_what_is_recommended(result_of):
+    figure = result_of("tune").plot_curves()
+    shown = traces(figure)
+    assert list(shown) == ["other runs", "what you run today", "recommended", "target: val_loss ≤ 2.41"]
+    assert shown["recommended"].x.count(None) == 2
+    assert figure.layout.xaxis.type == "log"
+    assert min(second for second in shown["other runs"].x if second is not None) > 0
+
+
+def test_a_metric_to_maximise_stays_on_a_linear_axis(result_of):
+    target = {"metric": "accuracy", "goal": "maximize", "value": 0.9}
+    figure = result_of("tune", target=target).plot_curves()
+    assert figure.layout.yaxis.type != "log"
+    assert "target: accuracy ≥ 0.9" in traces(figure)
+
+
+def test_the_landscape_has_one_point_for_each_configuration_coloured_by_its_median_time(result_of):
+    shown = traces(result_of("tune").plot_landscape())
+    reached = shown["reached the target"]
+    assert list(zip(reached.x, reached.y, strict=True)) == [(32, 0.001), (64, 0.002), (128, 0.004), (8, 0.004)]
+    assert 10 ** reached.marker.color[2] == pytest.approx(9.5)
+    assert shown["stopped before the target"].y == (0.03,)
+    assert shown["diverged or failed"].y == (0.5,)
+    assert (shown["recommended"].x, shown["what you run today"].x) == ((128,), (32,))
+
+
+def test_estimates_of_equal_names_each_get_their_bar():
+    long = "RTX PRO 6000 Blackwell Workstation Edition"
+    made = Result.model_validate_json(json.dumps(estimated((f"{long} A", 96), (f"{long} B", 90))))
+    figure = figures(made)["estimates"]
+    assert figure.data[0].y == (0, 1)
+    assert figure.data[0].x == (12 * 90, 12 * 96)
+    assert list(traces(figure)) == ["expected", "safe, error band included"]
+
+
+def test_many_estimates_with_one_answer_share_a_bar():
+    gpus = [(f"card {number}", 24) for number in range(30)] + [("H200", 141)]
+    figure = figures(Result.model_validate_json(json.dumps(estimated(*gpus))))["estimates"]
+    assert figure.layout.yaxis.ticktext == ("card 0 +29", "H200")
+
+
+@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
+def test_a_plot_without_measurements_is_refused_by_name(result_of, name):
+    plot = getattr(result_of("failed at once"), f"plot_{name}")
+    with pytest.raises(UsageError, match=f"no measurements for plot_{name}"):
+        plot()
+
+
+@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
+def test_a_study_plots_everything(result_of, name):
+    assert isinstance(getattr(result_of("tune"), f"plot_{name}")(), go.Figure)
+
+
+def test_light_and_dark_name_the_same_colours_each_light_one_only_once():
+    assert LIGHT.keys() == DARK.keys()
+    assert len(set(LIGHT.values())) == len(LIGHT)
+
+
+def test_labels_are_escaped_and_short():
+    assert label("<b>&") == "&lt;b&gt;&amp;"
+    assert label("x" * 500).endswith("…")
+    assert len(label("x" * 500)) == 80
