@@ -31,8 +31,6 @@ def tuned(recipe, folder):
 @pytest.mark.parametrize("recipe", ["digits", "charlm"])
 def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(recipe, tmp_path):
     result = tuned(recipe, tmp_path)
-    if result.recommendation.speedup_over_baseline is None:
-        result = tuned(recipe, tmp_path)  # on a noisy machine an honest "no better" may happen once
     assert result.status == "complete"
     assert result.recommendation.speedup_over_baseline.low > 1
     assert result.probe.verified_in_fresh_process
