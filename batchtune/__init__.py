@@ -222,7 +222,7 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     Raises:
         batchtune.errors.UsageError: there is none, it is not one, or a newer batchtune wrote it.
     """
-    from batchtune.results import load_result as load
+    from batchtune.result_file import load_result as load
 
     return load(path)
 

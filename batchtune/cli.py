@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import errno
-import io
 import json
-import os
 import shutil
-import signal
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from batchtune import __version__
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from batchtune.progress import Observer
-    from batchtune.results import Result
+from batchtune.errors import RunInterrupted, UsageError
+from batchtune.session import command
 
 app = typer.Typer(
     name="batchtune",
@@ -36,7 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_INTERRUPTED = RunInterrupted.exit_code
 
 
 class Precision(enum.StrEnum):
@@ -74,56 +61,6 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Reasons, a
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-class Session:
-    """How one command talks to its user: the result on stdout, everything else on stderr."""
-
-    def __init__(self, *, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> None:
-        self.json, self.output, self.quiet, self.verbose, self.debug = json, output, quiet, verbose, debug
-        if output is not None:
-            _check_writable(output)
-
-    @contextlib.contextmanager
-    def observer(self, total_seconds: float | None = None) -> Iterator[Observer]:
-        """Progress on stderr for as long as the block runs."""
-        if self.quiet:
-            from batchtune.progress import Observer
-
-            yield Observer()
-            return
-        from batchtune.report.live import LiveObserver
-
-        with LiveObserver(_console(stderr=True), verbose=self.verbose, total_seconds=total_seconds) as observer:
-            yield observer
-
-    def deliver(self, result: Result) -> None:
-        """Prints a result, and writes it to the output file."""
-        shown = self.json or not self.quiet or self.output is None
-        try:
-            if self.output is not None:
-                _write(self.output, result.to_json() + "\n")
-        except UsageError:
-            shown = True  # what took so long to find out is not lost
-            raise
-        finally:
-            if shown:
-                self._show(result)
-
-    def _show(self, result: Result) -> None:
-        if self.json:
-            sys.stdout.write(result.to_json() + "\n")
-        else:
-            _console().print(result)
-        sys.stdout.flush()
-
-    def deliver_text(self, text: str) -> None:
-        """Prints text, or writes it to the output file."""
-        if self.output is not None:
-            _write(self.output, text)
-        else:
-            sys.stdout.write(text if text.endswith("\n") else text + "\n")
-            sys.stdout.flush()
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
@@ -146,7 +83,7 @@ def init(
 
     Example: batchtune init mymodel && batchtune tune mymodel/config.yaml
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         files = [directory / name for name in ("model.py", "config.yaml")]
         taken = [str(file) for file in files if file.exists()]
         if taken:
@@ -200,7 +137,7 @@ def probe(
 
     Example: batchtune probe model.py --memory-limit 20GiB --precision bf16
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
 
         with session.observer() as observer:
@@ -248,7 +185,7 @@ def estimate(
 
     Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
 
         with session.observer() as observer:
@@ -284,7 +221,7 @@ def tune(
 
     Example: batchtune tune config.yaml budget.total=5m baseline.batch_size=64
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
         from batchtune.config_file import load_config
 
@@ -317,7 +254,7 @@ def report(
 
     Example: batchtune report digits --format markdown -o summary.md
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
         from batchtune.report.export import FORMATS
         from batchtune.run_folder import find_run
@@ -328,15 +265,8 @@ def report(
             raise UsageError("--format html is a page of some megabytes: add --output report.html")
         if name in FORMATS:
             session.deliver_text(FORMATS[name](result))
-        elif session.output is not None:
-            from rich.console import Console
-
-            page = Console(file=io.StringIO(), width=100)
-            with page.capture() as captured:
-                page.print(result)
-            session.deliver_text(captured.get())
         else:
-            _console().print(result)
+            session.deliver_page(result)
 
 
 @app.command(short_help="Describe this machine, to paste into an issue.")
@@ -352,7 +282,7 @@ def env(
 
     Example: batchtune env
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         import batchtune
 
         facts = batchtune.environment(device)
@@ -377,7 +307,7 @@ def schema(
 
     Example: batchtune schema config -o batchtune.schema.json
     """
-    with _command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
+    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
         from batchtune.config import config_schema
         from batchtune.results import result_schema
 
@@ -392,7 +322,7 @@ def main() -> NoReturn:
     except typer.Exit as end:
         code = end.exit_code
     except typer.Abort:
-        code = _INTERRUPTED
+        code = RunInterrupted.exit_code
     except Exception as error:
         show: Callable[[], None] | None = getattr(error, "show", None)  # Typer's own usage errors
         if show is None:
@@ -402,117 +332,7 @@ def main() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-@contextlib.contextmanager
-def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> Iterator[Session]:
-    """Turns whatever happens in a command into one line on stderr and the documented exit code."""
-    _stop_on_signals()
-    warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")
-    session: Session | None = None
-    try:
-        session = Session(json=json, output=output, quiet=quiet, verbose=verbose, debug=debug)
-        yield session
-    except BatchtuneError as error:
-        _explain(error, debug=debug)
-        if error.result is not None and session is not None and (session.json or _worth_showing(error.result)):
-            try:
-                session.deliver(error.result)
-            except UsageError as second:
-                _explain(second, debug=debug)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        raise typer.Exit(_INTERRUPTED) from None
-    except typer.Exit:
-        raise
-    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise typer.Exit from None
-    except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
-        if debug:
-            traceback.print_exc()
-        _complain(_bug(f"{type(error).__name__}: {error}"))
-        raise typer.Exit(BatchtuneError.exit_code) from None
-
-
-def _stop_on_signals() -> None:
-    """SIGTERM stops as Ctrl-C does; whichever comes second stops at once (children end with us)."""
-
-    def stop(number: int, frame: object) -> None:  # noqa: ARG001 - the signal module's signature
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, lambda *_: os._exit(_INTERRUPTED))
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(ValueError):  # not the main thread: somebody embeds the command
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
-
-
-def _worth_showing(result: Result) -> bool:
-    return bool(result.trials or (result.probe and result.probe.attempts))
-
-
-def _explain(error: BatchtuneError, *, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    frames = getattr(error, "frames", "")
-    if frames:
-        sys.stderr.write(frames.rstrip() + "\n")
-    text = str(error).strip()
-    if error.exit_code == BatchtuneError.exit_code:  # a child's report of a bug is its traceback
-        text = _bug(text if debug else text.splitlines()[-1])
-    _complain(text)
-
-
-def _bug(what: str) -> str:
-    remedy = "run again with --debug and report it together with the output of 'batchtune env'"
-    return f"this is a bug in batchtune: {what}\n{remedy}"
-
-
-def _complain(message: str) -> None:
-    sys.stderr.write(f"batchtune: {message}\n")
-    sys.stderr.flush()
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
 def _run_folders() -> Path:
     from batchtune.run_folder import ROOT
 
     return ROOT
-
-
-def _check_writable(path: Path) -> None:
-    """Opens the output file before the work starts; what it holds stays until there is a result."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return  # a pipe or a device: to open it is to use it
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-        if not os.access(path.resolve().parent, os.W_OK):  # the file is replaced, not overwritten
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise _not_written(path, error) from None
-
-
-def _write(path: Path, text: str) -> None:
-    from batchtune.results import write_atomically
-
-    text = text if text.endswith("\n") else text + "\n"
-    try:
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_atomically(path.resolve(), text)
-    except OSError as error:
-        raise _not_written(path, error) from None
-
-
-def _not_written(path: Path, error: OSError) -> UsageError:
-    return UsageError(f"--output {path}: cannot be written: {error.strerror}; name a file elsewhere, or make room")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from batchtune.errors import UsageError
-from batchtune.results import Attempt, Result, write_atomically
+from batchtune.result_file import write_atomically
+from batchtune.results import Attempt, Result
 
 ROOT = Path(".batchtune")
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")

@@ -10,12 +10,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "batchtune"
 FLOORS = {
-    "errors": 0, "config": 0, "config_file": 0, "yamlfile": 0, "results": 0, "progress": 0, "run_folder": 0,
+    "errors": 0, "config": 0, "config_file": 0, "yamlfile": 0, "results": 0, "result_file": 0, "progress": 0,
+    "run_folder": 0,
     "device": 1, "task": 1, "report": 1,
     "train": 2,
     "probe": 3, "tune": 3, "estimate": 3,
     "__init__": 4,
-    "cli": 5, "__main__": 5,
+    "cli": 5, "session": 5, "__main__": 5,
 }  # fmt: skip
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 RESULTS_MAY_RENDER = {"batchtune.report"}  # Result's own terminal and notebook forms, loaded when asked for

@@ -9,7 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from batchtune.results import load_result, result_schema
+from batchtune.result_file import load_result
+from batchtune.results import result_schema
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.results import Attempt, Result, TaskInfo, load_result
+from batchtune.result_file import load_result
+from batchtune.results import Attempt, Result, TaskInfo
 from batchtune.run_folder import RunFolder, latest_run
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))

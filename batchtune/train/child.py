@@ -134,7 +134,8 @@ class Child:
 
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
-        from batchtune.train.loop import RunSpec, train
+        from batchtune.train.loop import train
+        from batchtune.train.run_spec import RunSpec
 
         run = train(self._task, self._memory, RunSpec(**arguments))
         answer: bool | None = None

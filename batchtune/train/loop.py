@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import CurvePoint
@@ -14,6 +13,7 @@ from batchtune.task.contract import Task
 from batchtune.train.clock import StepClock
 from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import Trainer, require_finite, training_batches
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
@@ -21,43 +21,6 @@ EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than 
 MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
 _WARM_UP_STEPS = 3
 _LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """One configuration and how long it may train.
-
-    Attributes:
-        limit_seconds: training time after which the run ends.
-        target: metric value at which the run ends; None runs to the limit.
-        evaluate_every: training seconds between evaluations; None for the automatic pace.
-        evaluation_batch_size: samples in one forward pass of the default evaluation.
-        expected_step_seconds: an optimizer step as foretold from other runs; None where there were none.
-    """
-
-    micro_batch_size: int
-    accumulation_steps: int
-    learning_rate: float
-    precision: str
-    seed: int
-    metric: str
-    goal: Literal["minimize", "maximize"]
-    target: float | None
-    limit_seconds: float
-    evaluate_every: float | None
-    evaluation_batch_size: int
-    expected_step_seconds: float | None = None
-
-    @property
-    def batch_size(self) -> int:
-        """Global batch size."""
-        return self.micro_batch_size * self.accumulation_steps
-
-    def reached(self, value: float) -> bool:
-        """Whether a metric value meets the target."""
-        if self.target is None or not math.isfinite(value):
-            return False
-        return value <= self.target if self.goal == "minimize" else value >= self.target
 
 
 def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) -> float:

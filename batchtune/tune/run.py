@@ -12,13 +12,15 @@ from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, U
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
-from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial, load_result
+from batchtune.result_file import load_result
+from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.prior import candidate_batch_sizes
 from batchtune.tune.recommend import recommend
-from batchtune.tune.study import Plan, TuneStudy, open_storage
+from batchtune.tune.storage import open_storage
+from batchtune.tune.study import Plan, TuneStudy
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared

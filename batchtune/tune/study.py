@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.config import Config
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint, ProbeResult, Target, Trial
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker
 from batchtune.tune.prior import Candidates, split_batch, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import automatic_target, finalists
 from batchtune.tune.records import curve_attribute, to_record
 from batchtune.tune.sampler import LOWER_BOUND, TimeToTargetSampler
-from batchtune.tune.workers import TrialRun, TrialSpec, run_trial
+from batchtune.tune.workers import TrialRun, run_trial
 
 CAP_FACTOR = 1.2  # a run that takes so much longer than the best is not the answer
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
@@ -39,45 +37,6 @@ _MAX_EVALUATION_BATCH = 1024
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 _FAILED = {"oom", "crash", "timeout", "user_error"}
 Role = Literal["baseline", "search", "confirm"]
-
-
-def open_storage(storage: str | None, folder: Path) -> BaseStorage:
-    """The study's storage: a journal in the run folder, or the user's own.
-
-    Raises:
-        UsageError: the storage cannot be reached, or its driver is not installed.
-    """
-    if storage is None:
-        journal = folder / "study.log"
-        _mend_journal(journal)
-        return JournalStorage(JournalFileBackend(str(journal)))
-    try:
-        return optuna.storages.get_storage(storage)
-    except Exception as error:  # noqa: BLE001 - drivers raise what they like
-        place = storage.rpartition("@")[2]
-        text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
-        raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None
-
-
-def _mend_journal(journal: Path) -> None:
-    """Takes away what a kill left behind: a last line cut off in the middle, and the lock of a dead process."""
-    lock = Path(f"{journal}.lock")
-    if lock.is_symlink() or lock.exists():
-        lock.unlink()  # the run folder's own lock says that no living process has it
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    end = content.rfind(b"\n") + 1
-    while end > 0:
-        begin = content.rfind(b"\n", 0, end - 1) + 1
-        try:
-            json.loads(content[begin:end])
-            break
-        except ValueError:
-            end = begin
-    if end < len(content):
-        with journal.open("r+b") as stream:
-            stream.truncate(end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +320,7 @@ class TuneStudy:
     def _user_errors(self) -> int:
         return sum(1 for trial in self.records() if trial.outcome == "user_error")
 
-    def _spec(self, params: dict[str, Any], role: Role, seed: int) -> TrialSpec:
+    def _spec(self, params: dict[str, Any], role: Role, seed: int) -> RunSpec:
         config, objective = self._plan.config, self._objective
         max_micro = self._plan.probe.max_batch_size or 1
         micro, steps = split_batch(params["batch_size"], max_micro)
@@ -375,7 +334,7 @@ class TuneStudy:
             if params != self._baseline_params():  # a contender twice as slow as the baseline has lost
                 limit = min([limit, *(CONFIRM_CAP_FACTOR * value for value in baseline)])
         whole_run = role == "baseline" and objective.target == "auto"
-        return TrialSpec(
+        return RunSpec(
             micro_batch_size=micro,
             accumulation_steps=steps,
             learning_rate=params["learning_rate"],
@@ -405,7 +364,7 @@ class TuneStudy:
 
         return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
 
-    def _tell(self, trial: optuna.Trial, run: TrialRun, spec: TrialSpec, role: Role) -> None:
+    def _tell(self, trial: optuna.Trial, run: TrialRun, spec: RunSpec, role: Role) -> None:
         outcome = run.outcome
         if role == "baseline":
             self._derive_target(run.curve)

@@ -9,28 +9,11 @@ from typing import Any, Literal
 
 from batchtune.errors import UserCodeError
 from batchtune.results import CurvePoint
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker, WorkerLost
 
 Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"]
 _SILENCE_SECONDS = 600.0  # between two evaluations; a run that says nothing for longer hangs
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialSpec:
-    """One configuration, and until when it may train; the fields of `batchtune.train.loop.RunSpec`."""
-
-    micro_batch_size: int
-    accumulation_steps: int
-    learning_rate: float
-    precision: str
-    seed: int
-    metric: str
-    goal: Literal["minimize", "maximize"]
-    target: float | None
-    limit_seconds: float
-    evaluate_every: float | None
-    evaluation_batch_size: int
-    expected_step_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +32,7 @@ class TrialRun:
 
 
 def run_trial(
-    worker: Worker, spec: TrialSpec, on_point: Callable[[CurvePoint], bool], *, tolerant: bool = False
+    worker: Worker, spec: RunSpec, on_point: Callable[[CurvePoint], bool], *, tolerant: bool = False
 ) -> TrialRun:
     """Trains one configuration; `on_point` is told of each evaluation and answers whether to go on.
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from batchtune.report.export import environment_text, snippet, to_csv, to_json, to_markdown
-from batchtune.results import load_result
+from batchtune.result_file import load_result
 
 
 def test_json_reads_back_as_the_same_result(tuned, tmp_path):

@@ -9,7 +9,8 @@ import torch
 
 from batchtune.train import clock as clock_module
 from batchtune.train import loop
-from batchtune.train.loop import EVALUATION_SHARE, RunSpec, next_evaluation, train
+from batchtune.train.loop import EVALUATION_SHARE, next_evaluation, train
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import NonFiniteLossError
 
 SECONDS_PER_SAMPLE = 1 / 128

@@ -8,7 +8,8 @@ from batchtune.progress import Observer
 from batchtune.results import ProbeResult, ThroughputFit
 from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
-from batchtune.tune.study import Plan, TuneStudy, open_storage
+from batchtune.tune.storage import open_storage
+from batchtune.tune.study import Plan, TuneStudy
 
 
 def plan(**changes):

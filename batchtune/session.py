@@ -1,0 +1,199 @@
+"""How one command talks to its user: the result on stdout, progress and errors on stderr, and what signals mean."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from batchtune.progress import Observer
+    from batchtune.results import Result
+
+INTERRUPTED = RunInterrupted.exit_code
+
+
+class Session:
+    """How one command talks to its user: the result on stdout, everything else on stderr."""
+
+    def __init__(self, *, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> None:
+        self.json, self.output, self.quiet, self.verbose, self.debug = json, output, quiet, verbose, debug
+        if output is not None:
+            _check_writable(output)
+
+    @contextlib.contextmanager
+    def observer(self, total_seconds: float | None = None) -> Iterator[Observer]:
+        """Progress on stderr for as long as the block runs."""
+        if self.quiet:
+            from batchtune.progress import Observer
+
+            yield Observer()
+            return
+        from batchtune.report.live import LiveObserver
+
+        with LiveObserver(_console(stderr=True), verbose=self.verbose, total_seconds=total_seconds) as observer:
+            yield observer
+
+    def deliver(self, result: Result) -> None:
+        """Prints a result, and writes it to the output file."""
+        shown = self.json or not self.quiet or self.output is None
+        try:
+            if self.output is not None:
+                _write(self.output, result.to_json() + "\n")
+        except UsageError:
+            shown = True  # what took so long to find out is not lost
+            raise
+        finally:
+            if shown:
+                self._show(result)
+
+    def _show(self, result: Result) -> None:
+        if self.json:
+            sys.stdout.write(result.to_json() + "\n")
+        else:
+            _console().print(result)
+        sys.stdout.flush()
+
+    def deliver_page(self, result: Result) -> None:
+        """Prints what a reader sees of a result, or writes that as text to the output file."""
+        if self.output is None:
+            _console().print(result)
+            return
+        from rich.console import Console
+
+        page = Console(file=io.StringIO(), width=100)
+        with page.capture() as captured:
+            page.print(result)
+        self.deliver_text(captured.get())
+
+    def deliver_text(self, text: str) -> None:
+        """Prints text, or writes it to the output file."""
+        if self.output is not None:
+            _write(self.output, text)
+        else:
+            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+            sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> Iterator[Session]:
+    """Turns whatever happens in a command into one line on stderr and the documented exit code."""
+    _stop_on_signals()
+    warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")
+    session: Session | None = None
+    try:
+        session = Session(json=json, output=output, quiet=quiet, verbose=verbose, debug=debug)
+        yield session
+    except BatchtuneError as error:
+        _explain(error, debug=debug)
+        if error.result is not None and session is not None and (session.json or _worth_showing(error.result)):
+            try:
+                session.deliver(error.result)
+            except UsageError as second:
+                _explain(second, debug=debug)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
+    except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit from None
+    except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
+        if debug:
+            traceback.print_exc()
+        _complain(_bug(f"{type(error).__name__}: {error}"))
+        raise typer.Exit(BatchtuneError.exit_code) from None
+
+
+def _stop_on_signals() -> None:
+    """SIGTERM stops as Ctrl-C does; whichever comes second stops at once (children end with us)."""
+
+    def stop(number: int, frame: object) -> None:  # noqa: ARG001 - the signal module's signature
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda *_: os._exit(INTERRUPTED))
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(ValueError):  # not the main thread: somebody embeds the command
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+
+
+def _worth_showing(result: Result) -> bool:
+    return bool(result.trials or (result.probe and result.probe.attempts))
+
+
+def _explain(error: BatchtuneError, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    frames = getattr(error, "frames", "")
+    if frames:
+        sys.stderr.write(frames.rstrip() + "\n")
+    text = str(error).strip()
+    if error.exit_code == BatchtuneError.exit_code:  # a child's report of a bug is its traceback
+        text = _bug(text if debug else text.splitlines()[-1])
+    _complain(text)
+
+
+def _bug(what: str) -> str:
+    remedy = "run again with --debug and report it together with the output of 'batchtune env'"
+    return f"this is a bug in batchtune: {what}\n{remedy}"
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"batchtune: {message}\n")
+    sys.stderr.flush()
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _check_writable(path: Path) -> None:
+    """Opens the output file before the work starts; what it holds stays until there is a result."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # a pipe or a device: to open it is to use it
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+        if not os.access(path.resolve().parent, os.W_OK):  # the file is replaced, not overwritten
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
+def _write(path: Path, text: str) -> None:
+    from batchtune.result_file import write_atomically
+
+    text = text if text.endswith("\n") else text + "\n"
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to replace
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_atomically(path.resolve(), text)
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"--output {path}: cannot be written: {error.strerror}; name a file elsewhere, or make room")

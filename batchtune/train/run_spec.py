@@ -1,0 +1,44 @@
+"""What a training run is asked for: the one form in which the study, the line to the child and the loop know it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One configuration and how long it may train.
+
+    Attributes:
+        limit_seconds: training time after which the run ends.
+        target: metric value at which the run ends; None runs to the limit.
+        evaluate_every: training seconds between evaluations; None for the automatic pace.
+        evaluation_batch_size: samples in one forward pass of the default evaluation.
+        expected_step_seconds: an optimizer step as foretold from other runs; None where there were none.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    learning_rate: float
+    precision: str
+    seed: int
+    metric: str
+    goal: Literal["minimize", "maximize"]
+    target: float | None
+    limit_seconds: float
+    evaluate_every: float | None
+    evaluation_batch_size: int
+    expected_step_seconds: float | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size."""
+        return self.micro_batch_size * self.accumulation_steps
+
+    def reached(self, value: float) -> bool:
+        """Whether a metric value meets the target."""
+        if self.target is None or not math.isfinite(value):
+            return False
+        return value <= self.target if self.goal == "minimize" else value >= self.target
