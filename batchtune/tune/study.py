@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from batchtune.config import Config
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
@@ -21,6 +20,7 @@ from batchtune.progress import Observer
 from batchtune.results import CurvePoint, ProbeResult, Target, Trial
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker
+from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.prior import Candidates, split_batch, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import automatic_target, finalists
@@ -36,7 +36,6 @@ MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on
 _MAX_EVALUATION_BATCH = 1024
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 _FAILED = {"oom", "crash", "timeout", "user_error"}
-Role = Literal["baseline", "search", "confirm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,9 @@ class TuneStudy:
             direction="minimize" if self.timed else self._objective.goal,
             load_if_exists=True,
         )
+        self._ledger = Ledger(self.study, timed=self.timed)
         self._revive()
-        self._seconds_before = plan.probe.seconds + self._trial_seconds()
+        self._seconds_before = plan.probe.seconds + self._ledger.wall_seconds()
         self._started = time.perf_counter()
 
     def _make_sampler(self) -> BaseSampler:
@@ -112,7 +112,7 @@ class TuneStudy:
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
         self._observer.stage("baseline")
-        if not self._finished("baseline") and not self._waiting("baseline"):
+        if not self._ledger.finished("baseline") and not self._ledger.waiting("baseline"):
             self._queue(self._baseline_params(), "baseline", self._plan.config.seed)
         self._drain()
         self._check_target()
@@ -142,11 +142,7 @@ class TuneStudy:
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document."""
-        return [to_record(trial) for trial in self.study.get_trials(deepcopy=False)]
-
-    def _trial_seconds(self) -> float:
-        trials = self.study.get_trials(deepcopy=False)
-        return float(sum(trial.user_attrs.get("wall_seconds", 0.0) for trial in trials))
+        return self._ledger.records()
 
     def _baseline_params(self) -> dict[str, Any]:
         base = self._plan.config.baseline
@@ -154,15 +150,6 @@ class TuneStudy:
         if "precision" in self._space:
             params["precision"] = self._plan.precisions[0]
         return params
-
-    def _finished(self, role: Role) -> list[FrozenTrial]:
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        trials = self.study.get_trials(deepcopy=False, states=states)
-        return [trial for trial in trials if trial.user_attrs.get("role", "search") == role]
-
-    def _waiting(self, role: Role) -> bool:
-        trials = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        return any(trial.user_attrs.get("role") == role for trial in trials)
 
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
@@ -186,8 +173,8 @@ class TuneStudy:
     def _check_target(self) -> None:
         if not self.timed:
             return
-        baselines = self._finished("baseline")
-        failed = [trial for trial in self.records() if trial.role == "baseline" and trial.state == "fail"]
+        baselines = self._ledger.finished("baseline")
+        failed = [trial for trial in self._ledger.records() if trial.role == "baseline" and trial.state == "fail"]
         if not baselines:
             why = failed[-1].message if failed else "it did not run"
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
@@ -209,29 +196,19 @@ class TuneStudy:
     def _meets(self, value: float, target: float) -> bool:
         return value <= target if self._objective.goal == "minimize" else value >= target
 
-    def _best_seconds(self) -> float | None:
-        if not self.timed:
-            return None
-        times = [trial.value for trial in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]
-        return min((value for value in times if value is not None), default=None)
-
     def _search(self) -> None:
         config = self._plan.config
         quiet = 0
-        while quiet < 2 and self._searched() < config.budget.trials:  # noqa: PLR2004 - twice is no accident
+        while quiet < 2 and self._ledger.searched() < config.budget.trials:  # noqa: PLR2004 - twice is no accident
             if self._seconds_left() <= self._reserve():
                 self._observer.note("the search ends: what is left of budget.total is for confirmation")
                 return
             self._run_next()
             gain = getattr(self._sampler, "last_expected_improvement", None)
-            settled = gain is not None and len(self._finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
+            settled = gain is not None and len(self._ledger.finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
             quiet = quiet + 1 if settled else 0
         if quiet:
             self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
-
-    def _searched(self) -> int:
-        """Runs of the search so far, failed ones included, so that a search in which all fail ends, too."""
-        return sum(1 for trial in self.records() if trial.role == "search" and trial.outcome is not None)
 
     def _seconds_left(self) -> float:
         """Of budget.total; the probe and earlier starts are counted in."""
@@ -239,10 +216,10 @@ class TuneStudy:
 
     def _reserve(self) -> float:
         """Seconds that confirmation and one more run of the search need."""
-        config, best = self._plan.config, self._best_seconds() or self._plan.config.budget.run
-        wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._finished("baseline")]
+        config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
+        wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
         base = min(max(wall, default=config.budget.run), config.budget.run)
-        times = [trial.value for trial in self._finished("baseline") if self.timed and trial.value]
+        times = [trial.value for trial in self._ledger.finished("baseline") if self.timed and trial.value]
         one_baseline = min([*times, base])
         return config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
 
@@ -260,7 +237,7 @@ class TuneStudy:
     def _confirm(self) -> None:
         """The finalists and the baseline on fresh seeds, interleaved so that a slow spell of the machine hits all."""
         config = self._plan.config
-        records = self.records()
+        records = self._ledger.records()
         planned = self._finalists()
         if planned is None:
             chosen = finalists(records, config.confirm.top, timed=self.timed, goal=self._objective.goal)
@@ -272,7 +249,7 @@ class TuneStudy:
         if len(planned) < 2:  # noqa: PLR2004 - the baseline alone
             return
         done = {
-            (trial.batch_size, trial.learning_rate, trial.precision, trial.seed) for trial in records if _over(trial)
+            (trial.batch_size, trial.learning_rate, trial.precision, trial.seed) for trial in records if over(trial)
         }
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
@@ -297,7 +274,7 @@ class TuneStudy:
         }.items():
             trial.set_user_attr(key, value)
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
-        self._observer.trial_started(record, best_seconds=self._best_seconds())
+        self._observer.trial_started(record, best_seconds=self._ledger.best_seconds())
         last_step = -1
 
         def on_point(point: CurvePoint) -> bool:
@@ -310,27 +287,24 @@ class TuneStudy:
             return role != "search" or not trial.should_prune()
 
         run = run_trial(
-            self._worker, spec, on_point, tolerant=role != "baseline" and self._user_errors() < MAX_USER_ERRORS
+            self._worker, spec, on_point, tolerant=role != "baseline" and self._ledger.user_errors() < MAX_USER_ERRORS
         )
         self._tell(trial, run, spec, role)
         ended = to_record(self.study.get_trials(deepcopy=False)[trial.number])
-        done = sum(1 for each in self.records() if _over(each))
+        done = sum(1 for each in self._ledger.records() if over(each))
         self._observer.trial_ended(ended, done=done, seconds_left=self._seconds_left())
-
-    def _user_errors(self) -> int:
-        return sum(1 for trial in self.records() if trial.outcome == "user_error")
 
     def _spec(self, params: dict[str, Any], role: Role, seed: int) -> RunSpec:
         config, objective = self._plan.config, self._objective
         max_micro = self._plan.probe.max_batch_size or 1
         micro, steps = split_batch(params["batch_size"], max_micro)
-        best = self._best_seconds()
+        best = self._ledger.best_seconds()
         limit = config.budget.run
         if role == "search" and best is not None:
             limit = min(limit, CAP_FACTOR * best)
         elif role == "confirm" and self.timed:
             limit *= CONFIRM_CAP_FACTOR
-            baseline = [trial.value for trial in self._finished("baseline") if trial.value is not None]
+            baseline = [trial.value for trial in self._ledger.finished("baseline") if trial.value is not None]
             if params != self._baseline_params():  # a contender twice as slow as the baseline has lost
                 limit = min([limit, *(CONFIRM_CAP_FACTOR * value for value in baseline)])
         whole_run = role == "baseline" and objective.target == "auto"
@@ -346,23 +320,8 @@ class TuneStudy:
             limit_seconds=limit,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
-            expected_step_seconds=self._expected_step_seconds(params["batch_size"]),
+            expected_step_seconds=self._ledger.step_seconds(params["batch_size"], self._plan.probe.throughput_fit),
         )
-
-    def _expected_step_seconds(self, batch_size: int) -> float | None:
-        """An optimizer step of this size: as earlier runs of it had it, or by the probe's fit scaled to other runs."""
-        fit = self._plan.probe.throughput_fit
-        paces = [(t.batch_size, pace) for t in self.records() if (pace := _pace(t)) is not None]
-        same = [pace for size, pace in paces if size == batch_size]
-        if same:
-            return statistics.median(same)
-        if fit is None or not paces:
-            return None
-
-        def fitted(size: int) -> float:
-            return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
-
-        return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
 
     def _tell(self, trial: optuna.Trial, run: TrialRun, spec: RunSpec, role: Role) -> None:
         outcome = run.outcome
@@ -374,7 +333,7 @@ class TuneStudy:
         if run.message:
             attributes["message"] = run.message
         if self.timed:
-            best = self._best_seconds() if outcome == "pruned" else None
+            best = self._ledger.best_seconds() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else run.training_seconds
         attributes |= self._measured(run.curve, outcome)  # the outcome last: with it, a trial can be told after a kill
         for key, each in attributes.items():
@@ -413,13 +372,3 @@ class TuneStudy:
                 attributes |= {"time_to_target_seconds": point.seconds, "samples_to_target": point.samples}
                 return attributes | {"outcome": "reached"}
         return attributes | {"outcome": outcome}
-
-
-def _pace(trial: Trial) -> float | None:
-    """Seconds of an optimizer step of a run; None where it took none."""
-    last = trial.curve[-1] if trial.curve else None
-    return last.seconds * trial.batch_size / last.samples if last and last.samples else None
-
-
-def _over(trial: Trial) -> bool:
-    return trial.state in {"complete", "pruned"}

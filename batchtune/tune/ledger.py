@@ -1,0 +1,86 @@
+"""What the study's trials say so far: by role, the best time, what is spent, and the pace of each batch size."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal
+
+from optuna import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from batchtune.results import ThroughputFit, Trial
+from batchtune.tune.records import to_record
+
+Role = Literal["baseline", "search", "confirm"]
+
+
+class Ledger:
+    """Questions to the trials of one study; it changes nothing.
+
+    Args:
+        study: whose trials.
+        timed: the objective is a time to target, so values are seconds.
+    """
+
+    def __init__(self, study: Study, *, timed: bool) -> None:
+        self._study, self._timed = study, timed
+
+    def records(self) -> list[Trial]:
+        """All trials, in the form of the result document."""
+        return [to_record(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def wall_seconds(self) -> float:
+        """Wall-clock time of all trials, evaluation included."""
+        trials = self._study.get_trials(deepcopy=False)
+        return float(sum(trial.user_attrs.get("wall_seconds", 0.0) for trial in trials))
+
+    def finished(self, role: Role) -> list[FrozenTrial]:
+        """Trials of a role that ran to an end that counts."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        trials = self._study.get_trials(deepcopy=False, states=states)
+        return [trial for trial in trials if trial.user_attrs.get("role", "search") == role]
+
+    def waiting(self, role: Role) -> bool:
+        """Whether a trial of a role is queued."""
+        trials = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return any(trial.user_attrs.get("role") == role for trial in trials)
+
+    def best_seconds(self) -> float | None:
+        """The shortest time to target so far; None where nothing got there, or nothing is timed."""
+        if not self._timed:
+            return None
+        times = [trial.value for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]
+        return min((value for value in times if value is not None), default=None)
+
+    def searched(self) -> int:
+        """Runs of the search so far, failed ones included, so that a search in which all fail ends, too."""
+        return sum(1 for trial in self.records() if trial.role == "search" and trial.outcome is not None)
+
+    def user_errors(self) -> int:
+        """Trials in which the user's code raised."""
+        return sum(1 for trial in self.records() if trial.outcome == "user_error")
+
+    def step_seconds(self, batch_size: int, fit: ThroughputFit | None) -> float | None:
+        """An optimizer step of this size: as earlier runs of it had it, or by the probe's fit scaled to other runs."""
+        paces = [(t.batch_size, pace) for t in self.records() if (pace := _pace(t)) is not None]
+        same = [pace for size, pace in paces if size == batch_size]
+        if same:
+            return statistics.median(same)
+        if fit is None or not paces:
+            return None
+
+        def fitted(size: int) -> float:
+            return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
+
+        return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
+
+
+def _pace(trial: Trial) -> float | None:
+    """Seconds of an optimizer step of a run; None where it took none."""
+    last = trial.curve[-1] if trial.curve else None
+    return last.seconds * trial.batch_size / last.samples if last and last.samples else None
+
+
+def over(trial: Trial) -> bool:
+    """Whether a trial ran to an end that counts."""
+    return trial.state in {"complete", "pruned"}
