@@ -168,7 +168,8 @@ def _to_wandb(study: Study) -> tuple[int, str]:
         )
         logged.define_metric("*", step_metric="seconds")
         for point in run.points:
-            logged.log({study.metric: point.value, "seconds": point.seconds, "samples": point.samples}, step=point.step)
+            seen = {study.metric: point.value, "samples": point.samples, "optimizer_steps": point.step}
+            logged.log(seen | {"seconds": point.seconds})
         logged.summary.update(run.figures | run.texts)
         logged.finish(exit_code=int(run.texts["state"] == "fail"))
     return len(new), f"{below}; bring offline runs to the server with: wandb sync {below}/offline-run-*"
