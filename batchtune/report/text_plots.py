@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
@@ -132,10 +133,10 @@ class _Scale:
     def round_values(self, most: int) -> list[float]:
         """Round values within the scale, at least one, ascending: powers of two where it is logarithmic."""
         if self.log:
-            first, last = math.ceil(self.low), math.floor(self.high)
+            first, last = math.ceil(self.low), min(math.floor(self.high), sys.float_info.max_exp - 1)
             step = max(1, math.ceil((last - first + 1) / most))
             powers = [2.0**power for power in range(first, last + 1, step)]
-            return powers or [2.0**self.high]
+            return powers or [2.0**self.low]
         return _round_values(self.low, self.high, most)
 
 
