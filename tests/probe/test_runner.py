@@ -1,4 +1,4 @@
-"""A probe from its first attempt to its certificate, on a scripted worker: final checks that fail, children that die."""
+"""A probe from first attempt to certificate, on a scripted worker: final checks that fail, children that die."""
 
 import pytest
 
