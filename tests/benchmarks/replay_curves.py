@@ -26,6 +26,7 @@ DATA = Path(__file__).parent / "data"
 SLOWER = 100.0  # than measured: the tasks are small, and stand for trainings whose runs last seconds; ratios count
 HORIZON = 1.5  # times the baseline's median time to target: how long the record and a study's longest run last
 BASELINE_BATCH_SIZE = 32
+SETTLED_POINTS, SETTLED_GAIN = 16, 0.01  # a run gained so little of the way to the target while steps grew threefold
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,19 @@ class Record:
         first = next((index for index, run in enumerate(row) if math.isfinite(run.steps_to_target)), None)
         for index in range(first or 0):
             run = row[index]
-            if first is not None and run.values[-1] <= run.values.min():  # cut off in its fall
+            if first is not None and self._was_falling(run.values):
                 foretold = row[first].steps_to_target * self.rates[first] / self.rates[index]
                 end = max(foretold, 1.07 * math.expm1(run.log_steps[-1]))
                 log_steps = np.append(run.log_steps, math.log1p(end))
                 row[index] = RecordedRun(log_steps, np.append(run.values, self.target), end)
         return self._rows.setdefault((batch_size, seed), row)
+
+    def _was_falling(self, values: np.ndarray) -> bool:
+        """Whether a record ended because it took too long, not because the run had settled or diverged."""
+        if len(values) <= SETTLED_POINTS or not math.isfinite(values[-1]):
+            return False
+        gained = values[:-SETTLED_POINTS].min() - values[-SETTLED_POINTS:].min()
+        return bool(gained >= SETTLED_GAIN * (values[0] - self.target))
 
     def _recorded(self, steps: np.ndarray, values: np.ndarray) -> RecordedRun:
         lasting = ~np.isnan(values)

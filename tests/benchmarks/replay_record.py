@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from replay_curves import BASELINE_BATCH_SIZE, DATA, HORIZON
+from replay_curves import BASELINE_BATCH_SIZE, DATA, HORIZON, SETTLED_GAIN, SETTLED_POINTS
 from replay_tasks import TASKS, ReplayTask
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
@@ -39,8 +39,7 @@ MOST_LOSS = 6e4  # what float16 holds; beyond it a run has diverged
 HOPELESS_STARTS = 1.2  # a loss so much above the start …
 HOPELESS_POINTS = 12  # … for so many evaluations, a factor of 2.2 in steps, will not come back
 PATIENCE = 6  # times the steps of its seed's first run at the target: a lower rate is foretold from there
-SETTLED_POINTS, SETTLED_STEPS = 16, 200  # nothing gained while the steps grew threefold: nothing will be
-SETTLED_GAIN = 0.01  # of the way from the start to the target
+SETTLED_STEPS = 200  # before that nothing is judged settled
 BELOW_TARGET = 0.97  # of the target: there a run has shown all that is asked
 TIMED_STRETCHES, STRETCH_SECONDS = 30, 0.03
 EVALUATION_BATCH_SIZE = 512

@@ -155,8 +155,7 @@ def space() -> dict[str, optuna.distributions.BaseDistribution]:
     """What the other tuners search: batch size as a whole number, since an order helps them more than categories."""
     return {
         "batch_size": IntDistribution(8, LARGEST, log=True),
-        "learning_rate": FloatDistribution(MOST_TRIALS = 200  # of the other tuners
-LOWEST_RATE, HIGHEST_RATE, log=True),
+        "learning_rate": FloatDistribution(LOWEST_RATE, HIGHEST_RATE, log=True),
     }
 
 

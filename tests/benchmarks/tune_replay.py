@@ -80,8 +80,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def shown(value: float, digits: int = 1) -> str:
-    """A figure of a table; a tuner that never held anything needed more than its horizon."""
-    return f"> {HORIZON}" if math.isinf(value) else f"{value:.{digits}f}"
+    """A figure of a table."""
+    return "never" if math.isinf(value) else f"{value:.{digits}f}"
 
 
 def percent(value: float) -> str:
