@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class Record:
         run, stretch = self.run(batch_size, rate, seed)
         return run.steps_to_target * stretch * self.step_seconds(self.snapped(batch_size))
 
-    @lru_cache(maxsize=None)  # noqa: B019 - records are few and live as long as the benchmark
+    @cache  # noqa: B019 - records are few and live as long as the benchmark
     def true_seconds(self, batch_size: int, rate: float) -> float:
         """The median time to target over the recorded seeds."""
         each = sorted(self.seconds_to_target(batch_size, rate, seed) for seed in range(self.seeds))
@@ -160,7 +160,11 @@ class Record:
     @cached_property
     def oracle(self) -> tuple[float, int, float]:
         """Seconds, batch size and learning rate of the best configuration of the grid."""
-        return min((self.true_seconds(size, float(rate)), size, float(rate)) for size in self.batch_sizes for rate in self.rates)
+        return min(
+            (self.true_seconds(size, float(rate)), size, float(rate))
+            for size in self.batch_sizes
+            for rate in self.rates
+        )
 
     def train(self, spec: RunSpec) -> Generator[CurvePoint, bool, str]:
         """The recorded run of a configuration, as `batchtune.train.loop.train` would have yielded it."""

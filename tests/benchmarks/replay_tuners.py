@@ -7,7 +7,6 @@ answered with after it.
 from __future__ import annotations
 
 import math
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -91,7 +90,7 @@ class ReplayWorker:
                 return {"outcome": end.value}
 
 
-def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:  # noqa: ARG001 - it ends by itself
+def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:
     """The real study: its sampler, pruner, caps, stop rule and confirmation."""
     trials = batchtune_trials(record, seed)
     story = []
@@ -207,7 +206,9 @@ def optuna_tuner(
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            study = optuna.create_study(sampler=make_sampler(SEED_STRIDE * seed), pruner=make_pruner(round(1000 * record.longest_run_seconds)))
+            study = optuna.create_study(
+                sampler=make_sampler(SEED_STRIDE * seed), pruner=make_pruner(round(1000 * record.longest_run_seconds))
+            )
             study.enqueue_trial(baseline_of(record))
             return list(spend(record, study, seed, budget_seconds, by_time=by_time))
 
@@ -219,9 +220,7 @@ def baseline_of(record: Record) -> dict[str, Any]:
     return {"batch_size": BASELINE_BATCH_SIZE, "learning_rate": TASKS[record.name].baseline_rate}
 
 
-def spend(
-    record: Record, study: optuna.Study, seed: int, budget_seconds: float, *, by_time: bool
-) -> Iterator[Spent]:
+def spend(record: Record, study: optuna.Study, seed: int, budget_seconds: float, *, by_time: bool) -> Iterator[Spent]:
     """Trials one after another until the budget is used up."""
     spent, best, answer = 0.0, math.inf, None
     for _ in range(MOST_TRIALS):
@@ -259,7 +258,12 @@ def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
     np.random.seed(seed)  # noqa: NPY002 - the scheduler draws brackets from it
     longest, spent, best, answer, story = record.longest_run_seconds, 0.0, math.inf, None, []
     scheduler = ASHAScheduler(
-        time_attr="seconds", metric="val_loss", mode="min", max_t=longest, grace_period=longest / 100, reduction_factor=4
+        time_attr="seconds",
+        metric="val_loss",
+        mode="min",
+        max_t=longest,
+        grace_period=longest / 100,
+        reduction_factor=4,
     )
     search = OptunaSearch(
         space(), metric="score", mode="min", seed=SEED_STRIDE * seed, points_to_evaluate=[baseline_of(record)]
@@ -288,8 +292,8 @@ def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
     return story
 
 
-def lr_find_story(record: Record, seed: int, budget_seconds: float) -> Story:  # noqa: ARG001 - it ends by itself
-    """One range test at the baseline's batch size, the steepest descent of the smoothed loss, scaled to the largest batch.
+def lr_find_story(record: Record, seed: int, budget_seconds: float) -> Story:
+    """One range test at the baseline's batch size; where the smoothed loss falls steepest, scaled to the largest batch.
 
     The smoothing (0.98, bias-corrected), the skipped ends and the stop at 4 times the best loss are Lightning's.
     """

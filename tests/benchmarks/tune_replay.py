@@ -30,7 +30,11 @@ from replay_tuners import DEFAULTS, HALVING, OURS, TUNERS, Configuration, Story,
 
 RESULT = Path(__file__).parent / "results" / "tune_replay.md"
 GOOD, VERY_GOOD = 1.25, 1.10  # of the oracle's time to target
-BUDGET, HORIZON = 60, 240  # oracle runs: success is judged at the first; tuners without an end are stopped at the second
+BY_HAND = "<!-- written by hand from here on -->"
+BUDGET, HORIZON = (
+    60,
+    240,
+)  # oracle runs: at the first success is judged, at the second who has no end is stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,8 @@ def row(name: str, runs: Sequence[Repetition]) -> str:
 
 def table(found: dict[str, list[Repetition]]) -> str:
     """All tuners over the same repetitions."""
-    within = f"within {GOOD}×: median | p90 | success at {BUDGET} | within {VERY_GOOD:.2f}×: median | p90 | success at {BUDGET}"
-    head = f"| tuner | {within} | final regret: median | p90 | all it spent |"
+    within = (f"within {factor:.2f}×: median | p90 | success at {BUDGET}" for factor in (GOOD, VERY_GOOD))
+    head = f"| tuner | {' | '.join(within)} | final regret: median | p90 | all it spent |"
     return "\n".join([head, "|---|" + "---:|" * 9, *(row(name, runs) for name, runs in found.items() if runs)])
 
 
@@ -142,8 +146,16 @@ def goals(every: dict[str, list[Repetition]]) -> str:
         lines.append(("at least 5 × cheaper than Optuna's defaults", f"{shown(ratio)} ×", ratio >= 5))
     halving = min((median[name] for name in HALVING if name in median), default=math.nan)
     if not math.isnan(halving):
-        lines.append(("at least 2 × cheaper than the best halving on time", f"{shown(halving / ours)} ×", halving / ours >= 2))
+        lines.append(
+            ("at least 2 × cheaper than the best halving on time", f"{shown(halving / ours)} ×", halving / ours >= 2)
+        )
     return "\n".join(f"- {what}: {figure}: {'met' if met else 'MISSED'}" for what, figure, met in lines)
+
+
+def notes(result: Path) -> str:
+    """What was written by hand below the figures of the last report; it stays."""
+    text = result.read_text(encoding="utf-8") if result.exists() else ""
+    return text[text.index(BY_HAND) :] if BY_HAND in text else f"{BY_HAND}\n"
 
 
 def report(found: dict[str, dict[str, list[Repetition]]], records: dict[str, Record], command: str) -> str:
@@ -157,9 +169,9 @@ def report(found: dict[str, dict[str, list[Repetition]]], records: dict[str, Rec
         "# batchtune tune on recorded learning curves",
         f"{dt.datetime.now(dt.UTC).date()}, Python {platform.python_version()}, {versions}{ray}. Command: `{command}`",
         __doc__.split("\n\n")[2].replace("\n", " "),
-        f"Figures are in runs of the oracle, the best point of the recorded grid by its median over "
-        f"{next(iter(records.values())).seeds} seeds; all training seconds count. A configuration is held from when it is the "
-        f"tuner's answer and stays so. {seeds} tuner seeds a task.",
+        "Figures are in runs of the oracle, the best point of the recorded grid by its median over the recorded seeds.",
+        "All training seconds count. A configuration is held from when it is the tuner's answer and stays so.",
+        f"{seeds} tuner seeds a task.",
     ]
     if OURS in every:
         parts += ["## Goals, all tasks together", goals(every)]
@@ -176,10 +188,11 @@ def print_trials(record: Record, story: Story) -> None:
     total = 0.0
     for run in story:
         total += run.seconds / record.oracle[0]
+        cost = run.seconds / record.oracle[0]
+        true = true_ratio(record, (run.batch_size, run.learning_rate))
         print(
-            f"  {run.what:24} batch {run.batch_size:4d} rate {run.learning_rate:9.3g} cost {run.seconds / record.oracle[0]:6.2f}"
-            f" total {total:7.2f} true {true_ratio(record, (run.batch_size, run.learning_rate)):7.2f}"
-            f" answer {true_ratio(record, run.answer):6.2f}"
+            f"  {run.what:24} batch {run.batch_size:4d} rate {run.learning_rate:9.3g} cost {cost:6.2f} "
+            f"total {total:7.2f} true {true:7.2f} answer {true_ratio(record, run.answer):6.2f}"
         )
 
 
@@ -211,7 +224,7 @@ def main() -> None:
     print(text)
     complete = arguments.tasks == list(TASKS) and len(chosen) >= len(TUNERS) - 1
     if output := arguments.output or (RESULT if complete else None):
-        output.write_text(text, encoding="utf-8")
+        output.write_text(f"{text}\n{notes(output)}", encoding="utf-8")
 
 
 if __name__ == "__main__":
