@@ -212,7 +212,7 @@ def record(task: ReplayTask, step_seconds: StepSeconds) -> dict[str, Any]:
         last_step = round(horizon_seconds / step_seconds(batch_size))
         curves, points = record_batch_size(task, batch_size, rates, SEEDS, last_step=last_step)
         found |= {f"curves_{batch_size}": curves.astype(np.float16), f"steps_{batch_size}": points}
-        found[f"range_test_{batch_size}"] = record_range_test(task, batch_size, SEEDS).astype(np.float16)
+        found[f"range_test_{batch_size}"] = record_range_test(task, batch_size, SEEDS)
         reached = (curves <= task.target).any(axis=2).mean()
         spent = time.perf_counter() - started
         print(f"{task.name} {batch_size}: {spent:.0f} s, {reached:.0%} reached the target", flush=True)
