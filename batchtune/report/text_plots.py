@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Literal
 
@@ -114,30 +114,25 @@ class _Scale:
     low: float
     high: float
     log: bool
-    ticks: tuple[float, ...] = field(default=())
 
     @classmethod
     def over(cls, values: Sequence[float], axis: Axis) -> _Scale:
-        low, high = min(values), max(values)
-        if axis.log:
-            return cls(math.log2(low), math.log2(high), log=True)
-        if axis.from_zero and low > 0:
-            low = 0.0
-        return cls(low, high, log=False)
+        low = min(values)
+        return cls(min(low, 0.0) if axis.from_zero and not axis.log else low, max(values), axis.log)
 
     def share(self, value: float) -> float:
-        at = math.log2(value) if self.log else value
-        room = self.high / 2 - self.low / 2  # halves: the difference of two large numbers may be infinite
-        return min(1.0, max(0.0, (at / 2 - self.low / 2) / room)) if room > 0 else 0.5
+        low, at, high = (math.log2(each) if self.log else each / 2 for each in (self.low, value, self.high))
+        room = high - low  # of halves: the difference of two large numbers may be infinite
+        return min(1.0, max(0.0, (at - low) / room)) if room > 0 else 0.5
 
     def round_values(self, most: int) -> list[float]:
-        """Round values within the scale, at least one, ascending: powers of two where it is logarithmic."""
-        if self.log:
-            first, last = math.ceil(self.low), min(math.floor(self.high), sys.float_info.max_exp - 1)
-            step = max(1, math.ceil((last - first + 1) / most))
-            powers = [2.0**power for power in range(first, last + 1, step)]
-            return powers or [2.0**self.low]
-        return _round_values(self.low, self.high, most)
+        """Round values within the scale, ascending: powers of two where it is logarithmic; at least one value."""
+        if not self.log:
+            return _round_values(self.low, self.high, most)
+        first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
+        step = max(1, math.ceil((last - first + 1) / most))
+        powers = [2.0**power for power in range(first, min(last + 1, sys.float_info.max_exp), step)]
+        return powers or [self.low]
 
 
 def _round_values(low: float, high: float, most: int) -> list[float]:
