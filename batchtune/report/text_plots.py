@@ -16,8 +16,7 @@ Mark = Literal["fit", "checked", "oom", "failed", "limit", "curve"]
 MIN_WIDTH = 20
 """Columns below which there is no figure: its labels alone would fill it."""
 
-_UNICODE = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌", "curve": "⠒"}
-_ASCII = {"fit": "o", "checked": "@", "oom": "x", "failed": "!", "limit": "-", "curve": "."}
+_SIGNS = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌", "curve": "⠒"}
 _STYLES = {"fit": "green", "checked": "bold green", "oom": "red", "failed": "red", "limit": "red", "curve": "cyan"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a Braille cell's dots, by row and column
 _BLANK_DOTS = 0x2800
@@ -56,9 +55,7 @@ class Axis:
     from_zero: bool = False
 
 
-def draw(
-    layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6, ascii_only: bool = False
-) -> list[Text]:
+def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
     """Draws layers over one another.
 
     Args:
@@ -67,7 +64,6 @@ def draw(
         y_axis: the axis to the left; its title stands above.
         width: columns that no line exceeds.
         height: rows of the grid; axis, labels and legend come on top.
-        ascii_only: the output knows no other characters.
 
     Returns:
         The lines from top to bottom; none where there is no point, or no room.
@@ -77,27 +73,22 @@ def draw(
     if not layers or width < MIN_WIDTH:
         return []
     points = [point for each in layers for point in each.points]
-    ys = _Scale.over([y for _, y in points], y_axis)
+    xs, ys = _Scale.over([x for x, _ in points], x_axis), _Scale.over([y for _, y in points], y_axis)
     labels = {row: label for label, row in _labels_beside(ys, height)}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
-    xs = _Scale.over([x for x, _ in points], x_axis)
-    grid = _Grid(columns, height, ascii_only=ascii_only)
+    grid = _Grid(columns, height)
     for each in layers:
         grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.points])
     lines = [Text(line, style="bold") for line in wrap(y_axis.title, width)]
-    tick, plain, floor, corner = "++-+" if ascii_only else "┤│─┼"
-    if ascii_only:
-        plain = "|"
     for row, cells in enumerate(grid.rows()):
         beside = labels.get(row, "")
-        lines.append(_line([(f"{beside:>{gutter}} ", "dim"), (tick if beside else plain, "dim"), *cells]))
+        lines.append(_line([(f"{beside:>{gutter}} {'┤' if beside else '│'}", "dim"), *cells]))
     below, ticks = _labels_below(xs, columns)
-    rule = "".join(corner if column in ticks else floor for column in range(columns))
-    lines.append(_line([(f"{'':>{gutter}} ", ""), ("+" if ascii_only else "└", "dim"), (rule, "dim")]))
-    lines.append(_line([(f"{'':>{gutter}}  {below}", "dim")]))
-    lines += [Text(f"{'':>{gutter}}  {line}", style="dim") for line in wrap(x_axis.title, columns)]
-    return lines + list(_legend(layers, gutter + 2, width, ascii_only=ascii_only))
+    rule = "".join("┬" if column in ticks else "─" for column in range(columns))
+    margin = " " * (gutter + 2)
+    lines += [Text(f"{margin[:-1]}└{rule}", style="dim"), Text(margin + below, style="dim")]
+    return lines + [Text(margin).append(line) for line in _legend(layers, x_axis.title, columns)]
 
 
 def _drawable(points: Iterable[tuple[float, float]], x_axis: Axis, y_axis: Axis) -> list[tuple[float, float]]:
@@ -179,13 +170,10 @@ def _labels_below(scale: _Scale, columns: int) -> tuple[str, set[int]]:
 class _Grid:
     """Cells that hold a sign each, and dots of curves where they hold none."""
 
-    def __init__(self, columns: int, rows: int, *, ascii_only: bool) -> None:
+    def __init__(self, columns: int, rows: int) -> None:
         self._columns, self._rows = columns, rows
         self._signs: dict[tuple[int, int], _Cell] = {}
         self._dots: dict[tuple[int, int], int] = {}
-        self._curve_style = _STYLES["curve"]
-        self._glyphs = _ASCII if ascii_only else _UNICODE
-        self._across, self._down = (1, 1) if ascii_only else (2, 4)  # dots of a cell
 
     def add(self, layer: Layer, shares: Sequence[tuple[float, float]]) -> None:
         """Draws a layer whose points are given as shares of both axes."""
@@ -193,7 +181,7 @@ class _Grid:
             for start, end in itertools.pairwise(shares) if len(shares) > 1 else [(shares[0], shares[0])]:
                 self._draw_line(start, end)
             return
-        sign = self._glyphs[layer.mark], _STYLES[layer.mark]
+        sign = _SIGNS[layer.mark], _STYLES[layer.mark]
         for across, up in shares[:1] if layer.mark == "limit" else shares:
             row = self._rows - 1 - round(up * (self._rows - 1))
             column = round(across * (self._columns - 1))
@@ -201,14 +189,14 @@ class _Grid:
                 self._signs[row, each] = sign
 
     def _draw_line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        wide, high = self._columns * self._across - 1, self._rows * self._down - 1
+        wide, high = self._columns * len(_DOTS[0]) - 1, self._rows * len(_DOTS) - 1
         steps = max(1, math.ceil(max(abs(end[0] - start[0]) * wide, abs(end[1] - start[1]) * high)))
         for step in range(steps + 1):
             across, up = (first + (last - first) * step / steps for first, last in zip(start, end, strict=True))
             column, row = round(across * wide), high - round(up * high)
-            cell = row // self._down, column // self._across
-            dot = _DOTS[row % self._down][column % self._across]
-            self._dots[cell] = self._dots.get(cell, 0) | dot
+            cell = row // len(_DOTS), column // len(_DOTS[0])
+            dot = _DOTS[row % len(_DOTS)][column % len(_DOTS[0])]
+            self._dots[cell] = self._dots.get(cell, _BLANK_DOTS) | dot
 
     def rows(self) -> Iterator[list[_Cell]]:
         """The cells of each row, from the top."""
@@ -217,25 +205,24 @@ class _Grid:
 
     def _curve(self, row: int, column: int) -> _Cell:
         dots = self._dots.get((row, column))
-        if dots is None:
-            return " ", ""
-        return (chr(_BLANK_DOTS | dots) if self._down > 1 else self._glyphs["curve"]), self._curve_style
+        return (" ", "") if dots is None else (chr(dots), _STYLES["curve"])
 
 
-def _legend(layers: Sequence[Layer], indent: int, width: int, *, ascii_only: bool) -> Iterator[Text]:
-    """What each sign stands for, as many names on a line as have room."""
-    glyphs = _ASCII if ascii_only else _UNICODE
-    line = Text(" " * indent)
-    for each in layers:
-        first, *rest = wrap(f"{glyphs[each.mark]} {each.name}", width - indent)
-        if line.cell_len > indent and line.cell_len + 2 + len(first) > width:
+def _legend(layers: Sequence[Layer], x_title: str, width: int) -> Iterator[Text]:
+    """The name of the axis below, then what each sign stands for, as much on a line as has room."""
+    line = Text()
+    for sign, style, words in [("", "", x_title)] + [
+        (_SIGNS[each.mark], _STYLES[each.mark], each.name) for each in layers
+    ]:
+        first, *rest = wrap(f"{sign} {words}".strip(), width) or [""]
+        if line and line.cell_len + 2 + len(first) > width:
             yield line
-            line = Text(" " * indent)
-        line.append("  " if line.cell_len > indent else "")
-        line.append(first[:1], style=_STYLES[each.mark]).append(first[1:])
+            line = Text()
+        line.append("  " if line else "")
+        line.append(first[: len(sign)], style=style or "dim").append(first[len(sign) :], style="" if sign else "dim")
         for more in rest:
             yield line
-            line = Text(" " * indent + more)
+            line = Text(more)
     yield line
 
 

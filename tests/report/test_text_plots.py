@@ -37,16 +37,14 @@ def places(lines, sign):
     height=st.integers(1, 12),
     logs=st.tuples(st.booleans(), st.booleans()),
     from_zero=st.booleans(),
-    ascii_only=st.booleans(),
 )
-def test_no_line_is_wider_than_asked_whatever_the_numbers(layers, width, height, logs, from_zero, ascii_only):
+def test_no_line_is_wider_than_asked_whatever_the_numbers(layers, width, height, logs, from_zero):
     axes = Axis("micro-batch size", log=logs[0]), Axis("peak memory, GiB", log=logs[1], from_zero=from_zero)
-    lines = draw(layers, *axes, width=width, height=height, ascii_only=ascii_only)
+    lines = draw(layers, *axes, width=width, height=height)
     usable = any((x > 0 or not logs[0]) and (y > 0 or not logs[1]) for layer in layers for x, y in layer.points)
     assert bool(lines) == usable
     assert all(line.cell_len <= width for line in lines)
     assert not any(line.plain.endswith(" ") for line in lines)
-    assert not ascii_only or all(line.plain.isascii() for line in lines)
 
 
 @given(points=POINTS, width=st.integers(30, 120))
@@ -124,6 +122,5 @@ def test_there_is_no_figure_where_its_labels_alone_would_fill_the_room():
 
 
 def test_signs_tell_apart_what_colours_tell_apart():
-    for ascii_only in (False, True):
-        legends = [drawn(Layer(mark, "", [(1, 1)]), ascii_only=ascii_only)[-1].strip() for mark in MARKS]
-        assert len(set(legends)) == len(MARKS)
+    legends = [drawn(Layer(mark, "", [(1, 1)]))[-1].strip() for mark in MARKS]
+    assert len(set(legends)) == len(MARKS)
