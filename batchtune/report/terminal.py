@@ -107,8 +107,9 @@ def _rest(result: Result) -> Iterator[RenderableType]:
     if lines:
         yield Text("\npaste", style="bold")
         yield from (_Code(line) for line in lines.splitlines())
-    if result.warnings:
+    if result.warnings or result.environment is not None:
         yield ""
+    if result.warnings:
         yield from (Text(f"warning: {warning}", style="yellow") for warning in result.warnings)
     if result.environment is not None:
         where = [result.environment.device, f"torch {result.environment.torch}"]
@@ -226,7 +227,7 @@ def _speed(probe: ProbeResult) -> Iterator[Text]:
         if fit.saturation_batch_size is not None:
             line += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
         if fit.batch_size_within_5_percent is not None:
-            line += f"; within 5 % of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
+            line += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
         yield Text.assemble(("step time ", "bold"), line)
     if probe.input_pipeline is not None:
         yield Text.assemble(("data ", "bold"), probe.input_pipeline.verdict)

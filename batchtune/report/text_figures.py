@@ -15,7 +15,7 @@ from batchtune.results import ProbeResult
 _GAP = 3
 _SIDE_BY_SIDE = 72  # columns from which two figures stand beside one another
 _WIDEST = 72  # of one figure; wider, the eye no longer compares
-_ROWS = 5
+_ROWS = 6
 _BATCH = "micro-batch size"
 _Figure = tuple[list[Layer], Axis, Axis]
 
@@ -40,25 +40,27 @@ class Figures:
 
 
 def memory(probe: ProbeResult) -> _Figure | None:
-    """Every attempt at its peak, failures at the limit they met; None where nothing was attempted."""
+    """Every attempt at its peak, failures in the row above the limit; None where nothing was attempted."""
     reach = memory_range([probe])
     if reach is None:
         return None
     unit, scale = bytes_unit(reach.ceiling_bytes)
     fits = [(attempt, peak / scale) for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
     failed = [attempt for attempt in probe.attempts if not attempt.fits]
-    top = (reach.limit_bytes or reach.ceiling_bytes) / scale
-    far = f"; limit {size(reach.limit_bytes)}" if reach.limit_bytes and not reach.near else ""
+    top = max(reach.limit_bytes, reach.ceiling_bytes) / scale
+    above = top * (_ROWS - 1) / (_ROWS - 2)
     layers = [
-        Layer("limit", f"limit {size(reach.limit_bytes)}", [(0, top)] if reach.near else []),
+        Layer("limit", "", [(0, top)] if reach.near else []),
         Layer("fit", "fit", [(attempt.batch_size, peak) for attempt, peak in fits if attempt.purpose == "search"]),
         Layer(
-            "checked", "checked", [(attempt.batch_size, peak) for attempt, peak in fits if attempt.purpose == "verify"]
+            "checked", "checked", [(attempt.batch_size, peak) for attempt, peak in fits if attempt.purpose != "search"]
         ),
-        Layer("oom", "oom", [(attempt.batch_size, top) for attempt in failed if attempt.outcome == "oom"]),
-        Layer("failed", "failed", [(attempt.batch_size, top) for attempt in failed if attempt.outcome != "oom"]),
+        Layer("oom", "oom", [(attempt.batch_size, above) for attempt in failed if attempt.outcome == "oom"]),
+        Layer("failed", "failed", [(attempt.batch_size, above) for attempt in failed if attempt.outcome != "oom"]),
     ]
-    return layers, Axis(_BATCH, from_zero=True), Axis(f"peak memory, {unit}{far}", from_zero=True)
+    limit = f" ({'╌ ' if reach.near else ''}limit {size(reach.limit_bytes)})" if reach.limit_bytes else ""
+    title = f"peak memory, {unit}{limit}"
+    return layers, Axis(_BATCH, from_zero=True, whole=True), Axis(title, from_zero=True)
 
 
 def throughput(probe: ProbeResult) -> _Figure | None:
@@ -71,6 +73,6 @@ def throughput(probe: ProbeResult) -> _Figure | None:
     layers = [
         Layer("curve", "t = α + β·B", fitted_speeds(fit, points[0][0], points[-1][0]) if fit else []),
         Layer("fit", "measured", points),
-        Layer("checked", "95 % of best", [point for point in points if point[0] == knee]),
+        Layer("checked", "95% of best", [point for point in points if point[0] == knee]),
     ]
     return layers, Axis(_BATCH, log=True), Axis("throughput, samples/s", from_zero=True)

@@ -31,7 +31,7 @@ class Layer:
 
     Attributes:
         mark: one sign for each point, a horizontal line at the first point, or a curve through all of them.
-        name: what the legend calls it.
+        name: what the legend calls it; '' where it is not in the legend.
         points: (x, y); what is not finite is left out.
     """
 
@@ -48,11 +48,13 @@ class Axis:
         title: its name.
         log: equal distances are equal ratios; ticks at powers of two.
         from_zero: begins at 0 where all values are positive.
+        whole: its values are whole numbers, and so are its labels.
     """
 
     title: str
     log: bool = False
     from_zero: bool = False
+    whole: bool = False
 
 
 def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
@@ -104,35 +106,35 @@ class _Scale:
 
     low: float
     high: float
-    log: bool
+    axis: Axis
 
     @classmethod
     def over(cls, values: Sequence[float], axis: Axis) -> _Scale:
         low = min(values)
-        return cls(min(low, 0.0) if axis.from_zero and not axis.log else low, max(values), axis.log)
+        return cls(min(low, 0.0) if axis.from_zero and not axis.log else low, max(values), axis)
 
     def share(self, value: float) -> float:
-        low, at, high = (math.log2(each) if self.log else each / 2 for each in (self.low, value, self.high))
+        low, at, high = (math.log2(each) if self.axis.log else each / 2 for each in (self.low, value, self.high))
         room = high - low  # of halves: the difference of two large numbers may be infinite
         return min(1.0, max(0.0, (at - low) / room)) if room > 0 else 0.5
 
     def round_values(self, most: int) -> list[float]:
         """Round values within the scale, ascending: powers of two where it is logarithmic; at least one value."""
-        if not self.log:
-            return _round_values(self.low, self.high, most)
+        if not self.axis.log:
+            return _round_values(self.low, self.high, most, least_step=float(self.axis.whole))
         first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
         step = max(1, math.ceil((last - first + 1) / most))
         powers = [2.0**power for power in range(first, min(last + 1, sys.float_info.max_exp), step)]
         return powers or [self.low]
 
 
-def _round_values(low: float, high: float, most: int) -> list[float]:
+def _round_values(low: float, high: float, most: int, *, least_step: float = 0.0) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two values; the values themselves where there are none."""
     spread = high / 2 - low / 2
     if not spread / most > 0:
         return [low, high]
     power = 10.0 ** math.floor(math.log10(spread / most))
-    for step in (power * factor for factor in (1, 2, 5, 10, 20, 50)):
+    for step in (max(power * factor, least_step) for factor in (1, 2, 5, 10, 20, 50)):
         if not 0 < step < math.inf or max(abs(low / step), abs(high / step)) > _MOST_STEPS:
             break
         first, last = math.ceil(low / step), math.floor(high / step)
@@ -210,16 +212,15 @@ class _Grid:
 
 def _legend(layers: Sequence[Layer], x_title: str, width: int) -> Iterator[Text]:
     """The name of the axis below, then what each sign stands for, as much on a line as has room."""
-    line = Text()
-    for sign, style, words in [("", "", x_title)] + [
-        (_SIGNS[each.mark], _STYLES[each.mark], each.name) for each in layers
-    ]:
-        first, *rest = wrap(f"{sign} {words}".strip(), width) or [""]
+    *before, last = wrap(x_title, width) or [""]
+    yield from (Text(line, style="dim") for line in before)
+    line = Text.assemble((last, "dim"))
+    for each in layers:
+        first, *rest = wrap(f"{_SIGNS[each.mark]} {each.name}", width) if each.name else [""]
         if line and line.cell_len + 2 + len(first) > width:
             yield line
             line = Text()
-        line.append("  " if line else "")
-        line.append(first[: len(sign)], style=style or "dim").append(first[len(sign) :], style="" if sign else "dim")
+        line.append("  " if line and first else "").append(first[:1], style=_STYLES[each.mark]).append(first[1:])
         for more in rest:
             yield line
             line = Text(more)

@@ -147,5 +147,6 @@ def trials(result: Result) -> FittedTable:
             styles=[_COLOURS.get(trial.state, "") for trial in shown],
         ),
     ]
-    title = f"{len(shown)} best of {len(ran)} runs" + ("; ● with what is recommended" if strong else "")
+    count = f"the {len(shown)} best of {len(ran)} runs" if len(shown) < len(ran) else "all runs, best first"
+    title = count + ("; ● with what is recommended" if strong else "")
     return FittedTable(title, columns, strong)

@@ -117,10 +117,21 @@ def test_a_legend_names_each_sign_once_and_wraps():
     assert all(f"{sign} what {mark} means" in " ".join(text.split()) for mark, sign in SIGNS.items())
 
 
+def test_a_layer_without_a_name_is_not_in_the_legend():
+    lines = drawn(Layer("limit", "", [(1, 2)]), Layer("fit", "fits", [(1, 1)]))
+    assert lines[-1].split("micro-batch size")[1].strip() == "● fits"
+
+
+def test_an_axis_of_whole_numbers_has_no_labels_in_between():
+    points = [(0, 1), (2, 3)]
+    assert "0.5" in drawn(Layer("fit", "fits", points))[-2].split()
+    assert drawn(Layer("fit", "fits", points), x_axis=Axis("batch", whole=True))[-2].split() == ["0", "1", "2"]
+
+
 def test_there_is_no_figure_where_its_labels_alone_would_fill_the_room():
     assert drawn(Layer("fit", "fits", [(1, 1)]), width=MIN_WIDTH - 1) == []
 
 
 def test_signs_tell_apart_what_colours_tell_apart():
-    legends = [drawn(Layer(mark, "", [(1, 1)]))[-1].strip() for mark in MARKS]
+    legends = [drawn(Layer(mark, "it", [(1, 1)]))[-1].removesuffix(" it")[-1] for mark in MARKS]
     assert len(set(legends)) == len(MARKS)
