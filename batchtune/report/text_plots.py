@@ -151,8 +151,8 @@ def _number(value: float) -> str:
 
 
 def _labels_beside(scale: _Scale, height: int) -> Iterator[tuple[str, int]]:
-    """Labels of the left axis with their rows, about one for every other row."""
-    for value in scale.round_values(max(2, height // 2 + 1)):
+    """Labels of the left axis with their rows, at most one for every other row."""
+    for value in scale.round_values(max(2, height // 2)):
         yield _number(value), height - 1 - round(scale.share(value) * (height - 1))
 
 

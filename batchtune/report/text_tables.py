@@ -10,7 +10,9 @@ from batchtune.report.pick import is_of
 from batchtune.report.units import aligned, number, share, sizes, times
 from batchtune.results import Estimate, ProbeResult, Result, Trial
 
-_COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
+COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
+"""Of the outcomes of attempts and the states of trials; any other outcome is yellow."""
+
 _MAX_TRIALS = 12
 _MAX_WHY = 96  # of characters; the message of a failure that matters is told in full elsewhere
 
@@ -28,14 +30,19 @@ def attempts(probe: ProbeResult) -> FittedTable:
             "outcome",
             [attempt.outcome for attempt in tried],
             left=True,
-            styles=[_COLOURS.get(attempt.outcome, "yellow") for attempt in tried],
+            styles=[COLOURS.get(attempt.outcome, "yellow") for attempt in tried],
         ),
         Column(f"peak, {memory_unit}", memory),
-        Column("of limit", [bar(peak / limit) if peak and limit else "" for peak in peaks], spare=3, left=True),
+        _bars("of limit", [peak / limit if peak and limit else None for peak in peaks], spare=3),
         Column(f"step, {step_unit}", steps, spare=2),
         Column("why", [shorten(reason, _MAX_WHY) for reason in why], spare=1, left=True, wraps=True),
     ]
     return FittedTable(f"attempts at {probe.precision}, in their order", columns)
+
+
+def _bars(name: str, shares: Sequence[float | None], *, spare: int) -> Column:
+    cells = ["" if share is None else bar(share) for share in shares]
+    return Column(name, cells, spare, left=True, styles=["cyan"] * len(cells))
 
 
 def throughput(probe: ProbeResult) -> FittedTable:
@@ -47,7 +54,7 @@ def throughput(probe: ProbeResult) -> FittedTable:
     columns = [
         Column("batch", [f"{point.batch_size:,}" for point in points]),
         Column("samples/s", aligned([number(point.samples_per_second) for point in points])),
-        Column(" ", [bar(point.samples_per_second / best) for point in points], spare=8, left=True),
+        _bars(" ", [point.samples_per_second / best for point in points], spare=8),
         Column(f"step, {step_unit}", steps, spare=1),
         Column("MFU", [share(point.mfu) for point in points], spare=3),
         Column("GPU busy", [share(point.gpu_utilization) for point in points], spare=2),
@@ -144,7 +151,7 @@ def trials(result: Result) -> FittedTable:
             [trial.outcome or trial.state for trial in shown],
             spare=1,
             left=True,
-            styles=[_COLOURS.get(trial.state, "") for trial in shown],
+            styles=[COLOURS.get(trial.state, "") for trial in shown],
         ),
     ]
     count = f"the {len(shown)} best of {len(ran)} runs" if len(shown) < len(ran) else "all runs, best first"
