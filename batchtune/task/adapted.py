@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -139,7 +141,9 @@ def set_learning_rate(
     except (KeyError, TypeError, ValueError):
         highest = 0.0
     if highest <= 0:
-        raise UsageError(f"{where}: {type(optimizer).__name__} has no learning rate that could be set (is it 0 or None?)")
+        raise UsageError(
+            f"{where}: {type(optimizer).__name__} has no learning rate that could be set (is it 0 or None?)"
+        )
     factor = learning_rate / highest
     for group in optimizer.param_groups:
         group |= {key: group[key] * factor for key in _RATES_OF_GROUPS if key in group}
@@ -157,6 +161,16 @@ def _with_nested(schedulers: Iterable[Any]) -> Iterable[Any]:
     for scheduler in schedulers:
         yield scheduler
         yield from _with_nested(getattr(scheduler, "_schedulers", ()))
+
+
+def real_copy(value: Any) -> Any:
+    """A deep copy of modules with their data, also while `estimate` makes every new tensor a fake one.
+
+    Buffers cannot be copied into fakes; a copy with data becomes fake when it is moved to the device.
+    """
+    fakes: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    with fakes.unset_fake_temporarily() if fakes else contextlib.nullcontext():
+        return copy.deepcopy(value)
 
 
 def require_no_arguments(kind: type, where: str, wanted: str) -> None:

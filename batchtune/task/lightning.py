@@ -7,7 +7,6 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
-from copy import deepcopy
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
@@ -16,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from batchtune.task.adapted import Adapted, LoaderParts, loader_parts, require_no_arguments, resized, set_learning_rate
+from batchtune.task.adapted import (
+    Adapted,
+    LoaderParts,
+    loader_parts,
+    real_copy,
+    require_no_arguments,
+    resized,
+    set_learning_rate,
+)
 from batchtune.task.lightning_trainer import TrainerView, samples_in
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
@@ -33,7 +40,9 @@ class LightningTask(Adapted):
 
     def __init__(self, make: Any, namespace: ModuleType, where: str) -> None:
         super().__init__(where)
-        self._make: Callable[[], Any] = make if callable(make) and not isinstance(make, nn.Module) else partial(deepcopy, make)
+        self._make: Callable[[], Any] = (
+            make if callable(make) and not isinstance(make, nn.Module) else partial(real_copy, make)
+        )
         self._namespace = namespace
         self._library = ""
         self._data: Any = None
@@ -68,7 +77,9 @@ class LightningTask(Adapted):
         own = [each for each in found if getattr(each, "__module__", "") == self._namespace.__name__] or found
         if len(own) > 1:
             names = ", ".join(getattr(each, "__name__", type(each).__name__) for each in own)
-            raise self.refused(f"the file has several DataModules ({names}); name a function that returns (module, datamodule)")
+            raise self.refused(
+                f"the file has several DataModules ({names}); name a function that returns (module, datamodule)"
+            )
         if not own:
             return None
         if not inspect.isclass(own[0]):
@@ -278,7 +289,9 @@ class Schedule:
 
 def library_of(module: Any) -> str:
     """`lightning.pytorch` or `pytorch_lightning`, whichever the module is written for."""
-    roots = [each.__module__.partition(".")[0] for each in inspect.getmro(type(module)) if each.__name__ == "LightningModule"]
+    roots = [
+        each.__module__.partition(".")[0] for each in inspect.getmro(type(module)) if each.__name__ == "LightningModule"
+    ]
     return "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
 
 
