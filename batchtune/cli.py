@@ -14,7 +14,7 @@ import typer
 
 from batchtune import __version__
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.session import command
+from batchtune.session import Session, with_session
 
 app = typer.Typer(
     name="batchtune",
@@ -54,13 +54,6 @@ class Schema(enum.StrEnum):
     result = "result"
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result document alone on stdout.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result to FILE.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Reasons, and what your code prints.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
@@ -71,38 +64,36 @@ def _root(
 
 
 @app.command(short_help="Write a commented model.py and config.yaml.")
+@with_session
 def init(
+    session: Session,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Write a commented model.py and config.yaml that work as they are.
 
     Example: batchtune init mymodel && batchtune tune mymodel/config.yaml
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        files = [directory / name for name in ("model.py", "config.yaml")]
-        taken = [str(file) for file in files if file.exists()]
-        if taken:
-            raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for file in files:
-                shutil.copyfile(Path(__file__).parent / "templates" / file.name, file)
-        except OSError as error:
-            raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
-        if session.json or session.output:
-            session.deliver_text(json.dumps({"written": [str(file) for file in files]}))
-        elif not session.quiet:
-            next_step = f"batchtune tune {directory / 'config.yaml'}"
-            session.deliver_text("".join(f"wrote {file}\n" for file in files) + f"next: {next_step}\n")
+    files = [directory / name for name in ("model.py", "config.yaml")]
+    taken = [str(file) for file in files if file.exists()]
+    if taken:
+        raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copyfile(Path(__file__).parent / "templates" / file.name, file)
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
+    if session.json or session.output:
+        session.deliver_text(json.dumps({"written": [str(file) for file in files]}))
+    elif not session.quiet:
+        next_step = f"batchtune tune {directory / 'config.yaml'}"
+        session.deliver_text("".join(f"wrote {file}\n" for file in files) + f"next: {next_step}\n")
 
 
 @app.command(short_help="Find the largest batch that trains in the device's memory.")
+@with_session
 def probe(
+    session: Session,
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
     memory_limit: Annotated[
@@ -127,44 +118,40 @@ def probe(
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
     no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
     Example: batchtune probe model.py --memory-limit 20GiB --precision bf16
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        import batchtune
+    import batchtune
 
-        with session.observer() as observer:
-            result = batchtune.probe(
-                task,
-                precision=precision.value,
-                memory_limit=memory_limit,
-                margin=margin,
-                min=min_,
-                max=max_,
-                multiple_of=multiple_of,
-                steps=steps,
-                device=device,
-                tolerance=tolerance,
-                timeout=timeout,
-                verify_steps=verify_steps,
-                no_oom=no_oom,
-                throughput=not no_throughput,
-                accumulation=accumulation,
-                observer=observer,
-                run_folders=_run_folders(),
-            )
-        session.deliver(result)
+    with session.observer() as observer:
+        result = batchtune.probe(
+            task,
+            precision=precision.value,
+            memory_limit=memory_limit,
+            margin=margin,
+            min=min_,
+            max=max_,
+            multiple_of=multiple_of,
+            steps=steps,
+            device=device,
+            tolerance=tolerance,
+            timeout=timeout,
+            verify_steps=verify_steps,
+            no_oom=no_oom,
+            throughput=not no_throughput,
+            accumulation=accumulation,
+            observer=observer,
+            run_folders=_run_folders(),
+        )
+    session.deliver(result)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
+@with_session
 def estimate(
+    session: Session,
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
     gpu: Annotated[
         list[str] | None, typer.Option("--gpu", metavar="NAME", help="A GPU, e.g. A100-80GB; repeatable; default: all.")
@@ -175,33 +162,29 @@ def estimate(
     ] = None,
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Calculate which batch fits on which GPU, with no GPU at hand.
 
     Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        import batchtune
+    import batchtune
 
-        with session.observer() as observer:
-            result = batchtune.estimate(
-                task,
-                gpus=gpu or "all",
-                precision=precision.value,
-                memory_limit=memory_limit,
-                accumulation_steps=accumulation,
-                observer=observer,
-            )
-        session.deliver(result)
+    with session.observer() as observer:
+        result = batchtune.estimate(
+            task,
+            gpus=gpu or "all",
+            precision=precision.value,
+            memory_limit=memory_limit,
+            accumulation_steps=accumulation,
+            observer=observer,
+        )
+    session.deliver(result)
 
 
 @app.command(short_help="Find the batch size and learning rate that train soonest.")
+@with_session
 def tune(
+    session: Session,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Laid over it, e.g. budget.total=5m.")
@@ -211,108 +194,90 @@ def tune(
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Find the batch size and learning rate that reach the target soonest, and confirm them on fresh seeds.
 
     Example: batchtune tune config.yaml budget.total=5m baseline.batch_size=64
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        import batchtune
-        from batchtune.config_file import load_config
+    import batchtune
+    from batchtune.config_file import load_config
 
-        extra = [f"storage={json.dumps(storage)}"] if storage else []
-        loaded = load_config(config, [*(overrides or []), *extra])
-        with session.observer(loaded.budget.total) as observer:
-            if dry_run:
-                facts = batchtune.check(loaded, observer=observer)
-            else:
-                result = batchtune.tune(loaded, fresh=fresh, observer=observer, run_folders=_run_folders())
+    extra = [f"storage={json.dumps(storage)}"] if storage else []
+    loaded = load_config(config, [*(overrides or []), *extra])
+    with session.observer(loaded.budget.total) as observer:
         if dry_run:
-            session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml())
+            facts = batchtune.check(loaded, observer=observer)
         else:
-            session.deliver(result)
+            result = batchtune.tune(loaded, fresh=fresh, observer=observer, run_folders=_run_folders())
+    if dry_run:
+        session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml())
+    else:
+        session.deliver(result)
 
 
 @app.command(short_help="Print the recommendation of a run.")
+@with_session
 def report(
+    session: Session,
     run: Annotated[
         str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
     ] = None,
     format_: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.table,
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print the recommendation of the latest run, or of one named, in one of several formats.
 
     Example: batchtune report digits --format markdown -o summary.md
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        import batchtune
-        from batchtune.report.export import FORMATS
-        from batchtune.run_folder import find_run
+    import batchtune
+    from batchtune.report.export import FORMATS
+    from batchtune.run_folder import find_run
 
-        result = batchtune.load_result(find_run(run, _run_folders()))
-        name = "json" if session.json else format_.value
-        if name == "html" and session.output is None and sys.stdout.isatty():
-            raise UsageError("--format html is a page of some megabytes: add --output report.html")
-        if name in FORMATS:
-            session.deliver_text(FORMATS[name](result))
-        else:
-            session.deliver_page(result)
+    result = batchtune.load_result(find_run(run, _run_folders()))
+    name = "json" if session.json else format_.value
+    if name == "html" and session.output is None and sys.stdout.isatty():
+        raise UsageError("--format html is a page of some megabytes: add --output report.html")
+    if name in FORMATS:
+        session.deliver_text(FORMATS[name](result))
+    else:
+        session.deliver_page(result)
 
 
 @app.command(short_help="Describe this machine, to paste into an issue.")
+@with_session
 def env(
+    session: Session,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, mps, …")] = "auto",
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print versions, device, driver and live GPU sensors, to paste into an issue.
 
     Example: batchtune env
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        import batchtune
+    import batchtune
 
-        facts = batchtune.environment(device)
-        if session.json:
-            session.deliver_text(json.dumps(facts, indent=2))
-        else:
-            from batchtune.report.export import environment_text
+    facts = batchtune.environment(device)
+    if session.json:
+        session.deliver_text(json.dumps(facts, indent=2))
+    else:
+        from batchtune.report.export import environment_text
 
-            session.deliver_text(environment_text(facts))
+        session.deliver_text(environment_text(facts))
 
 
 @app.command(short_help="Print the JSON Schema of configuration or result.")
+@with_session
 def schema(
+    session: Session,
     which: Annotated[Schema, typer.Argument(metavar="config|result")],
-    json_: JsonOption = False,
-    output: OutputOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Print the JSON Schema of the configuration or of the result document.
 
     Example: batchtune schema config -o batchtune.schema.json
     """
-    with command(json=json_, output=output, quiet=quiet, verbose=verbose, debug=debug) as session:
-        from batchtune.config import config_schema
-        from batchtune.results import result_schema
+    from batchtune.config import config_schema
+    from batchtune.results import result_schema
 
-        found = config_schema() if which is Schema.config else result_schema()
-        session.deliver_text(json.dumps(found, indent=2))
+    found = config_schema() if which is Schema.config else result_schema()
+    session.deliver_text(json.dumps(found, indent=2))
 
 
 def main() -> NoReturn:

@@ -90,6 +90,9 @@ class ThroughputPoint(Record):
     )
     mfu: Figure = Field(default=None, description="Model FLOPs utilisation: share of the device's peak, 0 to 1.")
     recompiles: int | None = Field(default=None, description="Graphs compiled during the timed steps (left out of it).")
+    processors_used_by_others: Figure = Field(
+        default=None, description="Share of the host's processors that other programs used meanwhile, 0 to 1."
+    )
 
 
 class ThroughputFit(Record):

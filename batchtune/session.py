@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import inspect
 import io
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -89,8 +91,40 @@ class Session:
             sys.stdout.flush()
 
 
+_COMMON = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    for name, default, kind, option in (
+        ("json", False, bool, typer.Option("--json", help="Print the result document alone on stdout.")),
+        ("output", None, Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result to FILE.")),
+        ("quiet", False, bool, typer.Option("--quiet", "-q", help="No progress on stderr.")),
+        ("verbose", False, bool, typer.Option("--verbose", "-v", help="Reasons, and what your code prints.")),
+        ("debug", False, bool, typer.Option("--debug", help="Show tracebacks.")),
+    )
+]
+
+
+def with_session(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a command of a function whose first parameter is its session.
+
+    The options that every command has are added to its own, and whatever goes wrong in it ends in the documented exit
+    code.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    own = list(signature.parameters.values())[1:]
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        with _command(**{option.name: given.pop(option.name) for option in _COMMON}) as session:
+            function(session, **given)
+
+    parameters = [*own, *_COMMON]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads both
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
 @contextlib.contextmanager
-def command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> Iterator[Session]:
+def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, debug: bool) -> Iterator[Session]:
     """Turns whatever happens in a command into one line on stderr and the documented exit code."""
     _stop_on_signals()
     warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")

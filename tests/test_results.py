@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from batchtune.errors import UsageError
+from batchtune.result_file import load_result, write_atomically
 from batchtune.results import (
     Attempt,
     CurvePoint,
@@ -25,9 +26,7 @@ from batchtune.results import (
     ThroughputFit,
     ThroughputPoint,
     Trial,
-    load_result,
     result_schema,
-    write_atomically,
 )
 
 TASK = TaskInfo(path="model.py", sha256="ab" * 32)

@@ -11,7 +11,7 @@ from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserC
 from batchtune.probe.curve import measure_curve
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
-from batchtune.probe.warnings import attempt_warnings, recompile_warnings
+from batchtune.probe.warnings import attempt_warnings, busy_warnings, recompile_warnings
 from batchtune.progress import Observer
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
@@ -141,6 +141,7 @@ class Probe:
         """What a reader of the result must know besides the numbers."""
         low = bracket(self.attempts)[0]
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
+        found += busy_warnings(self.throughput)
         slow = self._too_slow_above
         if slow is not None and low + self._bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for a few of their steps only")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from batchtune.report.units import share, size
 from batchtune.results import Attempt, Environment, ThroughputPoint
 
+BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
 
 
@@ -31,6 +32,15 @@ def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputP
         f"torch.compile compiled {worst.recompiles} more graphs after the first steps at batch size {worst.batch_size}"
     )
     return [f"{text}: training will do so too (TORCH_LOGS=recompiles says why)"]
+
+
+def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
+    """One where other programs used the host's processors while steps were timed."""
+    others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)
+    if others < BUSY:
+        return []
+    busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
+    return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
 def sharing_warnings(environment: Environment | None) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchtune.device.host_load import watching_others
 from batchtune.device.memory import DeviceMemory
 from batchtune.device.telemetry import Readings, Sensors
 from batchtune.results import ThroughputPoint
@@ -58,9 +59,10 @@ def time_steps(
         return clock() - started
 
     warm_up(step, watch)
-    with Sensors(memory.device).sampling() as readings:
+    with Sensors(memory.device).sampling() as readings, watching_others() as load:
         timed = _time(step, watch, seconds, clock)
     point = _point(batch_size, batch_size * accumulation_steps, timed, readings)
+    point["processors_used_by_others"] = load.others
     return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.probe.throughput import with_flops
-from batchtune.probe.warnings import recompile_warnings, sharing_warnings
+from batchtune.probe.warnings import busy_warnings, recompile_warnings, sharing_warnings
 from batchtune.results import Attempt, DeviceProcess, Environment, ThroughputPoint
 
 GIB = 2**30
@@ -55,6 +55,17 @@ def test_compiling_again_is_told_once_where_it_was_worst():
     (said,) = recompile_warnings(attempts, [point(2, 3)])
     assert "compiled 7 more graphs" in said
     assert "batch size 8" in said
+
+
+def test_speeds_of_a_busy_machine_are_told_as_such():
+    points = [point(2), point(4).model_copy(update={"processors_used_by_others": 0.41})]
+    (said,) = busy_warnings(points)
+    assert "up to 41% of this machine's processors" in said
+
+
+@pytest.mark.parametrize("others", [None, 0.1])
+def test_a_machine_that_is_hardly_used_is_not_worth_a_sentence(others):
+    assert busy_warnings([point(2).model_copy(update={"processors_used_by_others": others})]) == []
 
 
 def test_a_model_that_compiles_once_is_not_worth_a_sentence():

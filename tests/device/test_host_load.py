@@ -1,0 +1,55 @@
+"""How much of the host's processors others used, measured against a real program that does."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from batchtune.device import host_load
+from batchtune.device.host_load import watching_others
+
+pytestmark = pytest.mark.skipif(not host_load._STAT.exists(), reason="needs /proc/stat")
+
+
+def work(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def test_another_program_is_seen():
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with watching_others() as load:
+            time.sleep(0.6)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert load.others > 0.05
+
+
+def test_what_this_process_does_is_not_counted(monkeypatch, tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 900 0 0 0 0 0 0\n")
+    monkeypatch.setattr(host_load, "_STAT", stat)
+    monkeypatch.setattr(host_load.os, "sysconf", lambda _: 100)
+    with watching_others() as load:
+        work(0.3)
+        stat.write_text("cpu  130 0 0 900 0 0 0 0 0 0\n")
+    assert load.others == pytest.approx(0, abs=0.02)
+
+
+def test_a_stretch_too_short_to_tell_says_nothing():
+    with watching_others() as load:
+        pass
+    assert load.others is None
+
+
+@pytest.mark.parametrize("text", ["", "cpu  a b c\n"])
+def test_a_system_that_does_not_tell_says_nothing(monkeypatch, tmp_path, text):
+    (tmp_path / "stat").write_text(text)
+    monkeypatch.setattr(host_load, "_STAT", tmp_path / "stat")
+    with watching_others() as load:
+        time.sleep(0.25)
+    assert load.others is None
