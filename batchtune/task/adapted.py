@@ -1,4 +1,4 @@
-"""What adapters to other libraries share: reading a data loader, setting a learning rate, refusing what has no place."""
+"""What adapters to other libraries share: how they refuse, read data loaders and set learning rates."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Adapted:
     def train_sampler(self, batch_size: int) -> Sampler[Any] | None:
         """The order of the training set where it is not simply shuffled."""
         del batch_size
+        return None
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def loader_parts(loader: Any, where: str) -> LoaderParts:
         raise UsageError(f"{where} has no batch size (batch_size=None), so it cannot be changed")
     collate: Any = loader.collate_fn
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    sampler = None if iterable else getattr(batches, "sampler", loader.sampler)
+    sampler: Any = None if iterable else getattr(batches, "sampler", loader.sampler)
     shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
     return LoaderParts(loader.dataset, collate, None if shuffled else sampler, int(size))
 

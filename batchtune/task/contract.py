@@ -72,7 +72,7 @@ class Task:
         return getattr(self.source, name, None) is not None
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
-        """Raises ContractError naming the first piece that `purpose` lacks; an adapter says it in its library's words."""
+        """Raises ContractError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
         if isinstance(self.source, Adapted):
             self.source.require(purpose)
         if purpose == "probe":
@@ -206,13 +206,18 @@ class Task:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts (arrays count by their nbytes)."""
+    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts.
+
+    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
+    """
     if isinstance(value, Mapping):
         return sum(tensor_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):
         return sum(tensor_bytes(item) for item in value)
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, int | float):
+        return 8
     return int(getattr(value, "nbytes", 0))
 
 

@@ -6,25 +6,21 @@ import importlib
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from batchtune.task.adapted import (
-    Adapted,
-    LoaderParts,
-    loader_parts,
-    real_copy,
-    require_no_arguments,
-    resized,
-    set_learning_rate,
-)
+from batchtune.task.adapted import Adapted, LoaderParts, real_copy, resized, set_learning_rate
+from batchtune.task.lightning_callback import ApplyResult
+from batchtune.task.lightning_data import LightningData, library_of, overrides
 from batchtune.task.lightning_trainer import TrainerView, samples_in
+
+__all__ = ["ApplyResult", "LightningTask"]
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
 
@@ -43,11 +39,7 @@ class LightningTask(Adapted):
         self._make: Callable[[], Any] = (
             make if callable(make) and not isinstance(make, nn.Module) else partial(real_copy, make)
         )
-        self._namespace = namespace
-        self._library = ""
-        self._data: Any = None
-        self._train: LoaderParts | None = None
-        self._val_loaders: list[DataLoader[Any]] = []
+        self._data = LightningData(namespace, where)
         self._samples_per_step: int | None = None
         self._micro_batch_size = 0
         self._optimized: weakref.ref[Any] | None = None
@@ -56,94 +48,46 @@ class LightningTask(Adapted):
         """A new module with a stand-in for its Trainer, set up as Lightning does before training."""
         made = self._make()
         module, given = made if isinstance(made, tuple) else (made, None)
-        self._library = library_of(module)
-        view = TrainerView(self.where, self._library, self._samples_per_step)
+        view = TrainerView(self.where, library_of(module), self._samples_per_step)
         module.trainer, module.log = view, view.logged.log
-        first = self._train is None
+        first = self._data.train is None
         if first:
-            self._data = given or self._datamodule()
-            self._prepare(view, module)
-        view.datamodule = self._data
+            self._data.prepare(view, module, given)
+        view.datamodule = self._data.module
         module.setup("fit")
         module.configure_model()
         if first:
-            self._read_loaders(module)
-        view.samples_per_epoch = self._samples_per_epoch()
+            self._data.read_loaders(module)
+        view.samples_per_epoch = self._data.samples_per_epoch
         return module  # type: ignore[no-any-return]
-
-    def _datamodule(self) -> Any:
-        """The DataModule of the user's file, if it has one."""
-        found = [each for each in vars(self._namespace).values() if _is_datamodule(each)]
-        own = [each for each in found if getattr(each, "__module__", "") == self._namespace.__name__] or found
-        if len(own) > 1:
-            names = ", ".join(getattr(each, "__name__", type(each).__name__) for each in own)
-            raise self.refused(
-                f"the file has several DataModules ({names}); name a function that returns (module, datamodule)"
-            )
-        if not own:
-            return None
-        if not inspect.isclass(own[0]):
-            return own[0]
-        require_no_arguments(own[0], self.where, "(module, datamodule)")
-        return own[0]()
-
-    def _prepare(self, view: TrainerView, module: Any) -> None:
-        for part in (self._data, module):
-            if part is not None:
-                part.trainer = view
-                part.prepare_data()
-        if self._data is not None:
-            self._data.setup("fit")
-
-    def _read_loaders(self, module: Any) -> None:
-        owner = self._data if self._data is not None else module
-        if not self._overrides(owner, "train_dataloader"):
-            raise self.refused(
-                "no training data: write a train_dataloader(), put one LightningDataModule into the file, or name a "
-                "function that returns (module, datamodule)"
-            )
-        loader = owner.train_dataloader()
-        single = loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
-        self._train = loader_parts(single, f"{self.where}: train_dataloader()")
-        if self._overrides(owner, "val_dataloader"):
-            found = owner.val_dataloader()
-            self._val_loaders = list(found) if isinstance(found, list | tuple) else [found] if found is not None else []
-
-    def _overrides(self, owner: Any, name: str) -> bool:
-        helpers = importlib.import_module(f"{self._library}.utilities.model_helpers")
-        return bool(helpers.is_overridden(name, owner))
-
-    def _samples_per_epoch(self) -> int | None:
-        data = self._train.dataset if self._train else None
-        return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         module: Any = self.build_model()
         if not module.automatic_optimization:
             raise self.refused("manual optimization (automatic_optimization = False) is not supported")
         for name in _OWN_LOOP:
-            if self._overrides(module, name):
+            if overrides(module, name):
                 raise self.refused(f"it overrides {name}(), which batchtune's own loop cannot honour")
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise self.refused("training_step(dataloader_iter) is not supported; let it take the batch")
         _, schedulers = self._configured(module)
         if purpose == "tune":
             self._require_schedule(schedulers)
-            if not self._overrides(module, "validation_step") or not self._val_loaders:
+            if not overrides(module, "validation_step") or not self._data.val_loaders:
                 raise self.refused("tune needs a validation_step that logs the metric, and a val_dataloader")
 
     def _require_schedule(self, schedulers: Sequence[Any]) -> None:
         if any(config.reduce_on_plateau for config in schedulers):
             raise self.refused("ReduceLROnPlateau waits for a metric at the end of an epoch; use a schedule by steps")
-        if any(config.interval == "epoch" for config in schedulers) and self._samples_per_epoch() is None:
+        if any(config.interval == "epoch" for config in schedulers) and self._data.samples_per_epoch is None:
             raise self.refused("its scheduler steps at the end of an epoch, but the training set has no length")
 
     @property
     def _parts(self) -> LoaderParts:
-        if self._train is None:
+        if self._data.train is None:
             self.build_model()
-        assert self._train is not None  # noqa: S101 - build_model reads it or raises
-        return self._train
+        assert self._data.train is not None  # noqa: S101 - build_model reads it or raises
+        return self._data.train
 
     def train_dataset(self) -> Any:
         """What the train_dataloader reads."""
@@ -163,7 +107,7 @@ class LightningTask(Adapted):
             view.training = True
             for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
                 getattr(module, name)()
-        batch = self._transferred(module, batch, 0)
+        batch = self._data.transferred(module, batch, 0)
         if module.on_train_batch_start(batch, view.batch_idx) == -1:
             raise self.refused("on_train_batch_start returned -1 to skip the epoch, which is not supported")
         output = _called(module.training_step, batch, view.batch_idx)
@@ -175,20 +119,9 @@ class LightningTask(Adapted):
         view.saw(batch, output, self._micro_batch_size)
         return loss
 
-    def _transferred(self, module: Any, batch: Any, loader: int) -> Any:
-        """The batch after the user's transfer hooks; those of a DataModule go before the module's."""
-        for name, arguments in (
-            ("on_before_batch_transfer", ()),
-            ("transfer_batch_to_device", (module.device,)),
-            ("on_after_batch_transfer", ()),
-        ):
-            in_data = self._data is not None and self._overrides(self._data, name)
-            batch = getattr(self._data if in_data else module, name)(batch, *arguments, loader)
-        return batch
-
     def _configured(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
         """What `configure_optimizers` returned, read by Lightning's own parser."""
-        parser = importlib.import_module(f"{self._library}.core.optimizer")
+        parser = importlib.import_module(f"{library_of(module)}.core.optimizer")
         made = module.configure_optimizers()
         if made is None:
             raise self.refused("configure_optimizers returned None")
@@ -238,8 +171,8 @@ class LightningTask(Adapted):
         view.logged.start_validation()
         module.on_validation_start()
         module.on_validation_epoch_start()
-        for number, loader in enumerate(self._val_loaders):
-            self._validate(module, loader, number if len(self._val_loaders) > 1 else None, max_batches)
+        for number, loader in enumerate(self._data.val_loaders):
+            self._validate(module, loader, number if len(self._data.val_loaders) > 1 else None, max_batches)
         view.logged.end_validation_steps()
         module.on_validation_epoch_end()
         module.on_validation_end()
@@ -251,7 +184,7 @@ class LightningTask(Adapted):
             loader = resized(loader, self._micro_batch_size)
         which = () if number is None else (number,)
         for index, batch in enumerate(itertools.islice(loader, max_batches)):
-            there = self._transferred(module, batch, number or 0)
+            there = self._data.transferred(module, batch, number or 0)
             module.trainer.logged.see_batch(there, number)
             module.on_validation_batch_start(there, index, *which)
             output = _called(module.validation_step, there, index, *which)
@@ -261,7 +194,7 @@ class LightningTask(Adapted):
 class Schedule:
     """Schedulers stepped as Lightning steps them: after each step, or at the end of an epoch.
 
-    They work on a twin of the optimizer, made by the `configure_optimizers` call that made them; its settings are copied.
+    They work on a twin of the optimizer, from the `configure_optimizers` call that made them; its settings are copied.
     """
 
     def __init__(
@@ -285,20 +218,6 @@ class Schedule:
     def _copy(self) -> None:
         for group, other in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
             group |= {key: value for key, value in other.items() if key != "params"}
-
-
-def library_of(module: Any) -> str:
-    """`lightning.pytorch` or `pytorch_lightning`, whichever the module is written for."""
-    roots = [
-        each.__module__.partition(".")[0] for each in inspect.getmro(type(module)) if each.__name__ == "LightningModule"
-    ]
-    return "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
-
-
-def _is_datamodule(value: Any) -> bool:
-    kind = value if inspect.isclass(value) else type(value)
-    names = [each.__name__ for each in inspect.getmro(kind)]
-    return "LightningDataModule" in names[1:]
 
 
 def _called(step: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,6 +14,9 @@ from torch.utils.data import Subset
 
 from batchtune.task.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
 from batchtune.task.generated import GeneratedBatches
+from batchtune.task.transformers_callback import ApplyResult, apply_result
+
+__all__ = ["ApplyResult", "ModelTask", "TrainerTask", "apply_result"]
 
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
 _WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -124,7 +127,7 @@ class TrainerTask(Adapted):
             return loss
 
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """What `create_optimizer` makes at this learning rate, with the clipping of `max_grad_norm` before its steps."""
+        """What `create_optimizer` makes at this learning rate, clipping to `max_grad_norm` before its steps."""
         with self._holding(model) as trainer:
             trainer.optimizer, self._optimizer = self._optimizer, None
             self._args.learning_rate = lr

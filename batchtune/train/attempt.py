@@ -6,12 +6,11 @@ import re
 import statistics
 import tempfile
 import time
-import traceback
 from typing import Any
 
 import torch
 
-from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.failures import classify, free_frames, leaves_device_usable
 from batchtune.device.memory import DeviceMemory, Peaks
 from batchtune.errors import UsageError
 from batchtune.results import Attempt
@@ -162,10 +161,7 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
     else:
         message = _CPU_PREFIX.sub("", str(error).strip().split("\n")[0])[:300]
     usable = leaves_device_usable(error)
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__, link = None, link.__cause__ or link.__context__
+    free_frames(error)
     return outcome, message, usable
 
 
