@@ -166,6 +166,7 @@ def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {
         "device": name,
+        "device_type": memory.device.type,
         "device_memory_bytes": total,
         "device_memory_free_bytes": seen.free_bytes if seen else free,
         "other_processes": [process.model_dump() for process in seen.processes] if seen else None,
