@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +18,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
 _TOO_MANY_BYTES = 2**60
+_NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -151,7 +153,10 @@ class Baseline(Section):
 class Objective(Section):
     """What makes one configuration better than another."""
 
-    kind: Literal["time_to_target", "best_metric"] = "time_to_target"
+    kind: Literal["time_to_target", "energy_to_target", "best_metric"] = Field(
+        default="time_to_target",
+        description="What is least: training seconds or joules until the target; or the best value within budget.run.",
+    )
     metric: Annotated[str, Field(min_length=1)] = "val_loss"
     goal: Literal["minimize", "maximize"] = "minimize"
     target: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | Literal["auto"] = Field(
@@ -167,6 +172,39 @@ class Objective(Section):
                 f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"
             )
         return self
+
+
+class Parameter(Section):
+    """One more argument of the user's build_optimizer to search: a range of floats, or choices."""
+
+    min: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | None = None
+    max: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | None = None
+    log: bool = Field(default=False, description="Search the range on a logarithmic scale.")
+    choices: Annotated[list[bool | int | float | str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _range_or_choices(self) -> Self:
+        if self.choices is not None:
+            if self.min is not None or self.max is not None or self.log:
+                raise ValueError("has choices and a range; keep one of them")
+            if len({repr(choice) for choice in self.choices}) < len(self.choices):
+                raise ValueError(f"{', '.join(map(str, self.choices))}: each choice once")
+            return self
+        if self.min is None or self.max is None:
+            raise ValueError("should have min and max, or choices, for example {min: 1e-4, max: 0.1, log: true}")
+        if self.min >= self.max:
+            raise ValueError(f"min {self.min:g} is not less than max {self.max:g}; swap them or raise max")
+        if self.log and self.min <= 0:
+            raise ValueError(f"min {self.min:g} has no logarithm; raise it above 0 or leave out log")
+        return self
+
+
+def _argument_name(value: str) -> str:
+    if not value.isidentifier() or keyword.iskeyword(value):
+        raise ValueError(f"{value!r} cannot name an argument of build_optimizer")
+    if value in _NOT_EXTRA:
+        raise ValueError(f"{value!r} is searched already, or is not build_optimizer's to choose")
+    return value
 
 
 class Budget(Section):
@@ -213,6 +251,9 @@ class Config(Section):
     memory: Memory = Memory()
     batch_size: BatchSize = BatchSize()
     learning_rate: LearningRate = LearningRate()
+    space: dict[Annotated[str, AfterValidator(_argument_name)], Parameter] = Field(
+        default={}, description="More arguments of build_optimizer to search; their defaults are what you run today."
+    )
     baseline: Baseline = Baseline()
     objective: Objective = Objective()
     budget: Budget = Budget()

@@ -155,6 +155,9 @@ class ProbeResult(Record):
     input_pipeline: InputPipeline | None = None
 
 
+Value = bool | int | float | str  # of an argument of the user's build_optimizer
+
+
 class CurvePoint(Record):
     """One evaluation of one trial: the metric after so much training time and so many samples."""
 
@@ -164,6 +167,9 @@ class CurvePoint(Record):
     )
     samples: int
     value: Figure = None
+    joules: Figure = Field(
+        default=None, description="Energy of the device in training so far; absent where it is not counted."
+    )
 
 
 class Trial(Record):
@@ -180,9 +186,13 @@ class Trial(Record):
     gradient_accumulation_steps: int | None = None
     learning_rate: float
     precision: str
+    optimizer_arguments: dict[str, Value] = Field(
+        default={}, description="What else the study chose for build_optimizer, by the names under `space`."
+    )
     seed: int
     time_to_target_seconds: Figure = None
     samples_to_target: int | None = None
+    energy_to_target_joules: Figure = Field(default=None, description="Of the device, in training only.")
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
@@ -208,9 +218,14 @@ class Recommendation(Record):
     global_batch_size: int
     learning_rate: float | None = None
     precision: str
+    optimizer_arguments: dict[str, Value] = {}
     time_to_target_seconds: Interval | None = None
+    energy_to_target_joules: Interval | None = None
     value: Interval | None = Field(default=None, description="The metric reached within budget.run (best_metric).")
     speedup_over_baseline: Interval | None = None
+    energy_saving_over_baseline: Interval | None = Field(
+        default=None, description="The baseline's joules until the target over these (energy_to_target)."
+    )
     reason: str
 
 
