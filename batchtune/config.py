@@ -7,7 +7,17 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -99,7 +109,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31), NoSwitch]
 class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
 
 
 class Memory(Section):
@@ -119,9 +131,20 @@ class BatchSize(Section):
     min: Count = 1
     max: Count | Literal["auto"] = Field(default="auto", description="auto: from the probe and the data set.")
     multiple_of: Count | Literal["auto"] = "auto"
+    global_: Count | None = Field(
+        default=None,
+        alias="global",
+        description="Keep this global batch size; micro-batch and accumulation are chosen.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        searched = {"min": self.min != 1, "max": self.max != "auto", "multiple_of": self.multiple_of != "auto"}
+        if self.global_ is not None and any(searched.values()):
+            names = ", ".join(name for name, is_set in searched.items() if is_set)
+            raise ValueError(
+                f"global {self.global_} fixes the batch size, so there is no {names} of it; remove one side"
+            )
         if self.max != "auto":
             if self.min > self.max:
                 raise ValueError(f"min {self.min} is greater than max {self.max}; swap them or raise max")
@@ -254,7 +277,7 @@ class Config(Section):
     space: dict[Annotated[str, AfterValidator(_argument_name)], Parameter] = Field(
         default={}, description="More arguments of build_optimizer to search; their defaults are what you run today."
     )
-    baseline: Baseline = Baseline()
+    baseline: Baseline = Field(default=Baseline(), validate_default=True)
     objective: Objective = Objective()
     budget: Budget = Budget()
     evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
@@ -263,6 +286,18 @@ class Config(Section):
     storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
+
+    @field_validator("baseline")
+    @classmethod
+    def _baseline_has_the_fixed_batch(cls, baseline: Baseline, known: ValidationInfo) -> Baseline:
+        sizes: BatchSize | None = known.data.get("batch_size")
+        if sizes is None or sizes.global_ is None or baseline.batch_size == sizes.global_:
+            return baseline
+        if "batch_size" in baseline.model_fields_set:
+            raise ValueError(
+                f"batch_size {baseline.batch_size} is not batch_size.global {sizes.global_}, which is kept; drop it"
+            )
+        return baseline.model_copy(update={"batch_size": sizes.global_})
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML that loads back to the same record."""
@@ -279,6 +314,7 @@ def config_schema() -> dict[str, Any]:
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Dotted names of every key, sections and leaves."""
     for name, field in model.model_fields.items():
+        name = field.alias or name  # noqa: PLW2901 - the key as people write it
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from known_keys(field.annotation, f"{prefix}{name}.")

@@ -140,6 +140,18 @@ class Child:
         self._lift_limit()
         return time_loader(self._task, self._memory, **arguments).model_dump()
 
+    def range_test(self, **arguments: Any) -> dict[str, Any]:
+        """Where training comes apart; see `batchtune.train.range_test`."""
+        from batchtune.train.range_test import range_test
+
+        return range_test(self._task, self._memory, **arguments).model_dump()
+
+    def noise_scale(self, **arguments: Any) -> dict[str, Any]:
+        """The gradient noise scale; see `batchtune.train.noise_scale`."""
+        from batchtune.train.noise_scale import noise_scale
+
+        return noise_scale(self._task, self._memory, **arguments).model_dump()
+
     def _lift_limit(self) -> None:
         if hasattr(self._memory, "lift"):
             self._memory.lift()
@@ -223,7 +235,10 @@ def main() -> None:
     channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     child = Child(channel)
-    names = ("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader", "train")
+    names = (
+        *("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
+        *("range_test", "noise_scale", "train"),
+    )
     methods = {name: getattr(child, name) for name in names}
     while True:
         command = channel.receive()

@@ -49,7 +49,7 @@ def train(
 
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
     checkpoints, not the warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something
-    else on the machine slowed down counts at the usual pace; where that happened, a point has its measured seconds, too.
+    else on the machine slowed down counts at the usual pace; a point then has its measured seconds, too.
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
     however soon its run is to end: at equal training time all are equally far in their schedules, so that a run which

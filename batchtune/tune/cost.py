@@ -17,11 +17,15 @@ class Cost:
     Attributes:
         field: of a curve's point.
         attribute: of a trial that reached the target: what it took.
+        adverb: how something that costs less gets to the target.
+        gain: of a recommendation: how much less it costs than the baseline.
         step: what one of the whole-numbered steps is worth at which a trial reports to Optuna.
     """
 
     field: Literal["seconds", "joules"]
     attribute: Literal["time_to_target_seconds", "energy_to_target_joules"]
+    adverb: str
+    gain: Literal["speedup_over_baseline", "energy_saving_over_baseline"]
     step: float
 
     def at(self, point: CurvePoint) -> float:
@@ -39,8 +43,16 @@ class Cost:
         return self.at(trial.curve[-1]) if trial.curve else None if self.field == "joules" else trial.training_seconds
 
 
-SECONDS = Cost(field="seconds", attribute="time_to_target_seconds", step=1e-3)
-JOULES = Cost(field="joules", attribute="energy_to_target_joules", step=1.0)
+SECONDS = Cost(
+    field="seconds", attribute="time_to_target_seconds", adverb="fast", gain="speedup_over_baseline", step=1e-3
+)
+JOULES = Cost(
+    field="joules",
+    attribute="energy_to_target_joules",
+    adverb="sparingly, in joules,",
+    gain="energy_saving_over_baseline",
+    step=1.0,
+)
 
 
 def cost_of(kind: Kind) -> Cost | None:

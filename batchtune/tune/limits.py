@@ -1,4 +1,4 @@
-"""How long a run of each role may train, and how its batch is made up: from parameters to what a worker is asked for."""
+"""What a worker is asked for: how long a run of each role may train, and how its batch is made up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Limits:
         """
         config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
         max_micro = probe.max_batch_size or 1
-        micro, steps = split_batch(params["batch_size"], self._plan.micro_batch_size or max_micro)
+        chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
+        micro, steps = split_batch(params["batch_size"], chosen or max_micro)
         cap = self._cap(params, role)
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
@@ -65,7 +66,8 @@ class Limits:
 
     def is_capped(self, spec: RunSpec, seconds: float) -> bool:
         """Whether a run that ended without the target, after so long, had less than a whole run's time."""
-        return self._cost is not None and min(spec.limit_seconds, seconds) < self._plan.config.budget.run
+        given = spec.limit_seconds if spec.limit_joules is None else seconds
+        return self._cost is not None and given < self._plan.config.budget.run
 
     def _cap(self, params: Mapping[str, Any], role: Role) -> float | None:
         """What a run may cost before it is not the answer; None where nothing says so."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchtune.config import Config
-from batchtune.results import ProbeResult, Value
+from batchtune.results import Prior, ProbeResult, Value
 from batchtune.tune.prior import Candidates
 
 
@@ -22,7 +22,7 @@ class Plan:
         precisions: to choose from; the first is the baseline's.
         optimizer: the class of the user's optimizer.
         optimizer_defaults: what the arguments under `space` are today.
-        micro_batch_size: of every trial, where it was chosen for speed; None: as large as fits.
+        prior: what the search starts from; None: what the baseline tells.
         checkpoints: the folder in which stopped runs are kept; None: they are not.
     """
 
@@ -32,5 +32,5 @@ class Plan:
     precisions: list[str]
     optimizer: str
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
-    micro_batch_size: int | None = None
+    prior: Prior | None = None
     checkpoints: Path | None = None

@@ -56,7 +56,9 @@ def clock(monkeypatch):
 def run(clock, linear_task, fake_device):
     """Runs to the end: the points, and how it ended. Evaluating takes `evaluation_seconds`."""
 
-    def to_the_end(spec, *, go_on=lambda _point: True, evaluation_seconds=0.125, slow=None, joules=lambda: None, **functions):
+    def to_the_end(
+        spec, *, go_on=lambda _point: True, evaluation_seconds=0.125, slow=None, joules=lambda: None, **functions
+    ):
         own_loss = functions.pop("compute_loss", linear_task().source.compute_loss)
         steps = itertools.count()
 
@@ -121,7 +123,6 @@ class TestEndings:
         with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 8"):
             run(spec_of(), compute_loss=lambda model, batch: model(batch[0]).sum() * float("nan"))
 
-
     def test_a_run_that_is_worse_than_before_training_for_a_fifth_of_its_limit_has_diverged(self, run):
         values = itertools.chain([1.0, 0.5], itertools.count(2.0))
         done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
@@ -165,16 +166,15 @@ def cosine(optimizer, total_steps):
 
 
 class TestGoingOn:
-    parts = {"build_model": dropping_out, "build_optimizer": adam, "build_scheduler": cosine}
-
     @pytest.mark.parametrize("stop_after", [0.0, 1.0, 3.0, 7.0])
     def test_a_run_laid_aside_goes_on_as_if_it_had_never_stopped(self, run, tmp_path, meter, stop_after):
+        parts = {"build_model": dropping_out, "build_optimizer": adam, "build_scheduler": cosine}
         spec = spec_of(checkpoint=str(tmp_path / "run" / "0.pt"), micro_batch_size=12, limit_seconds=10.0)
-        whole = run(spec, joules=meter, **self.parts)
-        first = run(spec, go_on=lambda point: point.seconds < stop_after, joules=meter, **self.parts)
+        whole = run(spec, joules=meter, **parts)
+        first = run(spec, go_on=lambda point: point.seconds < stop_after, joules=meter, **parts)
         assert (first.outcome, first.end.kept) == ("pruned", True)
         torch.manual_seed(1234)  # something else is trained meanwhile
-        rest = run(dataclasses.replace(spec, resume=True), joules=meter, **self.parts)
+        rest = run(dataclasses.replace(spec, resume=True), joules=meter, **parts)
         assert rest.outcome == "finished"
         assert first.points + rest.points == whole.points
 
