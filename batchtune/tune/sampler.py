@@ -74,17 +74,16 @@ class TimeToTargetSampler(BaseSampler):
         if not runs:
             return {}
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
-        best = min((math.log(run.seconds) for run in runs if not run.censored), default=math.log(runs[0].seconds))
         batch_sizes = _batch_sizes(search_space[self._batch_size])
         rates = _log10_rates(search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
-        gain = surface.expected_improvement(grid_batch, grid_rate, best)
+        gain = surface.expected_improvement(grid_batch, grid_rate)
         for run in runs:
             near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < _TOO_NEAR)
             gain = np.where(near, 0.0, gain)
         chosen = int(np.argmax(gain))
         self.last_expected_improvement = float(gain[chosen])
-        resumed = self._most_promising(surface, best, finished, search_space)
+        resumed = self._most_promising(surface, finished, search_space)
         if resumed is not None and resumed[0] >= gain[chosen]:
             self.last_expected_improvement = resumed[0]
             return {name: resumed[1].params[name] for name in search_space}
@@ -94,7 +93,7 @@ class TimeToTargetSampler(BaseSampler):
         }
 
     def _most_promising(
-        self, surface: Surface, best: float, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]
+        self, surface: Surface, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]
     ) -> tuple[float, FrozenTrial] | None:
         """Of the stopped runs that can go on, the one that promises most, and how much."""
         resumable = self._resumable()
@@ -104,7 +103,7 @@ class TimeToTargetSampler(BaseSampler):
         rates = np.log10(np.array([float(trial.params[self._learning_rate]) for trial in stopped]))
         if not stopped:
             return None
-        gains = surface.expected_improvement(batches, rates, best)
+        gains = surface.expected_improvement(batches, rates)
         return float(gains.max()), stopped[int(gains.argmax())]
 
     def sample_independent(
