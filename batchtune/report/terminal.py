@@ -18,7 +18,7 @@ from rich.text import Text
 
 from batchtune.report import text_tables
 from batchtune.report.export import snippet
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import believed, named_values, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
 from batchtune.report.units import duration, interval, number, size, time_interval
@@ -76,6 +76,11 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
         yield Text.assemble(("target ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
+    if result.prior is not None:
+        yield Text.assemble(("why these batch sizes ", "bold"), result.prior.batch_sizes_reason)
+        if result.prior.micro_batch_reason:
+            yield Text.assemble(("why this micro-batch ", "bold"), result.prior.micro_batch_reason)
+        yield Text.assemble(("why these learning rates ", "bold"), believed(result.prior))
     largest: list[RenderableType] = [_largest(probe) for probe in probes]
     yield from [_Framed(result.name, largest)] if result.kind == "probe" and largest else largest
     if chosen is not None:
@@ -163,10 +168,14 @@ class _Comparison:
         rows = {
             "batch size": [batch_text(each) for each in shown],
             "learning rate": [number(each.learning_rate) for each in shown],
+            "optimizer": [named_values(each.optimizer_arguments) or "-" for each in shown],
+            "schedule": [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown],
             "precision": [each.precision for each in shown],
             "time to target": [time_interval(each.time_to_target_seconds) for each in shown],
+            "energy to target": [interval(each.energy_to_target_joules, " J") for each in shown],
             metric: [interval(each.value) for each in shown],
             "speed-up": [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)],
+            "energy saving": [interval(found.energy_saving_over_baseline, "×"), "1×"][: len(shown)],
         }
         self._rows = {name: cells for name, cells in rows.items() if cells[0] != "-"}
         self._headings = ("train with", "today")[: len(shown)]
