@@ -240,6 +240,7 @@ class Environment(Record):
     """Where the figures were measured."""
 
     device: str
+    device_type: str | None = Field(default=None, description="As torch names it: cuda, cpu, mps, …")
     device_memory_bytes: int | None = None
     device_memory_free_bytes: int | None = Field(default=None, description="Free when the work began.")
     device_memory_free_after_bytes: int | None = Field(default=None, description="Free when it was done.")
@@ -260,6 +261,7 @@ class TaskInfo(Record):
 
     path: str
     sha256: str | None = None
+    optimizer: str | None = Field(default=None, description="Class of what build_optimizer makes.")
 
 
 class Failure(Record):

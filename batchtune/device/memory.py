@@ -42,6 +42,9 @@ class DeviceMemory(Protocol):
     def enforce(self, limit_bytes: int) -> None:
         """From now on an allocation that would pass the limit fails as it would on a smaller device."""
 
+    def lift(self) -> None:
+        """Takes the limit away again; nothing is measured against it afterwards."""
+
     def reset_peaks(self) -> None:
         """Starts a new high-water mark."""
 
@@ -126,6 +129,8 @@ class AcceleratorMemory:
         _, total, free = self.describe()
         if total is None:
             return None
+        held = getattr(self._module, "memory_reserved", None)  # by this process, in whose own limit it counts
+        free = free + int(held()) if free is not None and held is not None else free
         shared = free is not None and free < total * (1 - margin)
         return int((free if shared and free is not None else total) * (1 - margin))
 
@@ -139,6 +144,12 @@ class AcceleratorMemory:
             self._module.set_per_process_memory_fraction(fraction, *([self.device] if takes_device else []))
         else:
             self._watched_limit = limit_bytes
+
+    def lift(self) -> None:
+        self._watched_limit = None
+        if hasattr(self._module, "set_per_process_memory_fraction"):
+            takes_device = self.device.type != "mps"
+            self._module.set_per_process_memory_fraction(1.0, *([self.device] if takes_device else []))
 
     def reset_peaks(self) -> None:
         if hasattr(self._module, "reset_peak_memory_stats"):
@@ -176,6 +187,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._base_bytes = 0
+        self._limits_before: tuple[int, int] | None = None
 
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(Path("/proc/meminfo"))
@@ -195,16 +207,15 @@ class HostMemory:
             return  # elsewhere an address-space limit is not kept by the system
         import resource
 
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, hard))
+        self._limits_before = self._limits_before or resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, self._limits_before[1]))
 
     def lift(self) -> None:
-        """Takes the limit away again, for work that is not the model's; nothing is measured against it afterwards."""
-        if platform.system() == "Linux":
+        if self._limits_before is not None:
             import resource
 
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
+            self._limits_before = None
 
     def _warmed_up_bytes(self) -> int:
         """Resident bytes once torch's thread pools exist, whose stacks would otherwise count as the model's."""

@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from batchtune.report.pick import to_train_with
+from batchtune.report.trainers import EXPORTS
 from batchtune.report.units import duration, number, size
 from batchtune.results import Interval, Result
 
@@ -23,21 +25,19 @@ def to_csv(result: Result) -> str:
 
 
 def snippet(result: Result) -> str:
-    """The recommendation, or else the largest batch probed, as lines of plain PyTorch; '' without either."""
-    found, probe = result.recommendation, result.probe
-    if found is not None:
-        precision, lines = found.precision, [f"batch_size = {found.micro_batch_size}"]
-        lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
-        if found.learning_rate is not None:
-            lines.append(f"learning_rate = {found.learning_rate:g}")
-    elif probe is not None and probe.max_batch_size is not None:
-        precision, lines = probe.precision, [f"batch_size = {probe.max_batch_size}  # the largest that trains"]
-    else:
+    """The settings to train with as lines of plain PyTorch; '' where there are none that ran."""
+    found = to_train_with(result)
+    if found is None:
         return ""
+    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    lines = [f"batch_size = {found.micro_batch_size}{largest}"]
+    lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+    if found.learning_rate is not None:
+        lines.append(f"learning_rate = {found.learning_rate!r}")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    if precision in types:
-        lines.append(f"autocast = torch.autocast(device.type, dtype={types[precision]})")
-    elif precision == "tf32":
+    if found.precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
+    elif found.precision == "tf32":
         lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
     return "\n".join(lines)
 
@@ -126,11 +126,13 @@ FORMATS: dict[str, Callable[[Result], str]] = {
     "markdown": to_markdown,
     "html": to_html,
     "csv": to_csv,
+    **{name: export.text for name, export in EXPORTS.items()},
 }
 """What `report --format` can write besides the table."""
 
 SNIPPETS: dict[str, Callable[[Result], str]] = {
     "PyTorch": snippet,
+    **{export.title: export.snippet for export in EXPORTS.values()},
     "JSON": recommendation_json,
     "Markdown": to_markdown,
 }

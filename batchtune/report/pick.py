@@ -28,6 +28,24 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
     )
 
 
+def to_train_with(result: Result) -> Recommendation | None:
+    """The settings to train with, all of which ran: those recommended, or else the largest batch of a probe.
+
+    A probe tries no learning rates, so its settings have none.
+    """
+    probe = result.probe
+    if result.recommendation is not None or probe is None or probe.max_batch_size is None:
+        return result.recommendation
+    steps = probe.gradient_accumulation_steps or 1
+    return Recommendation(
+        micro_batch_size=probe.max_batch_size,
+        gradient_accumulation_steps=steps,
+        global_batch_size=probe.max_batch_size * steps,
+        precision=probe.precision,
+        reason="the largest batch that trains",
+    )
+
+
 def peak_of(attempt: Attempt) -> int | None:
     """The peak memory of an attempt that fits, in bytes: reserved, or allocated where that is not known."""
     if not attempt.fits:

@@ -129,7 +129,7 @@ class Child:
         return time_loader(self._task, self._memory, **arguments).model_dump()
 
     def _lift_limit(self) -> None:
-        if hasattr(self._memory, "lift"):
+        if self._memory.device.type == "cpu":
             self._memory.lift()
 
     def train(self, **arguments: Any) -> dict[str, Any]:
@@ -166,6 +166,7 @@ def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {
         "device": name,
+        "device_type": memory.device.type,
         "device_memory_bytes": total,
         "device_memory_free_bytes": seen.free_bytes if seen else free,
         "other_processes": [process.model_dump() for process in seen.processes] if seen else None,

@@ -237,7 +237,7 @@ class _Tuning:
             status=status,
             name=self._config.name,
             environment=environment,
-            task=self._task,
+            task=self._task.model_copy(update={"optimizer": self._facts.get("optimizer")}),
             warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
