@@ -199,6 +199,21 @@ class Target(Record):
     reason: str = ""
 
 
+class Landscape(Record):
+    """What the response surface predicts over batch size and learning rate: estimated from the runs, never measured.
+
+    One row for each batch size, one column for each learning rate.
+    """
+
+    batch_sizes: list[int] = Field(description="Global batch sizes, ascending.")
+    learning_rates: list[float] = Field(description="Ascending, equal ratios apart.")
+    median_seconds: list[list[float]] = Field(description="Predicted time to target.")
+    low_seconds: list[list[float]] = Field(description="Lower bound of the prediction's band.")
+    high_seconds: list[list[float]] = Field(description="Upper bound of the prediction's band.")
+    band: float = Field(description="Share of the belief that lies between the bounds.")
+    runs: int = Field(description="Runs of the study that it is fitted to, at all precisions.")
+
+
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
@@ -292,6 +307,7 @@ class Result(Record):
     )
     target: Target | None = None
     trials: list[Trial] | None = None
+    landscape: Landscape | None = None
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None

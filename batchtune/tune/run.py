@@ -243,6 +243,7 @@ class _Tuning:
             probe=self._probed or (probe.result() if probe else None),
             target=study.target if study else None,
             trials=trials,
+            landscape=study.landscape() if study and status == "complete" else None,
             recommendation=recommendation,
             baseline=baseline,
         )

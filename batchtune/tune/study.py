@@ -17,9 +17,10 @@ from optuna.trial import TrialState
 from batchtune.config import Config
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
-from batchtune.results import CurvePoint, ProbeResult, Target, Trial
+from batchtune.results import CurvePoint, Landscape, ProbeResult, Target, Trial
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker
+from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.prior import Candidates, split_batch, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
@@ -143,6 +144,17 @@ class TuneStudy:
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document."""
         return self._ledger.records()
+
+    def landscape(self) -> Landscape | None:
+        """What the response surface predicts once all has run; None where the objective is no time."""
+        if not isinstance(self._sampler, TimeToTargetSampler) or self._sampler.prior is None:
+            return None
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        runs = self._sampler.runs(self.study.get_trials(deepcopy=False, states=states))
+        rates = self._space["learning_rate"]
+        assert isinstance(rates, FloatDistribution)  # noqa: S101 - made so above
+        sizes = sorted(self._plan.candidates.batch_sizes)
+        return landscape(self._sampler.prior, runs, sizes, (rates.low, rates.high), seed=self._plan.config.seed)
 
     def _baseline_params(self) -> dict[str, Any]:
         base = self._plan.config.baseline

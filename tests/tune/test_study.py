@@ -150,3 +150,13 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     study(tmp_path)
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
+
+
+def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
+    tuned = study(tmp_path)
+    assert tuned.landscape() is None
+    tuned.run()
+    found = tuned.landscape()
+    assert found.runs == len([trial for trial in tuned.records() if trial.state in {"complete", "pruned"}])
+    assert found.batch_sizes == [8, 16, 32, 64, 128, 256, 512]
+    assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).landscape() is None
