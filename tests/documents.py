@@ -1,6 +1,9 @@
 """Result documents of every kind and state, made by hand, and one in which every text means harm."""
 
+import json
 from math import log2, log10
+
+from batchtune.results import Result
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
 FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}
@@ -195,3 +198,8 @@ DOCUMENTS = {
     "hostile": hostile(),
     "hostile estimate": hostile_estimate(),
 }
+
+
+def result(name, **more):
+    """The result of a named document, with keys laid over it."""
+    return Result.model_validate_json(json.dumps(DOCUMENTS[name] | more))
