@@ -350,6 +350,14 @@ class Result(Record):
         """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
         return self._plot("throughput")
 
+    def plot_sensors(self) -> go.Figure:
+        """What the device's sensors said at each batch size; UsageError where there were none."""
+        return self._plot("sensors")
+
+    def plot_estimates(self) -> go.Figure:
+        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
+        return self._plot("estimates")
+
     def plot_curves(self) -> go.Figure:
         """Learning curves against training time, with the target; UsageError where no run was evaluated."""
         return self._plot("curves")

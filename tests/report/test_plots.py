@@ -11,6 +11,8 @@ from batchtune.report.plots import figures
 from batchtune.report.theme import DARK, LIGHT, label
 from batchtune.results import Result
 
+PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]
+
 
 def traces(figure):
     return {trace.name: trace for trace in figure.data}
@@ -139,16 +141,19 @@ def test_many_estimates_with_one_answer_share_a_bar():
     assert figure.layout.yaxis.ticktext == ("card 0 +29", "H200")
 
 
-@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
+@pytest.mark.parametrize("name", PLOTS)
 def test_a_plot_without_measurements_is_refused_by_name(result_of, name):
     plot = getattr(result_of("failed at once"), f"plot_{name}")
     with pytest.raises(UsageError, match=f"no measurements for plot_{name}"):
         plot()
 
 
-@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
-def test_a_study_plots_everything(result_of, name):
-    assert isinstance(getattr(result_of("tune"), f"plot_{name}")(), go.Figure)
+@pytest.mark.parametrize("name", PLOTS)
+def test_whatever_the_page_draws_a_notebook_can_draw_alone(result_of, name):
+    result = result_of("estimate" if name == "estimates" else "tune")
+    figure = getattr(result, f"plot_{name}")()
+    assert isinstance(figure, go.Figure)
+    assert figure.to_json() == figures(result)[name].to_json()
 
 
 def test_light_and_dark_name_the_same_colours_each_light_one_only_once():
