@@ -43,6 +43,7 @@ class _Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         within = options.update(height=None)
+        within.encoding = "utf-8"  # what the output lacks is replaced here alone, not by Rich's other boxes
         for part in _parts(self._result):
             for line in console.render_lines(part, within, pad=False):
                 yield from _tidy(line, options.encoding)
