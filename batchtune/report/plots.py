@@ -33,11 +33,11 @@ def figures(result: Result) -> dict[str, go.Figure]:
     """Every figure that the result has the measurements for, by name, in reading order."""
     drawn = {
         "estimates": estimates(result),
-        "curves": curves(result),
-        "landscape": landscape(result),
         "memory": memory(result),
         "throughput": throughput(result),
         "sensors": sensors(result),
+        "curves": curves(result),
+        "landscape": landscape(result),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

@@ -182,7 +182,7 @@ def test_an_estimate_says_that_it_is_one(result_of):
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [
-        ("tune", ["curves", "landscape", "memory", "throughput", "sensors"]),
+        ("tune", ["memory", "throughput", "sensors", "curves", "landscape"]),
         ("probe", ["memory", "throughput", "sensors"]),
         ("probe without sensors", ["memory", "throughput"]),
         ("probe where nothing fits", ["memory"]),
