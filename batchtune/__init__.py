@@ -182,6 +182,8 @@ def estimate(
     precision: str | Sequence[str] = "auto",
     memory_limit: int | str | None = None,
     accumulation_steps: int = 1,
+    strategy: str = "ddp",
+    world_size: int = 1,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
@@ -192,6 +194,8 @@ def estimate(
         precision: `auto` (what each GPU does well), `all`, one of bf16, fp16, fp32 and tf32, or a list of these.
         memory_limit: bytes a process may reserve, or text such as "24GiB"; None: what each GPU has.
         accumulation_steps: micro-batches per optimizer step.
+        strategy: "ddp" or "fsdp" (every repeated block sharded), where the world size is more than 1.
+        world_size: number of data-parallel ranks; the answer is the micro-batch of each.
         observer: told of what happens on the way.
 
     Returns:
@@ -209,6 +213,8 @@ def estimate(
         [precision] if isinstance(precision, str) else list(precision),
         memory_limit=_bytes(memory_limit),
         accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        world_size=world_size,
         observer=observer or Observer(),
     )
 

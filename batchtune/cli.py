@@ -37,6 +37,13 @@ class Precision(enum.StrEnum):
     all = "all"
 
 
+class Strategy(enum.StrEnum):
+    """Values of --strategy."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
 class Format(enum.StrEnum):
     """Values of --format."""
 
@@ -174,6 +181,8 @@ def estimate(
     ] = None,
     precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    strategy: Annotated[Strategy, typer.Option(help="How several GPUs share the work.")] = Strategy.ddp,
+    world_size: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks; the answer is for each.")] = 1,
 ) -> None:
     """Calculate which batch fits on which GPU, with no GPU at hand.
 
@@ -188,6 +197,8 @@ def estimate(
             precision=precision.value,
             memory_limit=memory_limit,
             accumulation_steps=accumulation,
+            strategy=strategy.value,
+            world_size=world_size,
             observer=observer,
         )
     session.deliver(result)

@@ -296,10 +296,47 @@ class Estimate(Record):
     max_batch_size: int | None = None
     safe_max_batch_size: int | None = None
     expandable_segments_max_batch_size: int | None = None
+    limited_by: Literal["memory", "max"] | None = Field(
+        default=None, description="max: larger batches were not looked at; the size is at least the one given."
+    )
     peak_bytes: int | None = None
-    samples_per_second: Figure = None
+    samples_per_second: Figure = Field(default=None, description="A roofline: real training stays below it.")
+    samples_per_joule: Figure = Field(default=None, description="The same at the most the board may draw.")
     confidence: str | None = None
     notes: list[str] = []
+
+
+class Holder(Record):
+    """A part of the model, and the line of code, whose activations are alive at the peak."""
+
+    module: str = Field(description="Its path in the model, numbers replaced by *; `compute_loss` outside of it.")
+    line: str | None = Field(default=None, description="file:line of the innermost code that is not torch's.")
+    activation_bytes: int
+
+
+class Moment(Record):
+    """Memory in use at one point of a training step."""
+
+    moment: str = Field(description="build, or forward, backward or optimizer with the number of the step.")
+    allocated_bytes: int
+
+
+class MemoryDetail(Record):
+    """Where the memory of a training step goes at its estimated peak: calculated, like the estimate it belongs to."""
+
+    precision: str
+    batch_size: int = Field(description="The largest that fits on the roomiest GPU asked about, or 1.")
+    peak_allocated_bytes: int
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_states_bytes: int = 0
+    activations_bytes: int = 0
+    temporaries_bytes: int = 0
+    peak_moment: str
+    peak_module: str | None = Field(default=None, description="Whose forward runs at the peak, where one does.")
+    peak_operator: str
+    holders: list[Holder] = Field(default=[], description="What holds the most activations at the peak, largest first.")
+    curve: list[Moment] = Field(default=[], description="Over two optimizer steps.")
 
 
 class DeviceProcess(Record):
@@ -370,6 +407,7 @@ class Result(Record):
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
+    details: list[MemoryDetail] | None = Field(default=None, description="One for each precision of an estimate.")
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
@@ -424,6 +462,18 @@ class Result(Record):
     def plot_landscape(self) -> go.Figure:
         """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
         return self._plot("landscape")
+
+    def plot_estimates(self) -> go.Figure:
+        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
+        return self._plot("estimates")
+
+    def plot_efficiency(self) -> go.Figure:
+        """Samples per second and per joule on each GPU as calculated; UsageError where no GPU's rates are known."""
+        return self._plot("efficiency")
+
+    def plot_step(self) -> go.Figure:
+        """Memory over two training steps at the estimated batch; UsageError where nothing was estimated."""
+        return self._plot("step")
 
     def _plot(self, name: str) -> go.Figure:
         from batchtune.report import plots

@@ -84,3 +84,17 @@ def look(uuid: str) -> Sharing | None:
             pynvml.nvmlShutdown()
     except Exception:  # noqa: BLE001 - whatever the driver library lacks: nothing to see
         return None
+
+
+def gpus_here() -> bool:
+    """Whether NVML sees a GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return bool(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # noqa: BLE001 - no driver, or one too old to tell
+        return False

@@ -2,66 +2,116 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from typing import Any
 
 from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
-from batchtune.estimate.capacity import TracedStep, largest_allocated, largest_batch
+from batchtune.estimate.calibration import Offsets
+from batchtune.estimate.capacity import LARGEST, TracedStep, largest_allocated, largest_batch
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
-from batchtune.estimate.overheads import Confidence, capacity_bytes, confidence
+from batchtune.estimate.overheads import (
+    Confidence,
+    capacity_bytes,
+    confidence,
+    custom_operators,
+    kind_of,
+    unseen_share,
+    workspace_bytes,
+)
 
 _CURVE_POINTS = 400
+_HOLDERS = 12
+_FORESEEN_RESOLUTION = 64  # a probe measures the rest
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
-def answer(
-    *,
-    task: str,
-    precision: str,
-    accumulation_steps: int,
-    gpus: list[dict[str, Any]],
-    memory_limit: int | None,
-    checkpointing: bool = False,
-) -> dict[str, Any]:
+def warm_up() -> dict[str, Any]:
+    """Loads all that a trace needs but the user's code."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
+    import batchtune.estimate.trace  # noqa: F401
+
+    return {}
+
+
+def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: Any) -> dict[str, Any]:
     """Traces a task once and finds the largest batch on each GPU; run in a child process through `Child.apply`.
 
     Args:
-        task: as the user named it.
-        precision: bf16, fp16, fp32 or tf32.
-        accumulation_steps: micro-batches per optimizer step.
-        gpus: dicts with name, memory_bytes, generation and vendor.
-        memory_limit: bytes a process may reserve; None for what the GPU has.
-        checkpointing: recompute the model's repeated blocks in backward, whatever the user's code does.
+        gpus: dicts with name, memory_bytes, generation, vendor and measured (fields of `Offsets`).
+        memory_limit: bytes that a process may reserve; None for what the GPU has.
+        **traced: what a `Tracer` is made with.
 
     Returns:
-        `{"refused": why}`, or `{"gpus": [one dict each], "detail": the peak at the first size}`.
+        `{"refused": why}`, or `{"gpus": [one dict each], "details": [the peak at the largest size]}`.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
+    warm_up()
     from batchtune.estimate.trace import CannotTraceError, Tracer
 
     try:
-        tracer = Tracer(task, precision, accumulation_steps, checkpointing=checkpointing)
+        tracer = Tracer(**traced)
         found = fit(tracer.trace)
         notes = list(tracer.notes)
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
-        ops = tracer.ops
         search = _Search(step)
-        rows = [
-            _row(
-                step,
-                search,
-                capacity_bytes(gpu["memory_bytes"], gpu["generation"], gpu["vendor"], ops, memory_limit),
-                confidence(ops, notes, aligned=isinstance(found, FittedStep), vendor=gpu["vendor"]),
-            )
-            for gpu in gpus
-        ]
-        sizes = sorted({row["max_batch_size"] for row in rows if row["max_batch_size"]})
-        return {"gpus": rows, "details": [detail(step, size) for size in sizes[-1:]]}
+        rows = []
+        for gpu in gpus:
+            facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
+            aligned = isinstance(found, FittedStep)
+            sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
+            rows.append(_row(step, search, capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
+        largest = max((row["max_batch_size"] for row in rows), default=0)
+        return {"gpus": rows, "details": [detail(step, largest or 1)]}
     except CannotTraceError as refusal:
         return {"refused": str(refusal)}
+
+
+def foresee(*, gpu: dict[str, Any], memory_limit: int, **traced: Any) -> dict[str, Any]:
+    """What a probe of one GPU may expect; run in a child process through `Child.apply`.
+
+    Args:
+        gpu: a dict with generation and measured (fields of `Offsets`).
+        memory_limit: bytes that a process may reserve.
+        **traced: what a `Tracer` is made with.
+
+    Returns:
+        `{"refused": why}`, or `Foreseen`'s fields.
+    """
+    warm_up()
+    from batchtune.estimate.trace import CannotTraceError, Tracer
+
+    try:
+        tracer = Tracer(**traced)
+        step = fit(tracer.trace)
+    except CannotTraceError as refusal:
+        return {"refused": str(refusal)}
+    if not isinstance(step, FittedStep):
+        return {"refused": step.reason}
+    assumed = bool(tracer.notes) or bool(custom_operators(tracer.ops))
+    return expectation(step, tracer.ops, gpu, memory_limit) | {"model_independent": not assumed}
+
+
+def expectation(step: Step, ops: set[str], gpu: dict[str, Any], memory_limit: int) -> dict[str, Any]:
+    """The fields of `Foreseen` that follow from the step, the GPU and the limit."""
+    measured = _measured(gpu)
+    unseen, workspace = unseen_share(ops, measured), workspace_bytes(gpu["generation"], ops, measured)
+    room = max(0, memory_limit - workspace)
+    expected = largest_batch(step, int(room / (1 + unseen)), resolution=_FORESEEN_RESOLUTION)
+    sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
+    return {
+        "expected": expected,
+        "peaks": [(size, peak_allocated_bytes(step, size)) for size in sorted(sizes | {max(1, expected)})],
+        "room_bytes": room,
+        "workspace_bytes": workspace,
+        "kind": kind_of(ops),
+    }
+
+
+def _measured(gpu: dict[str, Any]) -> Offsets:
+    return Offsets(**gpu.get("measured", {}))
 
 
 class _Search:
@@ -88,6 +138,7 @@ def _row(step: Step, search: _Search, capacity: int, sure: Confidence) -> dict[s
         "confidence": str(sure),
         "notes": list(sure.notes),
         "max_batch_size": expected,
+        "limited_by": "max" if expected >= LARGEST else "memory",
         "safe_max_batch_size": min(expected, search(int(capacity / (1 + sure.band)))),
         "expandable_segments_max_batch_size": max(expected, search(capacity, ExpandableAllocator)),
     }
@@ -105,12 +156,34 @@ def _rounded_down(capacity: int) -> int:
 
 
 def detail(step: Step, batch_size: int) -> dict[str, Any]:
-    """The peak at one size by category and module, and the curve of live bytes over the two traced steps."""
-    live = live_bytes(step, batch_size)
+    """The peak at one size by category, module and line, and live bytes over the two traced steps."""
+    peak = peak_of(step, batch_size)
+    return {
+        "batch_size": batch_size,
+        "peak_allocated_bytes": peak.allocated_bytes,
+        **{f"{name}_bytes": held for name, held in peak.by_category.items()},
+        "peak_moment": peak.moment,
+        "peak_module": peak.module or None,
+        "peak_operator": peak.op,
+        "holders": [
+            {"module": module, "line": line or None, "activation_bytes": held}
+            for module, line, held in peak.activations[:_HOLDERS]
+        ],
+        "curve": _curve(step, batch_size),
+    }
+
+
+def _curve(step: Step, batch_size: int) -> list[dict[str, Any]]:
+    """The highest use in each of some 400 stretches, each within one moment, so that the peak is among them."""
+    live, births = live_bytes(step, batch_size), step.births(batch_size)
     every = max(1, len(live) // _CURVE_POINTS)
-    births, events = step.births(batch_size), step.events(batch_size)
-    curve: list[list[Any]] = [
-        [births[abs(events[at]) - 1].moment if events[at] > 0 else "", int(live[at : at + every].max())]
-        for at in range(0, len(live), every)
-    ]
-    return {"batch_size": batch_size, **asdict(peak_of(step, batch_size)), "curve": curve}
+    points: list[dict[str, Any]] = []
+    moment, count = "", 0
+    for event, held in zip(step.events(batch_size), live.tolist(), strict=True):
+        now = births[event - 1].moment if event > 0 else moment
+        if now != moment or count == every:
+            points.append({"moment": now, "allocated_bytes": held})
+            moment, count = now, 0
+        points[-1]["allocated_bytes"] = max(points[-1]["allocated_bytes"], held)
+        count += 1
+    return points

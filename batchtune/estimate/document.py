@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
-from batchtune.estimate.run import PRECISIONS, estimate_task
+from batchtune.estimate.run import PRECISIONS, STRATEGIES, Question, estimate_task
 from batchtune.progress import Observer
 from batchtune.results import Failure, Result, TaskInfo
 from batchtune.task.spec import file_hash
@@ -19,6 +19,8 @@ def run_estimate(
     *,
     memory_limit: int | None,
     accumulation_steps: int,
+    strategy: str,
+    world_size: int,
     observer: Observer,
 ) -> Result:
     """Estimates a task on every GPU named at every precision named.
@@ -29,16 +31,24 @@ def run_estimate(
     info = TaskInfo(path=task, sha256=file_hash(task))
     if accumulation_steps < 1:
         raise UsageError(f"--accumulation {accumulation_steps}: must be at least 1")
+    if world_size < 1:
+        raise UsageError(f"--world-size {world_size}: must be at least 1")
+    if strategy not in STRATEGIES:
+        raise UsageError(f"--strategy {strategy}: not one of {', '.join(STRATEGIES)}")
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPUs")
     try:
         found = estimate_task(
-            task,
+            Question(
+                task=task,
+                memory_limit=memory_limit,
+                accumulation_steps=accumulation_steps,
+                strategy=strategy,
+                world_size=world_size,
+            ),
             chosen,
             names,
-            memory_limit=memory_limit,
-            accumulation_steps=accumulation_steps,
             echo=observer.printed,
         )
     except KeyboardInterrupt:
@@ -47,7 +57,9 @@ def run_estimate(
         failure = Failure(exit_code=error.exit_code, message=str(error))
         error.result = Result(kind="estimate", status="failed", task=info, error=failure)
         raise
-    return Result(kind="estimate", status="complete", task=info, estimates=found.estimates)
+    return Result(
+        kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
+    )
 
 
 def choose_gpus(names: Sequence[str]) -> list[Gpu]:

@@ -18,6 +18,7 @@ class Birth:
         size_bytes: as asked for, before the allocator rounds it.
         op: the operator whose result it is.
         module: path of the module whose forward was running; empty outside of one.
+        line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
         category: one of CATEGORIES.
         adds_to: for a sum in backward, the storages of its two terms.
@@ -26,6 +27,7 @@ class Birth:
     size_bytes: int
     op: str
     module: str = ""
+    line: str = ""
     moment: str = "build"
     category: str = "temporaries"
     adds_to: tuple[int, ...] = ()
@@ -57,6 +59,7 @@ class Trace:
         notes: what the recorder had to assume, in words.
         ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
         work: what the last optimizer step computes and moves.
+        units: bytes of each parameter by unit of sharding; see `batchtune.estimate.distributed`.
     """
 
     batch_size: int
@@ -65,6 +68,7 @@ class Trace:
     notes: list[str] = field(default_factory=list)
     ops: set[str] = field(default_factory=set)
     work: Work = field(default_factory=Work)
+    units: list[list[int]] = field(default_factory=list)
 
 
 def normalized(trace: Trace) -> Trace:
@@ -91,7 +95,7 @@ def normalized(trace: Trace) -> Trace:
                 stands_for[event - 1] = dying
                 break
     kept = (event for place, event in enumerate(events) if place not in dropped)
-    return _renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))
+    return renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))
 
 
 def _standing(event: int, stands_for: dict[int, int]) -> int:
@@ -113,7 +117,7 @@ def _sorted_frees(events: Iterable[int]) -> list[int]:
     return ordered + sorted(run, reverse=True)
 
 
-def _renumbered(trace: Trace, events: list[int]) -> Trace:
+def renumbered(trace: Trace, events: list[int]) -> Trace:
     """Numbers the remaining storages from 0 in order of birth."""
     number = {event: place for place, event in enumerate(event for event in events if event > 0)}
     births = [trace.births[event - 1] for event in number]

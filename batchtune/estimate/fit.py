@@ -173,7 +173,7 @@ class Peak:
         moment: such as `backward 2`.
         op: the operator whose result made it the peak.
         module: whose forward was running, where one was.
-        activations_by_module: bytes of activations alive then by module path, numbers in it replaced by `*`.
+        activations: bytes of activations alive then by module path, numbers in it replaced by `*`, and by line.
     """
 
     allocated_bytes: int
@@ -181,7 +181,7 @@ class Peak:
     moment: str
     op: str
     module: str
-    activations_by_module: dict[str, int]
+    activations: list[tuple[str, str, int]]
 
 
 def peak_of(step: Step, batch_size: int) -> Peak:
@@ -191,15 +191,16 @@ def peak_of(step: Step, batch_size: int) -> Peak:
     last = int(live.argmax())
     alive = {event for event in events[: last + 1] if event > 0} - {-event for event in events[: last + 1]}
     categories: Counter[str] = Counter()
-    modules: Counter[str] = Counter()
+    holders: Counter[tuple[str, str]] = Counter()
     for event in alive:
         birth = births[event - 1]
         rounded = -(-sizes[event - 1] // ROUNDING_BYTES) * ROUNDING_BYTES
         categories[birth.category] += rounded
         if birth.category == "activations":
-            modules[_collapsed(birth.module)] += rounded
+            holders[_collapsed(birth.module), birth.line] += rounded
     at = births[abs(events[last]) - 1]
-    return Peak(int(live[last]), dict(categories), at.moment, at.op, at.module, dict(modules.most_common()))
+    largest = [(module, line, held) for (module, line), held in holders.most_common()]
+    return Peak(int(live[last]), dict(categories), at.moment, at.op, at.module, largest)
 
 
 def _collapsed(path: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from batchtune.estimate.allocator import MIB
+from batchtune.estimate.calibration import UNMEASURED, Offsets
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _CONVOLUTION = "aten.convolution"
@@ -57,7 +59,43 @@ def overhead_of(generation: str) -> Overhead:
     return _OTHER
 
 
-def capacity_bytes(memory_bytes: int, generation: str, vendor: str, ops: Iterable[str], limit: int | None) -> int:
+def kind_of(ops: Iterable[str]) -> Literal["plain", "convolution", "recurrent"]:
+    """Whether cuDNN's convolutions or its recurrent layers take memory that a trace of these operators does not see."""
+    names = set(ops)
+    if "nn.RNNBase" in names:
+        return "recurrent"
+    return "convolution" if any(name.startswith(_CONVOLUTION) for name in names) else "plain"
+
+
+def custom_operators(ops: Iterable[str]) -> list[str]:
+    """Operators that are not torch's own: what happens inside them is not seen."""
+    return sorted(name for name in ops if not name.startswith(_TORCHS_OWN))
+
+
+def workspace_bytes(generation: str, ops: Iterable[str], measured: Offsets = UNMEASURED) -> int:
+    """What the allocator holds beside the storages of a trace, in bytes: measured, or cuBLAS's workspaces."""
+    names = set(ops)
+    if measured.workspace_bytes is not None and kind_of(names) == "plain":
+        return measured.workspace_bytes
+    multiplies = any(op.startswith(_MATMULS) for op in names)
+    return _HANDLES * overhead_of(generation).workspace_bytes if multiplies else 0
+
+
+def unseen_share(ops: Iterable[str], measured: Offsets) -> float:
+    """What cuDNN takes on top of a traced peak, as a share of it; 0 where nothing was measured."""
+    kind = kind_of(ops)
+    found = {"convolution": measured.convolution_share, "recurrent": measured.recurrent_share}.get(kind)
+    return found or 0.0
+
+
+def capacity_bytes(
+    memory_bytes: int,
+    generation: str,
+    vendor: str,
+    ops: Iterable[str],
+    limit: int | None,
+    measured: Offsets = UNMEASURED,
+) -> int:
     """What the caching allocator may reserve for tensors.
 
     Args:
@@ -66,15 +104,16 @@ def capacity_bytes(memory_bytes: int, generation: str, vendor: str, ops: Iterabl
         vendor: NVIDIA, AMD or Apple.
         ops: operators of the step; workspaces belong to some of them.
         limit: bytes that the user allows the process to reserve.
+        measured: what probes of this GPU found, in the place of the table's figures.
     """
-    overhead = overhead_of(generation)
+    names = set(ops)
+    context = overhead_of(generation).context_bytes if measured.context_bytes is None else measured.context_bytes
     total = int(memory_bytes * APPLE_SHARE) if vendor == "Apple" else memory_bytes
-    reservable = total - overhead.context_bytes
+    reservable = total - context
     if limit is not None:
         reservable = min(reservable, limit)
-    if any(op.startswith(_MATMULS) for op in ops):
-        reservable -= _HANDLES * overhead.workspace_bytes
-    return max(0, reservable)
+    reservable -= workspace_bytes(generation, names, measured)
+    return max(0, int(reservable / (1 + unseen_share(names, measured))))
 
 
 @dataclass(frozen=True)
@@ -85,20 +124,24 @@ class Confidence:
         name: high, medium or low.
         band: share of the peak by which the truth may be higher.
         notes: the reasons.
+        calibrated: whether probes of this GPU stand behind its overheads.
     """
 
     name: str
     band: float
     notes: tuple[str, ...]
+    calibrated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} (±{self.band:.0%} of memory)"
+        return f"{self.name} (±{self.band:.0%} of memory){', calibrated' if self.calibrated else ''}"
 
 
 _BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}
 
 
-def confidence(ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str) -> Confidence:
+def confidence(
+    ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str, measured: Offsets = UNMEASURED
+) -> Confidence:
     """The confidence that the operators of a step and what its trace assumed leave.
 
     The bands come from the comparisons in tests/benchmarks/results: 4 % for steps whose scratch is known, 10 % where
@@ -109,16 +152,20 @@ def confidence(ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, ven
     if any(name.startswith(_CONVOLUTION) for name in names):
         level = "medium"
         reasons.append("convolutions: cuDNN's workspace depends on the algorithm it chooses")
-    if "nn.RNNBase" in names:
+    if kind_of(names) == "recurrent":
         level = "low"
         reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
     if any("upper bound" in note for note in reasons):
         level = "low"
-    custom = sorted(name for name in names if not name.startswith(_TORCHS_OWN))
+    custom = custom_operators(names)
     if custom:
         level = "low"
         reasons.append(f"custom operators: memory inside {', '.join(custom[:3])} is not seen")
     if vendor != "NVIDIA":
         level = "low"
         reasons.append(f"{vendor}: traced as on an NVIDIA GPU; kernels and allocator differ")
-    return Confidence(level, _BANDS[level], tuple(reasons))
+    if measured.probes:
+        reasons.append(
+            f"overheads as measured in {measured.probes} probe{'s' * (measured.probes > 1)} of this GPU here"
+        )
+    return Confidence(level, _BANDS[level], tuple(reasons), calibrated=measured.probes > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -40,11 +41,13 @@ def place_of_error(error: BaseException) -> str | None:
     return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
 
 
+@cache
 def _is_internal(path: str) -> bool:
     standard = path.startswith(_STANDARD) and "site-packages" not in path and "dist-packages" not in path
     return standard or path.startswith((_TORCH, "<frozen"))
 
 
+@cache
 def _short(path: str) -> str:
     file = Path(path)
     if "site-packages" in file.parts:

@@ -166,11 +166,13 @@ class Recorder(TorchDispatchMode):
 
     def _born(self, size: int, op: str, *, in_backward: bool) -> int:
         module = self._modules[-1] if self._modules else None
-        path = "compute_loss" if self.moment.startswith("forward") and not in_backward else ""
+        forward = self.moment.startswith("forward") and not in_backward
+        path = "compute_loss" if forward else ""
         if module is not None:
             path = self._paths.get(id(module)) or type(module).__name__
-        moment = "backward" if in_backward and self.moment.startswith("forward") else self.moment
-        self.trace.births.append(Birth(size, op, path, moment))
+        moment = self.moment.replace("forward", "backward") if in_backward else self.moment
+        line = (place_outside_torch(sys._getframe()) if forward else None) or ""  # noqa: SLF001
+        self.trace.births.append(Birth(size, op, path, line, moment))
         self.trace.events.append(len(self.trace.births))
         return len(self.trace.births) - 1
 

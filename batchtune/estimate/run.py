@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from batchtune.errors import UsageError
-from batchtune.results import Estimate
+from batchtune.estimate.calibration import offsets_of
+from batchtune.results import Estimate, MemoryDetail
 from batchtune.train.worker import Worker
 
+STRATEGIES = ("ddp", "fsdp")
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
@@ -19,6 +21,10 @@ _ANSWER = "batchtune.estimate.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
+_ROOFLINE = (
+    "samples per second and per joule: a roofline at full board power, not measured; published trainings reach a fifth "
+    "to a half of peak arithmetic (Chowdhery et al., PaLM, 2022, table 3)"
+)
 
 
 class GpuFacts(Protocol):
@@ -45,58 +51,46 @@ class GpuFacts(Protocol):
 
 
 @dataclass(frozen=True)
-class Detail:
-    """The peak of one precision's largest estimated batch.
-
-    Attributes:
-        precision: at which it was traced.
-        batch_size: the largest batch on the roomiest GPU asked about.
-        allocated_bytes: bytes of live storages at the peak.
-        by_category: those bytes by parameters, gradients, optimizer_states, activations and temporaries.
-        moment: when the peak is, such as `backward 2`.
-        op: the operator whose result makes the peak.
-        module: whose forward runs then, where one does.
-        activations_by_module: bytes of activations at the peak by module path, numbers replaced by `*`, largest first.
-        curve: (moment, live bytes) over two optimizer steps, at most some 400 points.
-    """
-
-    precision: str
-    batch_size: int
-    allocated_bytes: int
-    by_category: dict[str, int]
-    moment: str
-    op: str
-    module: str
-    activations_by_module: dict[str, int]
-    curve: list[tuple[str, int]]
-
-
-@dataclass(frozen=True)
 class EstimateRun:
     """Everything an estimate found: one record for each GPU and precision, and one detail for each precision."""
 
     estimates: list[Estimate]
-    details: list[Detail]
+    details: list[MemoryDetail]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked about every GPU.
+
+    Attributes:
+        task: as for `probe`.
+        memory_limit: bytes a process may reserve; None for all that the GPU has beside its context.
+        accumulation_steps: micro-batches per optimizer step.
+        strategy: ddp or fsdp, where there is more than one rank.
+        world_size: number of ranks; the answer is for each of them.
+    """
+
+    task: str
+    memory_limit: int | None = None
+    accumulation_steps: int = 1
+    strategy: str = "ddp"
+    world_size: int = 1
 
 
 def estimate_task(
-    spec: str,
+    question: Question,
     gpus: Sequence[GpuFacts],
     precisions: Sequence[str] = ("auto",),
     *,
-    memory_limit: int | None = None,
-    accumulation_steps: int = 1,
     processes: int = 2,
     echo: Callable[[str], None] | None = None,
 ) -> EstimateRun:
     """Estimates the largest micro-batch of a task on each GPU at each precision, without one.
 
     Args:
-        spec: the task, as for `probe`.
+        question: the task and how it is trained.
         gpus: rows of the catalogue.
         precisions: bf16, fp16, fp32, tf32, or `auto` for what each GPU does well.
-        memory_limit: bytes a process may reserve; None for all that the GPU has beside its context.
-        accumulation_steps: micro-batches per optimizer step.
         processes: children that trace at the same time.
         echo: called with each line the user's code prints.
 
@@ -110,36 +104,61 @@ def estimate_task(
         if name not in (*PRECISIONS, "auto"):
             raise UsageError(f"--precision {name}: not one of {', '.join(PRECISIONS)} or auto")
     asked = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
-    traced = list(dict.fromkeys(_TRACED_AS.get(name, name) for _, name in asked))
+    traced = {_TRACED_AS.get(name, name): name for _, name in reversed(asked)}  # each with the first name it goes by
 
     def answer(precision: str) -> dict[str, Any]:
         facts = {gpu.name: _facts(gpu) for gpu, name in asked if _TRACED_AS.get(name, name) == precision}
-        arguments: dict[str, Any] = {
-            "task": spec,
-            "precision": precision,
-            "accumulation_steps": accumulation_steps,
-            "memory_limit": memory_limit,
-        }
         with Worker(None, echo) as worker:
-            found = _ask(worker, arguments | {"gpus": list(facts.values())})
-            found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
-            none = [name for name, row in found["rows"].items() if not row["max_batch_size"]]
-            if none:
-                again = _ask(worker, arguments | {"gpus": [facts[name] for name in none], "checkpointing": True})
-                for name, row in zip(none, again.get("gpus", []), strict=False):
-                    found["rows"][name]["with_checkpointing"] = row["max_batch_size"]
-        return found
+            return _Asking(worker, question, precision).answer(facts)
 
     with ThreadPoolExecutor(max(1, min(processes, len(traced), os.cpu_count() or 1))) as pool:
         answers = dict(zip(traced, pool.map(answer, traced), strict=True))
-    estimates = [
-        _record(gpu, name, answers[_TRACED_AS.get(name, name)], memory_limit, accumulation_steps) for gpu, name in asked
-    ]
-    return EstimateRun(estimates, [_detail(name, each) for name in traced for each in answers[name].get("details", [])])
+    return EstimateRun(
+        [_record(gpu, name, answers[_TRACED_AS.get(name, name)], question) for gpu, name in asked],
+        [
+            MemoryDetail(precision=traced[name], **detail)
+            for name, found in answers.items()
+            for detail in found.get("details", [])
+        ],
+    )
 
 
-def _ask(worker: Worker, arguments: dict[str, Any]) -> dict[str, Any]:
-    return worker.call("apply", timeout=_TIMEOUT_SECONDS, function=_ANSWER, arguments=arguments)
+class _Asking:
+    """One child, asked about one precision and about what would help where nothing fits."""
+
+    def __init__(self, worker: Worker, question: Question, precision: str) -> None:
+        self._worker = worker
+        self._arguments = vars(question) | {"precision": precision}
+
+    def answer(self, facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The child's answer, its rows by the GPUs' names; `remedies` of a row are (what, largest batch)."""
+        found = self._ask(facts, {})
+        found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
+        hopeless = {name: facts[name] for name, row in found["rows"].items() if not row["max_batch_size"]}
+        for words, changes in self._remedies():
+            if not hopeless:
+                break
+            rows = self._ask(hopeless, changes).get("gpus", [])
+            for name, row in zip(list(hopeless), rows, strict=False):
+                found["rows"][name].setdefault("remedies", []).append((words, row["max_batch_size"]))
+                if row["max_batch_size"] and len(changes) > 1:
+                    del hopeless[name]
+        return found
+
+    def _remedies(self) -> list[tuple[str, dict[str, Any]]]:
+        """What may make a model smaller, each alone and then all together."""
+        single: list[tuple[str, dict[str, Any]]] = []
+        if self._arguments["precision"] == "fp32":
+            single.append(("bf16 or fp16", {"precision": "bf16"}))
+        if self._arguments["accumulation_steps"] > 1:
+            single.append(("one micro-batch per step", {"accumulation_steps": 1}))
+        single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
+        together = {key: value for _, changes in single for key, value in changes.items()}
+        return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
+
+    def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
+        arguments = {**self._arguments, "gpus": list(facts.values()), **changes}
+        return self._worker.call("apply", timeout=_TIMEOUT_SECONDS, function=_ANSWER, arguments=arguments)
 
 
 def choose(gpu: GpuFacts) -> str:
@@ -157,43 +176,46 @@ def _facts(gpu: GpuFacts) -> dict[str, Any]:
         "memory_bytes": gpu.capacity_bytes,
         "generation": gpu.generation,
         "vendor": gpu.vendor,
+        "measured": asdict(offsets_of(gpu.name)),
     }
 
 
-def _record(
-    gpu: GpuFacts, precision: str, answer: dict[str, Any], memory_limit: int | None, accumulation_steps: int
-) -> Estimate:
+def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Question) -> Estimate:
+    known: dict[str, Any] = {"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "precision": precision}
     if "refused" in answer:
-        return Estimate(
-            gpu=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            precision=precision,
-            confidence="refused",
-            notes=[answer["refused"]],
-        )
+        return Estimate(**known, confidence="refused", notes=[answer["refused"]])
     row = answer["rows"][gpu.name]
-    notes = list(row["notes"])
-    if memory_limit is not None and memory_limit > gpu.capacity_bytes:
-        notes.append(f"the memory limit of {memory_limit:,} bytes is more than this GPU has")
-    if not row["max_batch_size"]:
-        notes.append(f"a batch of 1 needs {row['needed_bytes']:,} bytes, this GPU holds {row['capacity_bytes']:,}")
-        if row.get("with_checkpointing"):
-            notes.append(f"with activation checkpointing of its repeated blocks: {row['with_checkpointing']}")
-    speed = samples_per_second(gpu, precision, row, accumulation_steps)
-    if speed is not None:
-        notes.append("samples per second: a roofline, which real training stays below")
+    speed = samples_per_second(gpu, precision, row, question.accumulation_steps)
+    watts = gpu.board_power_watts
     return Estimate(
-        gpu=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        precision=precision,
+        **known,
         max_batch_size=row["max_batch_size"],
         safe_max_batch_size=row["safe_max_batch_size"],
         expandable_segments_max_batch_size=row["expandable_segments_max_batch_size"],
+        limited_by=row["limited_by"],
         peak_bytes=row.get("peak_bytes"),
         samples_per_second=speed,
+        samples_per_joule=speed / watts if speed is not None and watts else None,
         confidence=row["confidence"],
-        notes=notes,
+        notes=[*row["notes"], *_notes(gpu, row, question), *([_ROOFLINE] if speed is not None else [])],
     )
+
+
+def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
+    """What the figures of a row leave to be said."""
+    notes = []
+    limit = question.memory_limit
+    if limit is not None and limit > gpu.capacity_bytes:
+        notes.append(f"the memory limit of {limit:,} bytes is more than this GPU has")
+    if row["limited_by"] == "max":
+        notes.append(f"at least {row['max_batch_size']:,}: larger batches were not looked at")
+    if not row["max_batch_size"]:
+        notes.append(f"a batch of 1 needs {row['needed_bytes']:,} bytes, this GPU holds {row['capacity_bytes']:,}")
+        helps = [f"{words}: {largest:,}" for words, largest in row.get("remedies", []) if largest]
+        others = [words for words, largest in row.get("remedies", []) if not largest]
+        notes += [f"would fit with {'; with '.join(helps)}"] if helps else []
+        notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
+    return notes
 
 
 def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], accumulation_steps: int) -> float | None:
@@ -213,8 +235,3 @@ def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], ac
     micro_batches = min(accumulation_steps, 2)  # as many as were traced
     found: float = row["max_batch_size"] * micro_batches / seconds if seconds > 0 else 0.0
     return found or None
-
-
-def _detail(precision: str, found: dict[str, Any]) -> Detail:
-    curve = [(str(moment), int(live)) for moment, live in found["curve"]]
-    return Detail(precision, **{**found, "curve": curve})

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from batchtune.errors import BatchtuneError
 from batchtune.estimate.checkpointing import Checkpointed
+from batchtune.estimate.distributed import distributed, unit_bytes
 from batchtune.estimate.events import Trace, Work, normalized
 from batchtune.estimate.fake_cuda import fake_cuda
 from batchtune.estimate.places import place_of_error
@@ -33,17 +34,37 @@ class CannotTraceError(BatchtuneError):
 class Tracer:
     """Traces one task at one precision at any batch size, keeping what all traces had in common.
 
+    Args:
+        task: as the user named it.
+        precision: bf16, fp16, fp32 or tf32.
+        accumulation_steps: micro-batches per optimizer step.
+        checkpointing: recompute the model's repeated blocks in backward, whatever the user's code does.
+        strategy: ddp or fsdp, where there is more than one rank.
+        world_size: number of ranks.
+
     Attributes:
         notes: what the traces had to assume.
         ops: the operators of the step.
     """
 
-    def __init__(self, spec: str, precision: str, accumulation_steps: int = 1, *, checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        task: str,
+        precision: str,
+        accumulation_steps: int = 1,
+        *,
+        checkpointing: bool = False,
+        strategy: str = "ddp",
+        world_size: int = 1,
+    ) -> None:
         self.notes: list[str] = []
         self.ops: set[str] = set()
         self._precision, self._accumulation_steps = precision, accumulation_steps
+        self._strategy, self._world_size = strategy, world_size
+        if world_size > 1:
+            self.notes.append(f"{strategy} on {world_size} GPUs: by formulas; NCCL's own buffers are not in them")
         with compilation_ignored(self.notes):
-            self._task = load_task(spec)
+            self._task = load_task(task)
         self._task.require("probe")
         if checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)
@@ -52,6 +73,8 @@ class Tracer:
         """The step at one micro-batch size; see `trace_step`."""
         with compilation_ignored(self.notes):
             trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps)
+        if self._world_size > 1:
+            trace = distributed(trace, self._strategy, self._world_size)
         self.ops |= trace.ops
         self.notes += [note for note in trace.notes if note not in self.notes]
         return trace
@@ -90,6 +113,7 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision:
         trainer = Trainer(task, device, precision)
         roles = Roles(recorder)
         roles.built(trainer)
+        trace.units = unit_bytes(trainer.model)
         with recorder.naming(trainer.model):
             for step in range(_STEPS):
                 trace.work = Work()

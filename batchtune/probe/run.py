@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from batchtune.device.sharing import look
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.estimate.calibration import record
+from batchtune.estimate.foresight import Foresight
 from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.warnings import MOVED, sharing_warnings
@@ -17,6 +19,7 @@ from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 
+_SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
 _SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
@@ -64,12 +67,19 @@ class _Recorder(Forwarder):
 
 def _run(session: _Session, settings: WorkerSettings, options: ProbeOptions, observer: Observer) -> Result:
     try:
-        with Worker(settings, observer.printed) as worker:
+        with (
+            Foresight(settings.task, settings.device, observer) as foresight,
+            Worker(settings, observer.printed) as worker,
+        ):
             session.facts = worker.start()
             for precision, reason in session.facts["precision"]:
                 observer.note(f"precision {precision}: {reason}")
-                session.probes.append(Probe(worker, options, precision, observer))
+                foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
+                prior = foreseen.reserved_bytes if foreseen else None
+                session.probes.append(Probe(worker, options, precision, observer, prior=prior))
                 session.probes[-1].run()
+                if foreseen:
+                    foreseen.learn(session.facts["environment"]["device"], session.probes[-1].attempts)
             if options.throughput and session.facts["has_train_dataset"]:
                 observer.stage("timing the data loader")
                 session.feed(worker, options, observer)
@@ -107,8 +117,11 @@ class _Session:
             return
         opened = worker.facts["environment"]["device_memory_free_bytes"]
         uuid = self.facts["nvml_uuid"]
+        idle = look(uuid) if uuid else None  # the child has given its tensors back, but still has its context
         worker.close()
         self._free_after = _settled_free_bytes(uuid, self.facts["environment"]) if uuid else opened
+        if idle and idle.free_bytes and self._free_after and opened and abs(opened - self._free_after) <= _SAME_BYTES:
+            record(self.facts["environment"]["device"], "context_bytes", opened - idle.free_bytes)
 
     def _environment(self) -> Environment | None:
         if not self.facts:

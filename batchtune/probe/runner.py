@@ -9,6 +9,7 @@ from typing import Any
 
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.probe.curve import measure_curve
+from batchtune.probe.memory_model import Prior
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
 from batchtune.probe.warnings import attempt_warnings, busy_warnings, recompile_warnings
@@ -62,6 +63,7 @@ class Probe:
         precision: bf16, fp16, fp32 or tf32.
         observer: told of every attempt.
         known: attempts of an earlier, interrupted start.
+        prior: peak reserved bytes by batch size as estimated; it chooses where to look, never the answer.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Probe:
         precision: str,
         observer: Observer,
         known: Sequence[Attempt] = (),
+        prior: Prior | None = None,
     ) -> None:
+        self._prior = prior
         self._worker, self._options, self._precision, self._observer = worker, options, precision, observer
         self.attempts: list[Attempt] = list(known)
         self.throughput: list[ThroughputPoint] = []
@@ -163,7 +167,7 @@ class Probe:
     def _search(self, bounds: Bounds, steps: int, *, verify: bool) -> None:
         while True:
             counted = [each for each in self.attempts if each.purpose == "verify"] if verify else self.attempts
-            choice = next_size(counted, self._within_time(bounds), self._limit)
+            choice = next_size(counted, self._within_time(bounds), self._limit, self._prior)
             if choice.batch_size is None:
                 self._observer.note(choice.reason)
                 return

@@ -16,7 +16,9 @@ def step_trace(batch_size, *, constant=1 << 20, linear=1 << 16, quadratic=0, op=
     """A parameter that stays, an activation that grows with the batch, and a scratch with a round-up in it."""
     births = [
         Birth(constant, "aten.empty", category="parameters"),
-        Birth(linear * batch_size + quadratic * batch_size**2, op, "blocks.3.up", "forward 1", "activations"),
+        Birth(
+            linear * batch_size + quadratic * batch_size**2, op, "blocks.3.up", "model.py:7", "forward 1", "activations"
+        ),
         Birth(-(-batch_size * 1000 // 128) * 128, SCRATCH + "aten.mm", moment="backward"),
     ]
     return Trace(batch_size, [1, 2, 3, -3, -2], births, work=Work(10.0 * batch_size, 4.0 * batch_size, 2.0))
@@ -70,7 +72,7 @@ def test_the_peak_is_split_by_what_storages_are_for():
     assert peak.allocated_bytes == sum(peak.by_category.values()) == peak_allocated_bytes(fit(step_trace), 16)
     assert peak.by_category["parameters"] == MIB
     assert peak.by_category["activations"] == MIB
-    assert peak.activations_by_module == {"blocks.*.up": MIB}
+    assert peak.activations == [("blocks.*.up", "model.py:7", MIB)]
     assert (peak.moment, peak.op) == ("backward", SCRATCH + "aten.mm")
 
 

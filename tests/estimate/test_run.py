@@ -9,7 +9,7 @@ import pytest
 from batchtune.errors import UsageError
 from batchtune.estimate.allocator import MIB
 from batchtune.estimate.overheads import OVERHEADS, capacity_bytes, confidence, overhead_of
-from batchtune.estimate.run import choose, estimate_task, samples_per_second
+from batchtune.estimate.run import Question, choose, estimate_task, samples_per_second
 
 GIB = 1 << 30
 TASK = """
@@ -44,7 +44,7 @@ def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     gpus = [Gpu("small", capacity_bytes=8 * GIB), Gpu("large"), Gpu("tiny", capacity_bytes=500 * MIB)]
-    run = estimate_task(str(path), gpus, ["fp32", "tf32"])
+    run = estimate_task(Question(task=str(path)), gpus, ["fp32", "tf32"])
     assert [(each.gpu, each.precision) for each in run.estimates] == [
         (gpu.name, precision) for gpu in gpus for precision in ("fp32", "tf32")
     ]
@@ -61,16 +61,17 @@ def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path
     assert run.details[0].batch_size == large.max_batch_size
 
 
-def test_where_nothing_fits_checkpointing_is_traced_too(tmp_path):
+def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
     path = tmp_path / "deep.py"
     path.write_text(
         TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
         .replace("4096, 1024))", "4096, 1024)) for _ in range(16)])")
         .replace("(size, 64, 1024)", "(size, 16384, 1024)")
     )
-    (found,) = estimate_task(str(path), [Gpu(capacity_bytes=6 * GIB)], ["fp32"]).estimates
+    (found,) = estimate_task(Question(task=str(path)), [Gpu(capacity_bytes=6 * GIB)], ["fp32"]).estimates
     assert found.max_batch_size == 0
-    assert any(note.startswith("with activation checkpointing of its repeated blocks: ") for note in found.notes)
+    (note,) = [note for note in found.notes if note.startswith("would fit with ")]
+    assert "with activation checkpointing of its repeated blocks: " in note
 
 
 def test_a_memory_limit_counts_where_it_is_below_what_the_gpu_has():
@@ -129,4 +130,4 @@ def test_speed_is_bounded_by_arithmetic_or_by_memory_and_absent_where_a_rate_is_
 
 def test_an_unknown_precision_is_a_usage_error():
     with pytest.raises(UsageError, match="--precision int8"):
-        estimate_task("model.py", [Gpu()], ["int8"])
+        estimate_task(Question(task="model.py"), [Gpu()], ["int8"])

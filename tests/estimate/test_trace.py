@@ -40,16 +40,28 @@ ATTENTION = """
 
 def test_parameters_gradients_and_adam_states_are_told_apart(ask):
     detail = ask(MLP, memory_limit=200 << 20)["details"][0]
-    assert detail["by_category"]["parameters"] == WEIGHTS
-    assert detail["by_category"]["optimizer_states"] >= 2 * WEIGHTS
-    assert detail["activations_by_module"].keys() >= {"*"}
-    assert max(live for _, live in detail["curve"]) == detail["allocated_bytes"]
+    assert detail["parameters_bytes"] == WEIGHTS
+    assert detail["optimizer_states_bytes"] >= 2 * WEIGHTS
+    assert max(point["allocated_bytes"] for point in detail["curve"]) == detail["peak_allocated_bytes"]
+    moments = list(dict.fromkeys(point["moment"] for point in detail["curve"]))
+    assert moments == [
+        "build",
+        *(f"{phase} {step}" for step in (1, 2) for phase in ("forward", "backward", "optimizer")),
+    ]
+
+
+def test_what_holds_the_most_activations_is_named_with_its_line(ask):
+    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 256, 1024)")
+    held = ask(wide, memory_limit=1 << 30)["details"][0]["holders"]
+    assert held[0]["module"] == "*"
+    assert held[0]["line"].endswith("task.py:11")
+    assert held[0]["activation_bytes"] == max(each["activation_bytes"] for each in held)
 
 
 def test_sgd_keeps_no_states(ask):
     source = MLP + "\n    def build_optimizer(model, lr):\n        return torch.optim.SGD(model.parameters(), lr=lr)\n"
     detail = ask(source, memory_limit=200 << 20)["details"][0]
-    assert detail["by_category"].get("optimizer_states", 0) == 0
+    assert detail.get("optimizer_states_bytes", 0) == 0
 
 
 def test_foreach_and_fused_adam_differ_in_their_temporaries(ask):
@@ -169,7 +181,7 @@ def test_tied_weights_stay_tied_and_copies_count(ask):
         "1024, bias=False))\n", "1024, bias=False))\n        model[2].weight = model[0].weight\n        return model\n"
     )
     detail = ask(tied, memory_limit=200 << 20)["details"][0]
-    assert detail["by_category"]["parameters"] == WEIGHTS // 2
+    assert detail["parameters_bytes"] == WEIGHTS // 2
     copied = (
         MLP
         + """
@@ -180,7 +192,7 @@ def test_tied_weights_stay_tied_and_copies_count(ask):
 """
     )
     detail = ask(copied, memory_limit=200 << 20)["details"][0]
-    assert detail["by_category"]["parameters"] - 2 * WEIGHTS < 4096
+    assert detail["parameters_bytes"] - 2 * WEIGHTS < 4096
 
 
 def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):

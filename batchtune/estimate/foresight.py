@@ -1,0 +1,146 @@
+"""The estimate as a probe's prior: what a trace expects of this GPU, and what the probe's attempts teach about it."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from batchtune.device.gpus import find_gpu
+from batchtune.device.sharing import gpus_here
+from batchtune.errors import BatchtuneError, UsageError
+from batchtune.estimate.calibration import offsets_of, record
+from batchtune.progress import Observer
+from batchtune.results import Attempt
+from batchtune.train.worker import Worker
+
+_MODULE = "batchtune.estimate.answer"
+_TIMEOUT_SECONDS = 90.0  # a trace that takes longer is not worth waiting for: a probe works without it
+_CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an offset may differ and be the GPU's own
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a trace says about one GPU, limit and precision.
+
+    Attributes:
+        expected: the largest batch size within the limit; 0 where none is expected to fit.
+        peaks: (batch size, bytes of the traced storages at their peak), by size; straight lines run between them.
+        room_bytes: the limit, less the workspaces.
+        workspace_bytes: taken by libraries within the limit.
+        kind: whose kernels take memory that the trace does not see.
+        model_independent: the trace assumed nothing, so that what it lacks is the GPU's and the libraries'.
+    """
+
+    expected: int
+    peaks: list[tuple[int, int]]
+    room_bytes: int
+    workspace_bytes: int
+    kind: Literal["plain", "convolution", "recurrent"]
+    model_independent: bool
+
+    def traced_bytes(self, batch_size: int) -> float:
+        """Peak of the traced storages."""
+        at = bisect.bisect_left(self.peaks, (batch_size, 0))
+        at = min(max(at, 1), len(self.peaks) - 1)
+        (low, below), (high, above) = self.peaks[at - 1], self.peaks[at]
+        return below + (above - below) * (batch_size - low) / (high - low)
+
+    def reserved_bytes(self, batch_size: int) -> int:
+        """The prior: peak reserved bytes, fragmentation as at the largest batch that is expected to fit."""
+        waste = self.room_bytes / self.traced_bytes(self.expected) if self.expected else 1.0
+        return int(self.traced_bytes(batch_size) * max(1.0, waste)) + self.workspace_bytes
+
+    def learn(self, device_name: str, attempts: Sequence[Attempt]) -> None:
+        """Keeps the median offset between attempts and trace for later estimates on this GPU.
+
+        An offset in bytes that grows with the batch belongs to the model and not to the GPU: it is not kept.
+        """
+        fits = {each.batch_size: each.peak_allocated_bytes for each in attempts if each.fits}
+        pairs = [(peak, self.traced_bytes(size)) for size, peak in sorted(fits.items()) if peak]
+        if not self.model_independent or not pairs:
+            return
+        if self.kind == "plain":
+            offsets = [peak - traced for peak, traced in pairs]
+            growth = pairs[-1][1] - pairs[0][1]
+            if max(offsets) - min(offsets) <= _CONSTANT_SHARE * growth:
+                record(device_name, "workspace_bytes", int(statistics.median(offsets)))
+        else:
+            shares = [(peak - self.workspace_bytes) / traced - 1 for peak, traced in pairs]
+            record(device_name, f"{self.kind}_share", statistics.median(shares))
+
+
+class Foresight:
+    """A child that traces while the probe's own child has the GPU; whatever fails in it leaves the probe without it.
+
+    Args:
+        task: as the user named it.
+        device: as the user named it; the child starts at once where that is likely to mean a CUDA device.
+        observer: told in a note what is expected, or why nothing is.
+    """
+
+    def __init__(self, task: str, device: str, observer: Observer) -> None:
+        self._task, self._observer, self._worker = task, observer, Worker(None)
+        self._starting: threading.Thread | None = None
+        if device.startswith("cuda") or (device == "auto" and gpus_here()):
+            self._starting = threading.Thread(target=self._start, daemon=True)
+            self._starting.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+
+    def look(self, facts: dict[str, Any], precision: str, accumulation_steps: int) -> Foreseen | None:
+        """What to expect of the device that the probe's child has opened; None where that is no CUDA device.
+
+        Args:
+            facts: as the child told them.
+            precision: of the probe.
+            accumulation_steps: micro-batches per optimizer step.
+        """
+        limit = facts["memory_limit_bytes"]
+        if not facts["device"].startswith("cuda") or not limit:
+            return None
+        if self._starting is not None:
+            self._starting.join()
+        try:
+            found = self._worker.call(
+                "apply",
+                timeout=_TIMEOUT_SECONDS,
+                function=f"{_MODULE}:foresee",
+                arguments={
+                    "task": self._task,
+                    "precision": precision,
+                    "accumulation_steps": accumulation_steps,
+                    "memory_limit": limit,
+                    "gpu": _gpu(facts["environment"]["device"]),
+                },
+            )
+        except BatchtuneError as error:
+            found = {"refused": str(error).partition("\n")[0]}
+        if "refused" in found:
+            self._observer.note(f"no estimate to start from: {found['refused']}")
+            return None
+        foreseen = Foreseen(**found | {"peaks": [(size, peak) for size, peak in found["peaks"]]})
+        self._observer.note(f"estimate: about {foreseen.expected:,} samples fit at {precision}")
+        return foreseen
+
+    def _start(self) -> None:
+        try:
+            self._worker.call("apply", timeout=_TIMEOUT_SECONDS, function=f"{_MODULE}:warm_up", arguments={})
+        except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
+            self._worker.close()
+
+
+def _gpu(device_name: str) -> dict[str, Any]:
+    """What a trace needs to know of a GPU: its generation, and what was measured on it before."""
+    try:
+        gpu = find_gpu(device_name)
+    except UsageError:
+        return {"generation": "", "measured": {}}
+    return {"generation": gpu.generation, "measured": asdict(offsets_of(gpu.name))}

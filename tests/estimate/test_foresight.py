@@ -1,0 +1,171 @@
+"""The estimate as a probe's prior, on a child that is scripted and on a real one."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchtune.errors import DeviceError
+from batchtune.estimate import foresight
+from batchtune.estimate.calibration import UNMEASURED, offsets_of
+from batchtune.estimate.foresight import Foreseen, Foresight
+from batchtune.progress import Observer
+from batchtune.results import Attempt
+from batchtune.train.worker import WorkerLost
+
+MIB, GIB = 1 << 20, 1 << 30
+FACTS = {
+    "device": "cuda:0",
+    "memory_limit_bytes": 20 * GIB,
+    "environment": {"device": "NVIDIA A100-SXM4-80GB"},
+}
+TASK = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
+
+def make_batch(size):
+    return torch.randn(size, 64, 1024)
+
+def compute_loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Notes(Observer):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+class Child:
+    """A worker whose answer is given."""
+
+    def __init__(self, answer):
+        self.answer, self.asked, self.closed = answer, [], 0
+
+    def call(self, command, *, timeout, function, arguments):
+        self.asked.append((function.rpartition(":")[2], arguments))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self):
+        self.closed += 1
+
+
+def foreseen(**changes):
+    """A gigabyte and a mebibyte for each sample."""
+    fields = {
+        "expected": 18_000,
+        "peaks": [(1, GIB + MIB), (100, GIB + 100 * MIB), (100_000, GIB + 100_000 * MIB)],
+        "room_bytes": 20 * GIB - 64 * MIB,
+        "workspace_bytes": 64 * MIB,
+        "kind": "plain",
+        "model_independent": True,
+    }
+    return Foreseen(**fields | changes)
+
+
+def fits(*pairs):
+    return [Attempt(batch_size=size, outcome="fit", peak_allocated_bytes=int(peak)) for size, peak in pairs]
+
+
+def test_the_prior_reaches_the_limit_where_the_estimate_ends_and_runs_straight_below():
+    found = foreseen()
+    assert found.reserved_bytes(18_000) == pytest.approx(20 * GIB, rel=1e-6)
+    assert found.traced_bytes(5_000) == pytest.approx(GIB + 5_000 * MIB)
+    assert found.traced_bytes(400_000) == pytest.approx(GIB + 400_000 * MIB)
+    sizes = [1, 2, 50, 1000, 18_000, 90_000, 400_000]
+    assert sorted(map(found.reserved_bytes, sizes)) == [found.reserved_bytes(size) for size in sizes]
+
+
+def test_where_nothing_is_expected_to_fit_the_prior_still_answers():
+    assert foreseen(expected=0).reserved_bytes(1) > GIB
+
+
+def test_a_constant_offset_is_learnt_as_the_gpus_own():
+    foreseen().learn("NVIDIA A100-SXM4-80GB", fits((10, GIB + 110 * MIB), (1000, GIB + 1100 * MIB)))
+    assert offsets_of("A100-80GB").workspace_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "attempts"),
+    [
+        ({}, fits((10, GIB + 20 * MIB), (1000, GIB + 1500 * MIB))),  # grows with the batch: the model's
+        ({"model_independent": False}, fits((10, GIB + 110 * MIB))),
+        ({}, [Attempt(batch_size=10, outcome="oom")]),
+        ({}, [Attempt(batch_size=10, outcome="fit", peak_reserved_bytes=GIB)]),
+    ],
+)
+def test_what_is_not_the_gpus_own_is_not_learnt(changes, attempts):
+    foreseen(**changes).learn("NVIDIA A100-SXM4-80GB", attempts)
+    assert offsets_of("A100-80GB") == UNMEASURED
+
+
+def test_what_cudnn_takes_is_learnt_as_a_share():
+    found = foreseen(kind="convolution", workspace_bytes=0)
+    found.learn("NVIDIA A100-SXM4-80GB", fits((1000, 1.1 * (GIB + 1000 * MIB)), (10, 1.1 * (GIB + 10 * MIB))))
+    assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.1, abs=1e-6)
+
+
+def looking(answer, facts=FACTS, device="cuda:0"):
+    notes, child = Notes(), Child(answer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foresight, "Worker", lambda settings: child)
+        with Foresight("model.py", device, notes) as sight:
+            found = sight.look(facts, "bf16", 2)
+    return found, notes.notes, child
+
+
+def test_the_child_is_started_at_once_and_asked_once_the_device_is_known():
+    answer = vars(foreseen()) | {"peaks": [[1, GIB], [2, 2 * GIB]]}
+    found, notes, child = looking(answer)
+    assert [name for name, _ in child.asked] == ["warm_up", "foresee"]
+    asked = child.asked[1][1]
+    assert (asked["precision"], asked["accumulation_steps"], asked["memory_limit"]) == ("bf16", 2, 20 * GIB)
+    assert asked["gpu"]["generation"] == "Ampere"
+    assert found.peaks == [(1, GIB), (2, 2 * GIB)]
+    assert notes == ["estimate: about 18,000 samples fit at bf16"]
+    assert child.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"refused": "model.py:3: cannot be traced"}, "model.py:3: cannot be traced"),
+        (WorkerLost("timeout", "no sign of life for 90 s"), "no sign of life for 90 s"),
+        (DeviceError("not in this build"), "not in this build"),
+    ],
+)
+def test_an_estimate_that_fails_is_a_note_and_never_an_error(answer, why):
+    found, notes, _ = looking(answer)
+    assert found is None
+    assert notes == [f"no estimate to start from: {why}"]
+
+
+def test_other_devices_are_not_estimated_and_no_child_is_started():
+    for device in ("cpu", "mps"):
+        found, notes, child = looking({}, FACTS | {"device": device}, device)
+        assert (found, notes, child.asked) == (None, [], [])
+
+
+def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    notes = Notes()
+    with Foresight(str(path), "auto", notes) as sight:
+        found = sight.look(FACTS, "fp32", 1)
+    assert found is not None, notes.notes
+    assert 18 * GIB < found.traced_bytes(found.expected) < 20 * GIB
+    assert found.reserved_bytes(found.expected) == pytest.approx(20 * GIB, rel=1e-3)
+    assert found.kind == "plain"
+    assert found.model_independent
