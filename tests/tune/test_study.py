@@ -39,7 +39,7 @@ def study(folder, worker=None, **changes):
 def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_path):
     tuned = study(tmp_path)
     tuned.run()
-    found, base = recommend(tuned.records(), timed=True, goal="minimize")
+    found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")
     assert found.speedup_over_baseline.low > 1
     best = min(law.seconds_to_target(b, law.best_rate(b)) for b in (8, 16, 32, 64, 128, 256, 512))
     assert law.seconds_to_target(found.global_batch_size, found.learning_rate) <= 1.25 * best
@@ -128,7 +128,7 @@ def test_a_baseline_that_never_improves_is_said_to_be_the_problem(tmp_path):
 def test_the_best_metric_within_a_budget_can_be_the_objective(tmp_path):
     tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=Budget(run=5.0, total=3600.0, trials=12))
     tuned.run()
-    found, base = recommend(tuned.records(), timed=False, goal="minimize")
+    found, base = recommend(tuned.records(), kind="best_metric", goal="minimize")
     assert found.value.median < base.value.median
     assert found.time_to_target_seconds is None
 
