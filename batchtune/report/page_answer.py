@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, facts, join, tag
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import believed, named_values, probes_of
 from batchtune.report.units import duration, number, size
 from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
@@ -30,12 +30,14 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
     rows: list[tuple[str, object]] = [
         ("batch size", batch_text(found)),
         ("learning rate", number(found.learning_rate)),
+        ("optimizer", named_values(found.optimizer_arguments)),
         ("precision", found.precision),
     ]
+    rows = [row for row in rows if row[1]]
     speedup = found.speedup_over_baseline
     why = tag("p", _sentence(found.reason), class_="why")
     data = _data(result.probe) if result.probe else None
-    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), data]
+    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), *_prior(result), data]
     if speedup is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
     words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
@@ -44,6 +46,19 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") if text else ""
+
+
+def _prior(result: Result) -> list[Markup]:
+    """Why the search looked where it did."""
+    prior = result.prior
+    if prior is None:
+        return []
+    reasons = {
+        "Why these batch sizes: ": prior.batch_sizes_reason,
+        "Why this micro-batch: ": prior.micro_batch_reason,
+        "Why these learning rates: ": believed(prior),
+    }
+    return [tag("p", tag("b", name), f"{why}.", class_="target") for name, why in reasons.items() if why]
 
 
 def _target(result: Result) -> Markup | None:

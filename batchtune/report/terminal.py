@@ -18,7 +18,7 @@ from rich.text import Text
 
 from batchtune.report import text_tables
 from batchtune.report.export import snippet
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import believed, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
 from batchtune.report.units import duration
@@ -73,6 +73,11 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
         yield Text.assemble(("target ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
+    if result.prior is not None:
+        yield Text.assemble(("why these batch sizes ", "bold"), result.prior.batch_sizes_reason)
+        if result.prior.micro_batch_reason:
+            yield Text.assemble(("why this micro-batch ", "bold"), result.prior.micro_batch_reason)
+        yield Text.assemble(("why these learning rates ", "bold"), believed(result.prior))
     largest: list[RenderableType] = [_largest(probe) for probe in probes]
     yield from [_Framed(result.name, largest)] if result.kind == "probe" and largest else largest
     if chosen is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchtune.report.pick import named_values
 from batchtune.report.units import interval, number, size, time_interval
 from batchtune.results import ProbeResult, Recommendation, Result
 
@@ -22,10 +23,14 @@ def configurations(result: Result) -> dict[str, list[str]]:
     rows = {
         "batch size": [batch_text(each) for each in shown],
         "learning rate": [number(each.learning_rate) for each in shown],
+        "optimizer": [named_values(each.optimizer_arguments) or "-" for each in shown],
+        "schedule": [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown],
         "precision": [each.precision for each in shown],
         "time to target": [time_interval(each.time_to_target_seconds) for each in shown],
+        "energy to target": [interval(each.energy_to_target_joules, " J") for each in shown],
         metric: [interval(each.value) for each in shown],
         "speed-up": [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)],
+        "energy saving": [interval(found.energy_saving_over_baseline, "×"), "1×"][: len(shown)],
     }
     return {name: cells for name, cells in rows.items() if cells[0] != "-"}
 
