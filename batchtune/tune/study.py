@@ -32,6 +32,7 @@ __all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.03  # expected improvement of log time below which two proposals in a row end the search
 MIN_SEARCH_TRIALS = 6
+MOST_RESERVED = 0.5  # of budget.total, for confirmation
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
@@ -178,12 +179,17 @@ class TuneStudy:
         return self._plan.config.budget.total - self._seconds_before - (time.perf_counter() - self._started)
 
     def _reserve(self) -> float:
-        """Seconds that confirmation and one more run of the search need."""
+        """Seconds that confirmation and one more run of the search need; half of the whole budget at the most.
+
+        Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
+        searched: it is then cut short instead.
+        """
         config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
         wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
         base = min(max(wall, default=config.budget.run), config.budget.run)
         one_baseline = min(self._ledger.best_seconds("baseline") or base, base)
-        return config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
         return [self._plan.config.budget.total, self._plan.config.budget.trials]
