@@ -263,7 +263,9 @@ class Landscape(Record):
     low_seconds: list[list[float]] = Field(description="Lower bound of the prediction's band.")
     high_seconds: list[list[float]] = Field(description="Upper bound of the prediction's band.")
     band: float = Field(description="Share of the belief that lies between the bounds.")
-    runs: int = Field(description="Runs of the study that it is fitted to, at all precisions.")
+    runs: int = Field(
+        description="Runs of the study that it is fitted to, whatever their precision and other settings."
+    )
 
 
 class Recommendation(Record):

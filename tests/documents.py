@@ -7,6 +7,7 @@ from batchtune.results import Result
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
 FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}
+FREE_TEXT |= {"batch_sizes_reason", "learning_rate_reason", "micro_batch_reason"}
 LAW = {"alpha_seconds": 0.004, "beta_seconds_per_sample": 0.0005, "saturation_batch_size": 8.0}
 
 
@@ -134,6 +135,18 @@ def tuned():
             trial(5, 128, 0.004, 10.0, role="confirm"),
             trial(6, 8, 0.004, 110.0),
         ],
+        prior={
+            "batch_sizes": [8, 32, 64, 128],
+            "batch_sizes_reason": "up to what fits",
+            "learning_rate": 0.003,
+            "learning_rate_decades": 0.5,
+            "learning_rate_reason": "a third of the edge of stability",
+            "range_tests": [
+                {"batch_size": 32, "edge_learning_rate": 0.09, "highest_learning_rate": 1.0, "steps": 60, "seconds": 1},
+                {"batch_size": 128, "highest_learning_rate": 1.0, "steps": 60, "seconds": 1.5},
+            ],
+            "seconds": 2.5,
+        },
         landscape=predicted(),
         recommendation=choice(128, 0.004, 10.0, reason, speedup_over_baseline=speedup),
         baseline=choice(32, 0.001, 30.0, "what you run today"),

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
 from batchtune.report.units import duration, number, time_interval, time_unit
-from batchtune.results import Interval, Landscape, Recommendation, Result, Target, Trial
+from batchtune.results import Interval, Landscape, Prior, Recommendation, Result, Target, Trial
 
 _BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
@@ -45,6 +45,8 @@ def landscape(result: Result) -> go.Figure | None:
     figure = go.Figure()
     if result.landscape is not None:
         _draw_predicted(figure, result.landscape)
+    if result.prior is not None:
+        _draw_belief(figure, result.prior, result)
     broken = [place for place in places if place.broken and place.score is None]
     open_ended = [place for place in places if not place.broken and place.score is None]
     for group, words, symbol, colour in (
@@ -98,6 +100,43 @@ def _draw_predicted(figure: go.Figure, predicted: Landscape) -> None:
         showlegend=True,
         showscale=False,
         hovertemplate="batch %{x:,}, learning rate %{y:.3~g}<br>%{text}<extra>not measured</extra>",
+    )
+
+
+def _draw_belief(figure: go.Figure, prior: Prior, result: Result) -> None:
+    """Where the search started: the learning rate believed best at today's batch, and where training came apart."""
+    today = next((trial.batch_size for trial in result.trials or [] if trial.role == "baseline"), None)
+    if today is not None:
+        spread = 10**prior.learning_rate_decades
+        _draw_start(figure, [(today, prior.learning_rate)], "believed best before the search", "diamond-open", spread)
+    edges = [(test.batch_size, test.edge_learning_rate) for test in prior.range_tests if test.edge_learning_rate]
+    _draw_start(figure, edges, "edge of stability, range test", "line-ew-open")
+
+
+def _draw_start(
+    figure: go.Figure, points: Sequence[tuple[int, float]], name: str, symbol: str, spread: float | None = None
+) -> None:
+    """Points, each with a bar from its rate over `spread` to its rate times `spread`."""
+    if not points:
+        return
+    rates = [rate for _, rate in points]
+    figure.add_scatter(
+        x=[batch for batch, _ in points],
+        y=rates,
+        mode="markers",
+        name=name,
+        marker={"symbol": symbol, "size": 12, "color": LIGHT["second"], "line": {"width": 2, "color": LIGHT["second"]}},
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": [rate * (spread - 1) for rate in rates],
+            "arrayminus": [rate * (1 - 1 / spread) for rate in rates],
+            "color": LIGHT["second"],
+            "thickness": 1.2,
+        }
+        if spread
+        else None,
+        hovertemplate=f"{name}<br>batch %{{x:,}}, learning rate %{{y:.3~g}}<extra></extra>",
     )
 
 

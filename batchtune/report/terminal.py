@@ -23,7 +23,7 @@ from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
 from batchtune.report.units import duration
 from batchtune.report.wording import CONFIGURATIONS, certificate, configurations
-from batchtune.results import ProbeResult, Result
+from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
 _CONTINUED = " \\"
@@ -73,16 +73,13 @@ def _parts(result: Result) -> Iterator[RenderableType]:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
         yield Text.assemble(("target ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
-    if result.prior is not None:
-        yield Text.assemble(("why these batch sizes ", "bold"), result.prior.batch_sizes_reason)
-        if result.prior.micro_batch_reason:
-            yield Text.assemble(("why this micro-batch ", "bold"), result.prior.micro_batch_reason)
-        yield Text.assemble(("why these learning rates ", "bold"), believed(result.prior))
     largest: list[RenderableType] = [_largest(probe) for probe in probes]
     yield from [_Framed(result.name, largest)] if result.kind == "probe" and largest else largest
     if chosen is not None:
         yield Figures(chosen)
         yield from _speed(chosen)
+    if result.prior is not None:
+        yield from _start_of_search(result.prior)
     yield from _tables(result, probes, chosen)
     yield from _rest(result)
 
@@ -197,3 +194,12 @@ def _speed(probe: ProbeResult) -> Iterator[Text]:
         yield Text.assemble(("step time ", "bold"), line)
     if probe.input_pipeline is not None:
         yield Text.assemble(("data ", "bold"), probe.input_pipeline.verdict)
+
+
+def _start_of_search(prior: Prior) -> Iterator[Text]:
+    reasons = {
+        "why these batch sizes ": prior.batch_sizes_reason,
+        "why this micro-batch ": prior.micro_batch_reason,
+        "why these learning rates ": believed(prior),
+    }
+    yield from (Text.assemble((name, "bold"), why) for name, why in reasons.items() if why)

@@ -20,16 +20,16 @@ class Space:
 
     Attributes:
         distributions: by the name of the parameter.
+        learning_rates: the smallest and the largest.
         baseline: the parameters of what the user runs today.
     """
 
     def __init__(self, plan: Plan) -> None:
         rates, base = plan.config.learning_rate, plan.config.baseline
+        self.learning_rates = min(rates.min, base.learning_rate), max(rates.max, base.learning_rate)
         self.distributions: dict[str, BaseDistribution] = {
             "batch_size": CategoricalDistribution(plan.candidates.batch_sizes),
-            "learning_rate": FloatDistribution(
-                min(rates.min, base.learning_rate), max(rates.max, base.learning_rate), log=True
-            ),
+            "learning_rate": FloatDistribution(*self.learning_rates, log=True),
         }
         self.baseline: dict[str, Any] = {"batch_size": base.batch_size, "learning_rate": base.learning_rate}
         if len(plan.precisions) > 1:

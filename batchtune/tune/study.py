@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import optuna
-from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
@@ -15,7 +14,7 @@ from optuna.trial import TrialState
 from batchtune.progress import Observer
 from batchtune.results import Landscape, Target, Trial
 from batchtune.train.worker import Worker
-from batchtune.tune.cost import cost_of
+from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR
@@ -132,16 +131,15 @@ class TuneStudy:
 
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""
-        if not isinstance(self._sampler, TimeToTargetSampler) or self._sampler.prior is None:
+        sampler, config = self._sampler, self._plan.config
+        if not isinstance(sampler, TimeToTargetSampler) or sampler.prior is None:
             return None
-        if self._plan.config.objective.kind != "time_to_target":
+        if cost_of(config.objective.kind) != SECONDS:
             return None
         states = (TrialState.COMPLETE, TrialState.PRUNED)
-        runs = self._sampler.runs(self.study.get_trials(deepcopy=False, states=states))
-        rates = self._space.distributions["learning_rate"]
-        assert isinstance(rates, FloatDistribution)  # noqa: S101 - made so
+        runs = sampler.runs(self.study.get_trials(deepcopy=False, states=states))
         sizes = sorted(self._plan.candidates.batch_sizes)
-        return landscape(self._sampler.prior, runs, sizes, (rates.low, rates.high), seed=self._plan.config.seed)
+        return landscape(sampler.prior, runs, sizes, self._space.learning_rates, seed=config.seed)
 
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})

@@ -115,6 +115,18 @@ def test_the_landscape_draws_what_the_surface_predicts_as_an_estimate_under_the_
     assert lines.contours.end <= 4 * 9.0
 
 
+def test_the_landscape_shows_where_the_search_started(result_of):
+    shown = traces(result_of("tune").plot_landscape())
+    believed = shown["believed best before the search"]
+    assert (believed.x, believed.y) == ((32,), (0.003,))
+    assert believed.y[0] + believed.error_y.array[0] == pytest.approx(0.003 * 10**0.5)
+    assert believed.y[0] - believed.error_y.arrayminus[0] == pytest.approx(0.003 / 10**0.5)
+    assert shown["edge of stability, range test"].x == (32,)
+    assert not {"believed best before the search", "edge of stability, range test"} & set(
+        traces(result_of("tune", prior=None).plot_landscape())
+    )
+
+
 @pytest.mark.parametrize("cut", [{"batch_sizes": [8]}, {"learning_rates": [0.1]}])
 def test_a_prediction_along_one_axis_only_draws_no_lines(result_of, cut):
     field = DOCUMENTS["tune"]["landscape"]
