@@ -49,7 +49,7 @@ class FakeDevice(TorchDispatchMode):
         self.limit = limit_bytes
 
     def begin(self):
-        """Nothing is left of earlier attempts."""
+        self.release()
 
     def reset_peaks(self):
         self.peak = sum(self.live.values())
