@@ -17,11 +17,11 @@ from batchtune.results import result_schema
 MORE = ("tune", "config.yaml", "budget.run=400ms", "budget.trials=6", "--json")
 # Where the kills fall: after this line of progress, and up to so many seconds later.
 KILLS = [
-    ("batch        8", 0.0),
+    ("  8  fit", 0.0),
     ("timing steps", 1.0),
     ("baseline", 0.6),
     ("searching", 0.5),
-    ("search   run", 0.5),
+    ("  search  ", 0.5),
     ("confirming", 0.3),
     ("confirm  run", 0.6),
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import platform
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -250,8 +250,7 @@ class HostMemory:
                 layers(torch.randn(8, 3, 8, 8)), torch.zeros(8, dtype=torch.long)
             ).backward()
         optimizer.step()
-        with tempfile.TemporaryFile() as file:
-            torch.save(optimizer.state_dict(), file)
+        torch.save(optimizer.state_dict(), io.BytesIO())
         del layers, optimizer
         self.release()
         return _fields(_STATUS).get("VmRSS", 0)

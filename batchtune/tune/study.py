@@ -32,7 +32,7 @@ __all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.03  # expected improvement of log time below which two proposals in a row end the search
 MIN_SEARCH_TRIALS = 6
-MOST_RESERVED = 0.5  # of budget.total, for confirmation
+MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
