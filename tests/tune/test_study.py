@@ -40,7 +40,7 @@ MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk'
 
 
 def study(folder, worker=None, *, storage=None, settled=None, **changes):
-    """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys of it."""
+    """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
     planned = dataclasses.replace(plan(**changes), **settled or {})
     return TuneStudy(planned, worker, storage or MEMORY[folder], Observer())
@@ -260,6 +260,12 @@ def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(t
     assert len(confirmed) >= 9
 
 
+def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module, "time", Watch())
+    tuned = study(tmp_path, budget=Budget(run=60.0, total=600.0), confirm=Confirm())  # the defaults
+    assert tuned._reserve() < 600 - 60 - 10  # once probe and baseline are paid for
+
+
 def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(tmp_path):
     worker = law.LawWorker(noise=0.05, fail_at=[5])
     tuned = study(tmp_path, worker)
@@ -302,7 +308,8 @@ def test_the_study_can_be_drawn_by_optuna(tmp_path, name):
 
 
 def test_the_study_opens_as_any_optuna_study(tmp_path):
-    study(tmp_path, storage=open_storage(None, tmp_path)).run()
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=2), "confirm": Confirm(seeds=0)}
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
     opened = optuna.load_study(study_name="law", storage=open_storage(None, tmp_path))
     assert opened.best_value == min(trial.value for trial in opened.trials if trial.state.name == "COMPLETE")
     assert {"curve", "seed", "outcome", "role", "micro_batch_size"} <= opened.best_trial.user_attrs.keys()
@@ -310,7 +317,8 @@ def test_the_study_opens_as_any_optuna_study(tmp_path):
 
 @pytest.mark.parametrize("tail", [b'{"op_code": 4, "wor', b"\x00\xff garbage\n", b'{"half": \n'])
 def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
-    study(tmp_path, storage=open_storage(None, tmp_path)).run()
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=1), "confirm": Confirm(seeds=0)}
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
     journal = tmp_path / "study.log"
     whole = journal.read_bytes()
     journal.write_bytes(whole + tail)
