@@ -251,6 +251,21 @@ class Target(Record):
     reason: str = ""
 
 
+class Landscape(Record):
+    """What the response surface predicts over batch size and learning rate: estimated from the runs, never measured.
+
+    One row for each batch size, one column for each learning rate.
+    """
+
+    batch_sizes: list[int] = Field(description="Global batch sizes, ascending.")
+    learning_rates: list[float] = Field(description="Ascending, equal ratios apart.")
+    median_seconds: list[list[float]] = Field(description="Predicted time to target.")
+    low_seconds: list[list[float]] = Field(description="Lower bound of the prediction's band.")
+    high_seconds: list[list[float]] = Field(description="Upper bound of the prediction's band.")
+    band: float = Field(description="Share of the belief that lies between the bounds.")
+    runs: int = Field(description="Runs of the study that it is fitted to, at all precisions.")
+
+
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
@@ -351,6 +366,7 @@ class Result(Record):
     prior: Prior | None = None
     target: Target | None = None
     trials: list[Trial] | None = None
+    landscape: Landscape | None = None
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
@@ -392,6 +408,14 @@ class Result(Record):
     def plot_throughput(self) -> go.Figure:
         """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
         return self._plot("throughput")
+
+    def plot_sensors(self) -> go.Figure:
+        """What the device's sensors said at each batch size; UsageError where there were none."""
+        return self._plot("sensors")
+
+    def plot_estimates(self) -> go.Figure:
+        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
+        return self._plot("estimates")
 
     def plot_curves(self) -> go.Figure:
         """Learning curves against training time, with the target; UsageError where no run was evaluated."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import believed, named_values, probes_of
-from batchtune.report.terminal import batch_text, certificate
 from batchtune.report.units import duration, number, size
+from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
+
+_MOST_ESTIMATES = 20
 
 
 def answer(result: Result) -> Markup | None:
@@ -178,34 +180,25 @@ def _estimated_on_several(rows: list[Estimate]) -> Markup:
 
 def notebook(result: Result) -> str:
     """A compact table for notebooks: the answer and the sentence why, without plots or styles."""
-    found, base = result.recommendation, result.baseline
     heading = tag("b", f"batchtune {result.kind}: {result.name or result.task.path}")
     state = tag("p", f"{result.status}: {result.error.message}" if result.error else result.status)
     parts: list[Markup | None] = [tag("p", heading), state if result.status != "complete" else None]
-    if found is not None:
-        names = ["batch size", "learning rate", "precision", "time to target", "speed-up"]
-        columns = [_column(each) for each in (found, base) if each is not None]
-        head = tag("tr", tag("th"), *(tag("th", name) for name in ("train with", "today")[: len(columns)]))
-        rows = [
-            tag("tr", tag("th", name), *(tag("td", cell) for cell in cells))
-            for name, *cells in zip(names, *columns, strict=True)
-            if any(cell != "-" for cell in cells)
-        ]
-        parts += [tag("table", tag("thead", head), tag("tbody", *rows)), tag("p", _sentence(found.reason))]
+    if result.recommendation is not None:
+        rows = configurations(result)
+        names = CONFIGURATIONS[: len(rows["batch size"])]
+        body = [tag("tr", tag("th", name), *(tag("td", cell) for cell in cells)) for name, cells in rows.items()]
+        head = tag("tr", tag("th"), *(tag("th", name) for name in names))
+        parts += [tag("table", tag("thead", head), tag("tbody", *body))]
+        parts += [tag("p", _sentence(result.recommendation.reason))]
     for probe in probes_of(result):
-        largest = "nothing fits" if probe.max_batch_size is None else f"largest batch {probe.max_batch_size:,}"
-        parts.append(tag("p", f"{probe.precision}: {largest} {certificate(probe)}."))
-    for row in (result.estimates or [])[:20]:
-        parts.append(tag("p", f"{row.gpu}, {row.precision}: {row.max_batch_size or 'nothing'} expected to fit."))
+        fits = probe.max_batch_size is not None
+        largest = f"largest batch {probe.max_batch_size:,} {certificate(probe)}" if fits else "nothing fits"
+        parts.append(tag("p", f"{probe.precision}: {largest}."))
+    estimates = result.estimates or []
+    for row in estimates[:_MOST_ESTIMATES]:
+        largest = "nothing" if row.max_batch_size is None else f"{row.max_batch_size:,}"
+        sure = f", confidence {row.confidence}" if row.confidence else ""
+        parts.append(tag("p", f"{row.gpu}, {row.precision}: {largest} expected to fit (estimated{sure})."))
+    left = len(estimates) - _MOST_ESTIMATES
+    parts.append(tag("p", f"{left} more are in to_frame().") if left > 0 else None)
     return tag("div", *parts)
-
-
-def _column(each: Recommendation) -> list[str]:
-    time, speed = each.time_to_target_seconds, each.speedup_over_baseline
-    return [
-        batch_text(each),
-        number(each.learning_rate),
-        each.precision,
-        f"{duration(time.median)} ({duration(time.low)} to {duration(time.high)})" if time else "-",
-        f"{number(speed.median)}× ({number(speed.low)} to {number(speed.high)})" if speed else "-",
-    ]

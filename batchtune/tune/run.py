@@ -267,6 +267,7 @@ class _Tuning:
             prior=self._prior or (self.earlier.prior if self.earlier else None),
             target=study.target if study else None,
             trials=trials,
+            landscape=study.landscape() if study and status == "complete" else None,
             recommendation=recommendation,
             baseline=baseline,
         )

@@ -7,14 +7,16 @@ import warnings
 from typing import Any
 
 import optuna
+from optuna.distributions import FloatDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from batchtune.progress import Observer
-from batchtune.results import Target, Trial
+from batchtune.results import Landscape, Target, Trial
 from batchtune.train.worker import Worker
 from batchtune.tune.cost import cost_of
+from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.paused import Paused
@@ -31,6 +33,7 @@ __all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.03  # expected improvement of log time below which two proposals in a row end the search
 MIN_SEARCH_TRIALS = 6
+MOST_RESERVED = 0.5  # of budget.total, for confirmation
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
@@ -127,6 +130,19 @@ class TuneStudy:
         """All trials, in the form of the result document."""
         return self._ledger.records()
 
+    def landscape(self) -> Landscape | None:
+        """What the response surface predicts once all has run; None where the objective is no time."""
+        if not isinstance(self._sampler, TimeToTargetSampler) or self._sampler.prior is None:
+            return None
+        if self._plan.config.objective.kind != "time_to_target":
+            return None
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        runs = self._sampler.runs(self.study.get_trials(deepcopy=False, states=states))
+        rates = self._space.distributions["learning_rate"]
+        assert isinstance(rates, FloatDistribution)  # noqa: S101 - made so
+        sizes = sorted(self._plan.candidates.batch_sizes)
+        return landscape(self._sampler.prior, runs, sizes, (rates.low, rates.high), seed=self._plan.config.seed)
+
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
 
@@ -165,12 +181,17 @@ class TuneStudy:
         return self._plan.config.budget.total - self._seconds_before - (time.perf_counter() - self._started)
 
     def _reserve(self) -> float:
-        """Seconds that confirmation and one more run of the search need."""
+        """Seconds that confirmation and one more run of the search need; half of the whole budget at the most.
+
+        Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
+        searched: it is then cut short instead.
+        """
         config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
         wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
         base = min(max(wall, default=config.budget.run), config.budget.run)
         one_baseline = min(self._ledger.best_seconds("baseline") or base, base)
-        return config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
         return [self._plan.config.budget.total, self._plan.config.budget.trials]
