@@ -257,6 +257,36 @@ CASES = {
         2,
         ["objective.metric 'val_loss' is not among what evaluate.* returns: accuracy"],
     ),
+    "has no evaluate that returns the metric": (
+        (*TUNE, "objective.metric=f1", "objective.goal=maximize"),
+        "",
+        2,
+        ["objective.metric 'f1': .* has no evaluate.., so the only metric is 'val_loss'"],
+    ),
+    "has an optimizer without the argument to search": (
+        (*TUNE, "space.momentum={min: 0.0, max: 0.9}"),
+        "def build_optimizer(model, lr, weight_decay=0.1):\n    return None",
+        2,
+        ["space.momentum: build_optimizer takes no argument 'momentum'; it takes weight_decay"],
+    ),
+    "has an argument to search that says nothing of today": (
+        (*TUNE, "space.momentum={min: 0.0, max: 0.9}"),
+        "def build_optimizer(model, lr, momentum=None):\n    return None",
+        2,
+        ["space.momentum: build_optimizer has no number, switch or text as default of 'momentum'; give it one"],
+    ),
+    "is tuned on a device that is not there": (
+        (*TUNE, "device=cuda:99"),
+        "",
+        5,
+        ["^batchtune: device cuda:99: not available here"],
+    ),
+    "is tuned for energy that nothing counts": (
+        (*TUNE, "objective.kind=energy_to_target", "device=cpu"),
+        "",
+        5,
+        ["objective.kind energy_to_target: .* has no energy counter that NVML reads; use time_to_target"],
+    ),
     "is on a device that is not there": ((*PROBE, "--device", "cuda:99"), "", 5, ["--device cuda:99"]),
 }
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from batchtune.config import Config, config_schema, known_keys, parse_bytes, parse_seconds
+from batchtune.config import Baseline, Config, config_schema, known_keys, parse_bytes, parse_seconds
 from batchtune.yamlfile import parse_yaml
 
 EXAMPLE = """
@@ -16,6 +16,7 @@ precision: [bf16, fp32]
 memory: {margin: 0.1, limit: 20GiB}
 batch_size: {min: 8, max: 512, multiple_of: 8}
 learning_rate: {min: 1e-5, max: 1.0}
+space: {weight_decay: {min: 1e-4, max: 0.1, log: true}, nesterov: {choices: [true, false]}}
 baseline: {batch_size: 32, learning_rate: 1e-3}
 objective: {kind: time_to_target, metric: accuracy, goal: maximize, target: 0.97}
 budget: {run: 60s, total: 10m, trials: 64}
@@ -152,3 +153,39 @@ def test_the_schema_refuses_what_the_configuration_refuses(wrong):
 def test_the_known_keys_are_sections_and_leaves():
     keys = set(known_keys())
     assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys
+
+
+def test_a_fixed_global_batch_is_that_of_the_baseline_too():
+    config = Config(task="model.py", batch_size={"global": 512}, baseline={"learning_rate": 0.1})
+    assert config.baseline == Baseline(batch_size=512, learning_rate=0.1)
+    assert Config(task="model.py", batch_size={"global": 512}).baseline.batch_size == 512
+    assert Config(**yaml.safe_load(config.to_yaml())) == config
+    assert "global: 512" in config.to_yaml()
+    assert "batch_size.global" in set(known_keys())
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"batch_size": {"global": 512, "max": 256}}, "global 512 fixes the batch size, so there is no max of it"),
+        ({"batch_size": {"global": 512, "min": 2, "multiple_of": 8}}, "there is no min, multiple_of of it"),
+        ({"batch_size": {"global": 512}, "baseline": {"batch_size": 32}}, "batch_size 32 is not batch_size.global 512"),
+        ({"batch_size": {"global": 0}}, "greater than or equal to 1"),
+        ({"space": {"decay": {"min": 1.0}}}, "should have min and max, or choices"),
+        ({"space": {"decay": {"min": 1.0, "max": 0.5}}}, "min 1 is not less than max 0.5"),
+        ({"space": {"decay": {"min": 0.0, "max": 0.5, "log": True}}}, "min 0 has no logarithm"),
+        ({"space": {"decay": {"min": 0.0, "choices": [1]}}}, "has choices and a range"),
+        ({"space": {"decay": {"choices": [1, 2, 1]}}}, "each choice once"),
+        ({"space": {"decay": {"choices": []}}}, "at least 1 item"),
+        ({"space": {"lr": {"choices": [1]}}}, "'lr' is searched already"),
+        ({"space": {"weight decay": {"choices": [1]}}}, "'weight decay' cannot name an argument of build_optimizer"),
+    ],
+)
+def test_contradictions_of_fixed_batch_and_further_arguments_are_named(sections, told):
+    with pytest.raises(ValidationError, match=told):
+        Config(task="model.py", **sections)
+
+
+def test_choices_keep_their_kinds():
+    found = Config(task="model.py", space={"kind": {"choices": [True, 1, 0.5, "a"]}}).space["kind"].choices
+    assert [type(choice) for choice in found] == [bool, int, float, str]

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
+import optuna
 import pytest
 
 from batchtune.device.host_load import watching_others
@@ -41,3 +43,17 @@ def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(recipe, tmp_path):
     assert result.probe.verified_in_fresh_process
     sizes = {trial.micro_batch_size for trial in result.trials if trial.state == "complete"}
     assert result.recommendation.micro_batch_size in sizes
+
+
+@pytest.mark.timeout(300)
+def test_the_sampler_and_pruner_serve_a_study_of_ones_own(tmp_path):
+    script = ROOT / "recipes" / "optuna-sampler" / "study.py"
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    command = [sys.executable, str(script), "--trials", "8", "--storage", storage]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^best of 8: \d+\.\d+ s with \{'batch_size': \d+, ", done.stdout, re.MULTILINE)
+    study = optuna.load_study(study_name="optuna-sampler", storage=storage)
+    assert study.best_value <= (study.trials[0].value or 5.0)
+    assert all("lower_bound" in t.user_attrs or "outcome" in t.user_attrs for t in study.trials if t.value is None)

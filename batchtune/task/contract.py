@@ -135,7 +135,13 @@ class Task:
         return found
 
     def scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        """The user's scheduler, or None. It is stepped once after each optimizer step."""
+        """The user's scheduler, or None. It is stepped once after each optimizer step.
+
+        Args:
+            optimizer: whose learning rates it sets.
+            total_steps: its horizon: the optimizer steps that fit into budget.run at this configuration's pace. That
+                is part of the configuration: a run that is capped, stopped early or confirmed for longer has the same.
+        """
         if not self.has("build_scheduler"):
             return None
         scheduler = self.source.build_scheduler(optimizer, total_steps)

@@ -49,4 +49,7 @@ def build_optimizer(model, lr):
 # def make_batch(batch_size):            the worst case for memory: the longest sequence, the largest image
 # def evaluate(model):                   a float or {"val_loss": ..., "accuracy": ...}; replaces the default metric
 # def build_scheduler(optimizer, total_steps):
+#     stepped after each optimizer step. total_steps is what fits into budget.run at this batch size, for every
+#     run, however soon it ends: so runs compared early are equally far in their schedules. Set budget.run to the
+#     training time you have in mind.
 # def collate(samples):                  how samples become a batch

@@ -28,6 +28,7 @@ class Channel:
     """The line to the parent; when the parent is gone, so is this process with all that it started."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # a thread says when torch.compile is at work
         self._answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         commands: IO[str] = os.fdopen(os.dup(0), "r", encoding="utf-8")
         devnull = os.open(os.devnull, os.O_RDONLY)
@@ -49,8 +50,9 @@ class Channel:
 
     def send(self, **message: Any) -> None:
         """One message to the parent."""
-        self._answers.write(json.dumps(message) + "\n")
-        self._answers.flush()
+        with self._lock:
+            self._answers.write(json.dumps(message) + "\n")
+            self._answers.flush()
 
 
 class Child:
@@ -77,8 +79,9 @@ class Child:
         margin: float,
         precision: list[str],
         optimizer_arguments: list[str],
+        metric: str | None,
     ) -> dict[str, Any]:
-        """Opens the device, imports the task, builds the model once, then sets the memory limit.
+        """Opens the device, imports the task, builds the model and evaluates it once, then sets the memory limit.
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
@@ -103,6 +106,11 @@ class Child:
             "optimizer_defaults": self._task.optimizer_defaults(optimizer_arguments),
             "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         }
+        if metric is not None:
+            from batchtune.train.evaluate import require_metric
+
+            require_metric(self._task, self._memory.device, metric, chosen[0][0])
+            self._memory.release()
         if limit is not None:
             self._memory.enforce(limit)
         return facts
@@ -242,6 +250,10 @@ def main() -> None:
     methods = {name: getattr(child, name) for name in names}
     while True:
         command = channel.receive()
+        if "torch._dynamo" in sys.modules:
+            from batchtune.train.compiled import tell_while_compiling
+
+            tell_while_compiling(lambda: channel.send(compiling=True))
         channel.send(**run_command(methods[command.pop("command")], command))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

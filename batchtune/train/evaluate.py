@@ -37,12 +37,26 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
                 with trainer.precision.autocast():
                     return _pick(task.evaluate(trainer.model), metric, task)
             if metric != "val_loss":
-                raise UsageError(
-                    f"objective.metric '{metric}': {task.where} has no evaluate(), so the only metric is 'val_loss'"
-                )
+                raise _only_val_loss(metric, task)
             return _mean_loss(trainer, batch_size, max_batches)
         finally:
             trainer.model.train()
+
+
+def require_metric(task: Task, device: torch.device, metric: str, precision: str) -> None:
+    """Finds out now whether there is such a metric: by an evaluation of a new model, where the task has its own.
+
+    Raises:
+        UsageError: the task does not return this metric.
+    """
+    if task.has("evaluate"):
+        metric_value(Trainer(task, device, precision), metric, 1)
+    elif metric != "val_loss":
+        raise _only_val_loss(metric, task)
+
+
+def _only_val_loss(metric: str, task: Task) -> UsageError:
+    return UsageError(f"objective.metric '{metric}': {task.where} has no evaluate(), so the only metric is 'val_loss'")
 
 
 @contextlib.contextmanager

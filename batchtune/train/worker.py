@@ -46,6 +46,7 @@ class WorkerSettings:
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
+    metric: str | None = None
 
 
 class Worker:
@@ -86,7 +87,8 @@ class Worker:
                     doing = f"{self.settings.task}: importing it and building the model once"
                     raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
                 # free memory may change: every later child of this worker gets the limit of the first
-                self.settings = replace(self.settings, memory_limit=self.facts["memory_limit_bytes"])
+                limit = self.facts["memory_limit_bytes"]
+                self.settings = replace(self.settings, memory_limit=limit, metric=None)  # a metric is looked for once
         return self.facts
 
     def call(
@@ -101,7 +103,7 @@ class Worker:
 
         Args:
             command: a method of `batchtune.train.child.Child`.
-            timeout: seconds between two signs of life after which the child is killed.
+            timeout: seconds between two signs of life after which the child is killed; torch.compile at work is one.
             on_event: called with each event on the way; what it returns is sent back as `go_on`.
             **arguments: the command's own.
 
@@ -165,6 +167,8 @@ class Worker:
         self._send({"command": command, **arguments})
         while True:
             answer = self._next_answer(timeout)
+            if "compiling" in answer:
+                continue  # no hang, however long it takes
             if "event" in answer:
                 try:
                     go_on = on_event is None or on_event(answer["event"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from batchtune.config import Config
-from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
@@ -25,6 +26,7 @@ from batchtune.tune.study import Plan, TuneStudy
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
+_CHECKPOINTS = "checkpoints"
 _NOT_SEARCHED = "no other configuration was tried"
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
 
@@ -38,6 +40,8 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
     tuning = _Tuning(config, observer, root)
     folder = tuning.folder
     folder.open(fresh=fresh)
+    if fresh:
+        shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
     try:
         folder.check_identity(_identity(config))
         tuning.earlier = _earlier_result(folder)
@@ -85,9 +89,24 @@ def _earlier_result(folder: RunFolder) -> Result | None:
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     with Worker(_settings(config), observer.printed) as worker:
+        return _start(worker, config)
+
+
+def _start(worker: Worker, config: Config) -> dict[str, Any]:
+    """The facts of the opened task, if it can be tuned as asked.
+
+    Raises:
+        BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
+    """
+    try:
         facts = worker.start()
-        require(config, facts)
-        return facts
+    except (DeviceError, UsageError) as error:
+        text = str(error)
+        for flag, key in {"--device ": "device ", "--memory-limit ": "memory.limit "}.items():
+            text = key + text.removeprefix(flag) if text.startswith(flag) else text
+        raise type(error)(text) from None
+    require(config, facts)
+    return facts
 
 
 def _settings(config: Config) -> WorkerSettings:
@@ -100,6 +119,7 @@ def _settings(config: Config) -> WorkerSettings:
         margin=config.memory.margin,
         precision=tuple(precision),
         optimizer_arguments=tuple(config.space),
+        metric=config.objective.metric,
     )
 
 
@@ -154,8 +174,7 @@ class _Tuning:
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
         with Worker(settings, self._observer.printed) as worker:
-            self._facts = worker.start()
-            require(self._config, self._facts)
+            self._facts = _start(worker, self._config)
             precisions = [name for name, _ in self._facts["precision"]]
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
@@ -170,6 +189,7 @@ class _Tuning:
             storage = open_storage(self._config.storage, self.folder.path)
             self._study = TuneStudy(plan, worker, storage, self._observer)
             self._study.run()
+            shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
 
@@ -224,7 +244,7 @@ class _Tuning:
             optimizer=self._facts["optimizer"],
             optimizer_defaults=self._facts["optimizer_defaults"],
             prior=prior,
-            checkpoints=self.folder.path / "checkpoints",
+            checkpoints=self.folder.path / _CHECKPOINTS,
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:

@@ -3,6 +3,7 @@
 The backend is `eager`: dynamo captures, guards and compiles again as it does with any other, and no compiler is needed.
 """
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from batchtune.task.contract import Task
 from batchtune.train.attempt import StepTimes, attempt
 from batchtune.train.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
 from batchtune.train.timing import time_steps
+from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 
 
 class FakeMemory:
@@ -71,6 +73,41 @@ def _nothing_compiled_before():
 
 def run(task, batch_size=8, steps=6):
     return attempt(task, FakeMemory(), batch_size=batch_size, steps=steps, precision="fp32")[0]
+
+
+SLOW = """
+import time
+import torch
+from torch import nn
+
+def patient(graph, _inputs):
+    time.sleep(8)
+    return graph.forward
+
+def build_model():
+    return torch.compile(nn.Linear(4, 1), backend=patient)
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 4)
+
+def compute_loss(model, batch):
+    if len(batch) == 13:
+        time.sleep(60)
+    return model(batch).square().mean()
+"""
+
+
+def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
+    (tmp_path / "model.py").write_text(SLOW)
+    settings = WorkerSettings(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
+    with Worker(settings) as worker:
+        worker.start()
+        begun = time.monotonic()
+        answer = worker.call("attempt", timeout=7, batch_size=2, steps=1, precision="fp32")
+        assert answer["attempt"]["outcome"] == "fit"
+        assert time.monotonic() - begun > 8
+        with pytest.raises(WorkerLost, match="no sign of life for 7 s"):
+            worker.call("attempt", timeout=7, batch_size=13, steps=1, precision="fp32")
 
 
 def test_without_torch_compile_nothing_is_said_about_it():

@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import itertools
+from collections import defaultdict
 
 import law
 import optuna
@@ -35,12 +36,14 @@ def plan(**changes):
     )
 
 
-def study(folder, worker=None, *, settled=None, **changes):
-    """A study on the law; `settled` is what else the plan says, and the rest are keys of the configuration."""
-    folder.mkdir(exist_ok=True)
+MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
+
+
+def study(folder, worker=None, *, storage=None, settled=None, **changes):
+    """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
     planned = dataclasses.replace(plan(**changes), **settled or {})
-    return TuneStudy(planned, worker, open_storage(None, folder), Observer())
+    return TuneStudy(planned, worker, storage or MEMORY[folder], Observer())
 
 
 def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_path):
@@ -244,11 +247,10 @@ def test_no_more_than_a_rung_is_trained_once_the_budget_is_used_up(tmp_path, mon
 
 def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(tmp_path, monkeypatch):
     monkeypatch.setattr(study_module, "time", Watch())
-    tuned = study(tmp_path, budget=Budget(run=10.0, total=700.0, trials=4), confirm=Confirm(seeds=3, top=2))
+    tuned = study(tmp_path, budget=Budget(run=10.0, total=400.0, trials=4), confirm=Confirm(seeds=3, top=2))
     monkeypatch.setattr(tuned, "_reserve", lambda: 0.0)
     tuned.run()
-    unconfirmed = sum(1 for trial in tuned.records() if trial.role == "confirm" and trial.state == "complete")
-    assert unconfirmed < 9
+    assert 0 < sum(1 for trial in tuned.records() if trial.role == "confirm" and trial.state == "complete") < 9
     monkeypatch.setattr(study_module, "time", __import__("time"))
     study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2)).run()
     again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2))
@@ -256,6 +258,12 @@ def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(t
         trial for trial in again.records() if trial.role == "confirm" and trial.state in {"complete", "pruned"}
     ]
     assert len(confirmed) >= 9
+
+
+def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module, "time", Watch())
+    tuned = study(tmp_path, budget=Budget(run=60.0, total=600.0), confirm=Confirm())  # the defaults
+    assert tuned._reserve() < 600 - 60 - 10  # once probe and baseline are paid for
 
 
 def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(tmp_path):
@@ -300,7 +308,8 @@ def test_the_study_can_be_drawn_by_optuna(tmp_path, name):
 
 
 def test_the_study_opens_as_any_optuna_study(tmp_path):
-    study(tmp_path).run()
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=2), "confirm": Confirm(seeds=0)}
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
     opened = optuna.load_study(study_name="law", storage=open_storage(None, tmp_path))
     assert opened.best_value == min(trial.value for trial in opened.trials if trial.state.name == "COMPLETE")
     assert {"curve", "seed", "outcome", "role", "micro_batch_size"} <= opened.best_trial.user_attrs.keys()
@@ -308,12 +317,13 @@ def test_the_study_opens_as_any_optuna_study(tmp_path):
 
 @pytest.mark.parametrize("tail", [b'{"op_code": 4, "wor', b"\x00\xff garbage\n", b'{"half": \n'])
 def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
-    study(tmp_path).run()
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=1), "confirm": Confirm(seeds=0)}
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
     journal = tmp_path / "study.log"
     whole = journal.read_bytes()
     journal.write_bytes(whole + tail)
     (tmp_path / "study.log.lock").symlink_to(journal)
-    study(tmp_path)
+    study(tmp_path, storage=open_storage(None, tmp_path))
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
 

@@ -1,0 +1,106 @@
+"""The range test: where a rising learning rate makes training come apart."""
+
+import math
+
+import pytest
+import torch
+
+from batchtune.train.range_test import Edge, range_test
+
+
+def edge_of(losses):
+    """How many losses it takes until training is said to have come apart; None: never."""
+    edge = Edge()
+    return next((number for number, loss in enumerate(losses) if edge.is_past(loss)), None)
+
+
+FALLING = [2.0] * 10 + [2.0 * 0.95**step for step in range(40)]
+
+
+def test_a_loss_that_falls_or_stays_has_no_edge():
+    assert edge_of(FALLING) is None
+    assert edge_of([2.0] * 60) is None
+
+
+def test_a_loss_that_shoots_up_is_past_the_edge_within_a_few_steps():
+    assert len(FALLING) <= edge_of([*FALLING, *(3.0 * 2**step for step in range(20))]) <= len(FALLING) + 4
+
+
+def test_a_loss_that_is_no_number_is_past_the_edge_at_once():
+    assert edge_of([*FALLING, math.nan]) == len(FALLING)
+
+
+def test_one_odd_batch_is_no_edge():
+    assert edge_of([*FALLING, 1.5, *FALLING[-5:]]) is None
+
+
+def test_noise_far_below_the_start_is_no_edge():
+    assert edge_of([*FALLING, *[0.3, 0.7] * 20]) is None
+
+
+def test_losses_below_zero_are_judged_by_the_start():
+    assert edge_of([-1.0] * 10 + [-2.0] * 10 + [-1.5] * 10) is None
+    assert edge_of([-1.0] * 10 + [-2.0] * 10 + [1.0] * 10) is not None
+
+
+class Slow:
+    """A clock on which every look takes a second."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def run(task, device, **changes):
+    usual = {
+        "batch_size": 8,
+        "precision": "fp32",
+        "lowest_rate": 1e-3,
+        "highest_rate": 10.0,
+        "steps": 80,
+        "seconds": 60.0,
+    }
+    return range_test(task, device(), **usual | changes)
+
+
+@pytest.mark.parametrize("curvature", [1.0, 10.0])
+def test_gradient_descent_comes_apart_soon_after_two_over_the_curvature(linear_task, fake_device, curvature):
+    def build_model():
+        torch.manual_seed(0)
+        return torch.nn.Linear(1, 1, bias=False)
+
+    def compute_loss(model, batch):
+        return 0.5 * curvature * (model(torch.ones(1, 1)) - 3).square().mean()
+
+    found = run(linear_task(build_model=build_model, compute_loss=compute_loss), fake_device)
+    assert 2 / curvature <= found.edge_learning_rate <= 2 * 2 / curvature
+    assert found.highest_learning_rate == pytest.approx(found.edge_learning_rate)
+    assert found.steps < 80
+
+
+def test_what_stays_stable_has_no_edge_and_says_how_far_it_was_tried(linear_task, fake_device):
+    found = run(linear_task(), fake_device, highest_rate=1e-2)
+    assert found.edge_learning_rate is None
+    assert found.highest_learning_rate == pytest.approx(1e-2)
+    assert found.steps == 80
+
+
+def test_the_rates_of_all_groups_rise_together(linear_task, fake_device):
+    made = []
+
+    def build_optimizer(model, lr):
+        groups = [{"params": [model.weight], "lr": lr}, {"params": [model.bias], "lr": 0.1 * lr}]
+        made.append(torch.optim.SGD(groups, lr=lr))
+        return made[-1]
+
+    run(linear_task(build_optimizer=build_optimizer), fake_device, highest_rate=1e-2)
+    first, second = (group["lr"] for group in made[-1].param_groups)
+    assert second == pytest.approx(0.1 * first)
+    assert first == pytest.approx(1e-2, rel=0.1)
+
+
+def test_it_ends_when_its_time_is_over(linear_task, fake_device):
+    assert run(linear_task(), fake_device, highest_rate=1e-2, seconds=10.0, clock=Slow()).steps <= 11

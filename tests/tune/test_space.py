@@ -1,0 +1,87 @@
+import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+from batchtune.config import Baseline, Config, Parameter
+from batchtune.errors import UsageError
+from batchtune.results import ProbeResult, Trial
+from batchtune.tune.plan import Plan
+from batchtune.tune.prior import Candidates
+from batchtune.tune.space import Space
+
+
+def space(*, precisions=("fp32",), today=None, **parameters):
+    config = Config(
+        task="model.py",
+        space={name: Parameter(**each) for name, each in parameters.items()},
+        baseline=Baseline(batch_size=48, learning_rate=2.0),
+    )
+    plan = Plan(
+        config=config,
+        probe=ProbeResult(precision="fp32", max_batch_size=64),
+        candidates=Candidates((32, 48, 64), "for the test"),
+        precisions=list(precisions),
+        optimizer="SGD",
+        optimizer_defaults=today or {},
+    )
+    return Space(plan)
+
+
+def test_the_range_of_learning_rates_holds_that_of_today():
+    rates = space().distributions["learning_rate"]
+    assert (rates.low, rates.high, rates.log) == (1e-5, 2.0, True)
+
+
+def test_precision_is_searched_where_there_is_a_choice_and_the_first_is_todays():
+    both = space(precisions=("bf16", "fp32"))
+    assert both.distributions["precision"].choices == ("bf16", "fp32")
+    assert both.baseline["precision"] == "bf16"
+    assert both.precision({"precision": "fp32"}) == "fp32"
+    assert "precision" not in space().distributions
+    assert space().precision({}) == "fp32"
+
+
+def test_the_baseline_has_the_defaults_of_the_users_optimizer():
+    found = space(today={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
+    assert found.baseline == {"batch_size": 48, "learning_rate": 2.0, "momentum": 0.9}
+    assert found.optimizer_arguments(found.baseline) == {"momentum": 0.9}
+
+
+def test_a_range_is_widened_to_hold_today():
+    found = space(today={"decay": 0.5}, decay={"min": 1e-4, "max": 0.1, "log": True})
+    assert found.distributions["decay"] == FloatDistribution(1e-4, 0.5, log=True)
+
+
+@pytest.mark.parametrize(
+    ("choices", "today", "expected"),
+    [(["a", "b"], "b", ("a", "b")), (["a", "b"], "c", ("c", "a", "b")), ([1, 2], True, (True, 1, 2))],
+)
+def test_todays_value_is_one_of_the_choices(choices, today, expected):
+    found = space(today={"kind": today}, kind={"choices": choices})
+    assert found.distributions["kind"] == CategoricalDistribution(expected)
+
+
+@pytest.mark.parametrize(
+    ("today", "parameter", "told"),
+    [
+        (0.0, {"min": 1e-4, "max": 0.1, "log": True}, "default 0, what you run today, has no logarithm"),
+        (True, {"min": 0.0, "max": 1.0}, "default True is in no range; write choices"),
+        ("adam", {"min": 0.0, "max": 1.0}, "default 'adam' is in no range; write choices"),
+    ],
+)
+def test_a_range_that_cannot_hold_today_is_refused(today, parameter, told):
+    with pytest.raises(UsageError, match=f"space.decay: .*{told}"):
+        space(today={"decay": today}, decay=parameter)
+
+
+def test_a_trial_gives_its_parameters_back():
+    found = space(precisions=("bf16", "fp32"), today={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
+    trial = Trial(
+        number=3,
+        state="complete",
+        batch_size=64,
+        learning_rate=0.1,
+        precision="fp32",
+        optimizer_arguments={"momentum": 0.5},
+        seed=0,
+    )
+    assert found.of(trial) == {"batch_size": 64, "learning_rate": 0.1, "precision": "fp32", "momentum": 0.5}
