@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from batchtune.progress import Observer
@@ -20,9 +20,7 @@ from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left
 _ATTEMPTS: _Columns = (("batch", 9), ("outcome", -12), ("peak", 10), ("step", 10), ("why", -1))
 _SPEEDS: _Columns = (("batch", 9), ("samples/s", 10), ("step", 10))
-_TRIALS: _Columns = (
-    ("run", 4), ("role", -8), ("batch", 9), ("learning rate", 13), ("result", 12), ("time left", 12),
-)  # fmt: skip
+_TRIALS: _Columns = (("run", 4), ("batch", 8), ("lr", 9), ("result", 11), ("role", -8), ("time left", 12))
 _GAP = 2
 _WIDE = 72  # columns from which the moving line has a bar
 
@@ -42,7 +40,7 @@ class LiveObserver(Observer):
         self._columns: _Columns = ()  # of the rows printed last
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(overflow="fold")),  # goes on in a second line
             *([BarColumn(bar_width=20)] if total_seconds and console.width >= _WIDE else []),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
@@ -92,8 +90,8 @@ class LiveObserver(Observer):
         timed = trial.time_to_target_seconds
         result = duration(timed) if timed is not None else trial.outcome or trial.state
         left = duration(max(0.0, seconds_left))
-        cells = [f"{trial.number}", trial.role, f"{trial.batch_size:,}", number(trial.learning_rate), result, left]
-        self._row(_TRIALS, cells, {4: COLOURS.get(trial.state, "")})
+        cells = [f"{trial.number}", f"{trial.batch_size:,}", number(trial.learning_rate), result, trial.role, left]
+        self._row(_TRIALS, cells, {3: COLOURS.get(trial.state, "")})
         if self._task is not None and self._total:
             self._progress.update(
                 self._task, completed=min(self._total, self._total - seconds_left), left=f"{left} left"

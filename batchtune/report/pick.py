@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchtune.results import Attempt, ProbeResult, Recommendation, Result, ThroughputFit, Trial
+from batchtune.results import Attempt, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
 
 _CURVE_POINTS = 80
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
@@ -24,8 +24,22 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
         and configuration.learning_rate is not None
         and trial.batch_size == configuration.global_batch_size
         and trial.precision == configuration.precision
+        and trial.optimizer_arguments == configuration.optimizer_arguments
         and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
     )
+
+
+def named_values(values: Mapping[str, Value]) -> str:
+    """Arguments as one writes them in a call."""
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )
+
+
+def believed(prior: Prior) -> str:
+    """Where the search for the learning rate started, and why."""
+    about = f"about {prior.learning_rate:.2g}, give or take {prior.learning_rate_decades:.1f} decades"
+    return f"{about}: {prior.learning_rate_reason}"
 
 
 def to_train_with(result: Result) -> Recommendation | None:

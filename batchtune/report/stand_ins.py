@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.cells import cell_len
 
 _STAND_INS = {
-    "×": "x", "µ": "u", "°": " ", "±": "~", "·": "*", "…": ".", "–": "-", "—": "-", "’": "'", "≤": "<", "≥": ">",
+    "×": "x", "µ": "u", "°": " ", "±": "~", "·": "*", "…": ".", "–": "-", "—": "-", "’": "'",
     "α": "a", "β": "b", "█": "#", "●": "o", "◉": "@", "╌": "-", "─": "-", "│": "|", "┤": "+", "┬": "+", "└": "+",
-} | dict.fromkeys("▏▎▍▌▋▊▉", "#")  # fmt: skip
+} | dict.fromkeys("▏▎▍▌▋▊▉", "#") | dict.fromkeys("╭╮╰╯", "+")  # fmt: skip
 _DOTS = range(0x2800, 0x2900)  # Braille: the dots of a curve
 
 

@@ -18,17 +18,13 @@ from rich.text import Text
 
 from batchtune.report import text_tables
 from batchtune.report.export import snippet
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import believed, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
-from batchtune.report.units import duration, interval, number, size, time_interval
-from batchtune.results import ProbeResult, Recommendation, Result
+from batchtune.report.units import duration
+from batchtune.report.wording import CONFIGURATIONS, certificate, configurations
+from batchtune.results import ProbeResult, Result
 
-_LIMITED_BY = {
-    "memory": "the next size runs out of memory",
-    "max": "that is the most that was allowed",
-    "dataset": "that is the whole training set",
-}
 _UNBOUNDED = 10_000
 _CONTINUED = " \\"
 _NARROW = 60  # columns below which a frame would take room that words need
@@ -47,6 +43,7 @@ class _Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         within = options.update(height=None)
+        within.encoding = "utf-8"  # what the output lacks is replaced here alone, not by Rich's other boxes
         for part in _parts(self._result):
             for line in console.render_lines(part, within, pad=False):
                 yield from _tidy(line, options.encoding)
@@ -71,11 +68,16 @@ def _parts(result: Result) -> Iterator[RenderableType]:
     probes = probes_of(result)
     chosen = result.probe or next(iter(probes), None)
     if result.recommendation is not None:
-        yield _Framed(result.name, [_Comparison(result, result.recommendation), Text(result.recommendation.reason)])
+        yield _Framed(result.name, [_Comparison(result), Text(result.recommendation.reason)])
     if result.target is not None and result.target.value is not None:
         target = result.target
         sign = "at most" if target.goal == "minimize" else "at least"
         yield Text.assemble(("target ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
+    if result.prior is not None:
+        yield Text.assemble(("why these batch sizes ", "bold"), result.prior.batch_sizes_reason)
+        if result.prior.micro_batch_reason:
+            yield Text.assemble(("why this micro-batch ", "bold"), result.prior.micro_batch_reason)
+        yield Text.assemble(("why these learning rates ", "bold"), believed(result.prior))
     largest: list[RenderableType] = [_largest(probe) for probe in probes]
     yield from [_Framed(result.name, largest)] if result.kind == "probe" and largest else largest
     if chosen is not None:
@@ -145,31 +147,12 @@ class _Code:
         yield Text(f"{_CONTINUED}\n".join(lines), style="cyan", overflow="fold")
 
 
-def batch_text(recommendation: Recommendation) -> str:
-    """A batch size with how it is made up, where it is more than one micro-batch."""
-    text = str(recommendation.global_batch_size)
-    if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
-        text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
-        text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
-    return text
-
-
 class _Comparison:
     """The recommended configuration beside what is run today, as far as each is known."""
 
-    def __init__(self, result: Result, found: Recommendation) -> None:
-        shown = [found, result.baseline] if result.baseline is not None else [found]
-        metric = result.target.metric if result.target else "metric"
-        rows = {
-            "batch size": [batch_text(each) for each in shown],
-            "learning rate": [number(each.learning_rate) for each in shown],
-            "precision": [each.precision for each in shown],
-            "time to target": [time_interval(each.time_to_target_seconds) for each in shown],
-            metric: [interval(each.value) for each in shown],
-            "speed-up": [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)],
-        }
-        self._rows = {name: cells for name, cells in rows.items() if cells[0] != "-"}
-        self._headings = ("train with", "today")[: len(shown)]
+    def __init__(self, result: Result) -> None:
+        self._rows = configurations(result)
+        self._columns = CONFIGURATIONS[: len(self._rows["batch size"])]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = self._table()
@@ -184,8 +167,8 @@ class _Comparison:
         """The rows; where `broken`, an interval stands below its median."""
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("")
-        for heading in self._headings:
-            table.add_column(heading, style="" if heading == "today" else "bold green")
+        for name in self._columns:
+            table.add_column(name, style="bold green" if name == CONFIGURATIONS[0] else "")
         for name, cells in self._rows.items():
             table.add_row(Text(name), *(Text(cell.replace(" (", "\n(") if broken else cell) for cell in cells))
         return table
@@ -201,23 +184,6 @@ def _largest(probe: ProbeResult) -> Text:
         (f"{probe.max_batch_size:,}", "bold green"),
         f" {certificate(probe)}",
     )
-
-
-def certificate(probe: ProbeResult) -> str:
-    """Why the largest batch can be relied on, as one sentence without its subject."""
-    parts = []
-    if probe.verified_in_fresh_process:
-        parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
-    else:
-        parts.append("not yet checked in a fresh process")
-    if probe.first_failing_batch_size is not None:
-        last = {attempt.batch_size: attempt.outcome for attempt in probe.attempts}
-        parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
-    elif probe.limited_by:
-        parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
-    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
-        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
-    return "; ".join(parts)
 
 
 def _speed(probe: ProbeResult) -> Iterator[Text]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from batchtune.report.fitted_table import Column, FittedTable, bar
-from batchtune.report.pick import is_of
+from batchtune.report.pick import is_of, named_values
 from batchtune.report.units import aligned, number, share, sizes, times
 from batchtune.results import Estimate, ProbeResult, Result, Trial
 
@@ -143,6 +143,7 @@ def trials(result: Result) -> FittedTable:
         Column("role", [trial.role for trial in shown], spare=2, left=True),
         Column("batch", [f"{trial.batch_size:,}" for trial in shown]),
         Column("learning rate", aligned([number(trial.learning_rate) for trial in shown])),
+        Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3, left=True),
         Column("precision", [trial.precision if several else "" for trial in shown], spare=2, left=True),
         Column(f"to target, {unit}", seconds),
         Column(f"best {metric}", aligned([number(trial.value, 4) for trial in shown]), spare=3 if timed else 0),

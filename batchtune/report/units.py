@@ -63,16 +63,30 @@ def time_interval(value: Interval | None) -> str:
     """Seconds with their bounds, in the unit that suits the median; '-' where not measured."""
     if value is None:
         return "-"
-    unit = _time_unit(value.median)
-    scaled = {name: each / _TIMES[unit] for name, each in value.model_dump().items()}
+    unit, scale = time_unit(value.median)
+    scaled = {name: each / scale for name, each in value.model_dump().items()}
     return interval(Interval(**scaled), f" {unit}")
+
+
+def time_unit(typical_seconds: float) -> tuple[str, float]:
+    """The unit for times of about so many seconds, and how many seconds it is.
+
+    Minutes from ten on, hours from two on: below, seconds and minutes are what people count in.
+    """
+    if typical_seconds >= 10 * _TIMES["min"]:
+        unit = "h" if typical_seconds >= 2 * _TIMES["h"] else "min"
+    elif typical_seconds >= 1 or typical_seconds <= 0:
+        unit = "s"
+    else:
+        unit = "ms" if typical_seconds >= _TIMES["ms"] else "µs"
+    return unit, _TIMES[unit]
 
 
 def times(values: Sequence[float | None]) -> tuple[str, list[str]]:
     """Seconds of a column in one unit, their decimal points under one another; gives the unit and the texts."""
     known = [value for value in values if value is not None]
-    unit = _time_unit(statistics.median(known)) if known else "s"
-    return unit, aligned([number(None if value is None else value / _TIMES[unit]) for value in values])
+    unit, scale = time_unit(statistics.median(known) if known else 1.0)
+    return unit, aligned([number(None if value is None else value / scale) for value in values])
 
 
 def bytes_unit(largest: float) -> tuple[str, int]:
@@ -93,13 +107,6 @@ def aligned(texts: Sequence[str]) -> list[str]:
         return list(texts)
     tails = [len(text.partition(".")[2]) + ("." in text) for text in texts]
     return [text + " " * (max(tails, default=0) - tail) for text, tail in zip(texts, tails, strict=True)]
-
-
-def _time_unit(seconds: float) -> str:
-    """Minutes from ten on, hours from two on: below, seconds and minutes are what people count in."""
-    if seconds >= 10 * _TIMES["min"]:
-        return "h" if seconds >= 2 * _TIMES["h"] else "min"
-    return "s" if seconds >= 1 or seconds <= 0 else "ms" if seconds >= _TIMES["ms"] else "µs"
 
 
 def _alike(values: Sequence[float]) -> list[str]:

@@ -106,6 +106,7 @@ def test_an_output_that_cannot_write_a_character_gets_one_that_says_the_same(any
     assert max(map(len, text.splitlines())) <= 80
     if any_result.probe is not None and any_result.probe.throughput:
         assert "o measured" in text
+        assert "?" not in text
         assert re.search(r"[o.]\.+o", text)  # dots of the curve between two points
 
 
