@@ -463,10 +463,6 @@ class Result(Record):
         """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
         return self._plot("landscape")
 
-    def plot_estimates(self) -> go.Figure:
-        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
-        return self._plot("estimates")
-
     def plot_efficiency(self) -> go.Figure:
         """Samples per second and per joule on each GPU as calculated; UsageError where no GPU's rates are known."""
         return self._plot("efficiency")
