@@ -100,6 +100,7 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
     for table in tables:
         yield ""
         yield table
+    yield from (Text(text_tables.held_most(row)) for row in result.details or [] if row.holders)
 
 
 def _rest(result: Result) -> Iterator[RenderableType]:

@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from batchtune.report.fitted_table import Column, FittedTable, bar
 from batchtune.report.pick import estimated, is_of, named_values
-from batchtune.report.units import aligned, bytes_unit, number, share, sizes, times
+from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Trial
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
@@ -139,17 +139,18 @@ def memory_details(result: Result) -> FittedTable:
         Column("peak", held("peak_allocated_bytes")),
         *(Column(name, held(key), spare=3) for name, key in phases.items()),
         Column("peak in", [row.peak_moment for row in rows], left=True, spare=4),
-        Column("most activations in", [_holder(row, scale, unit) for row in rows], left=True, wraps=True, spare=5),
     ]
     return FittedTable(f"what memory is for at its peak, estimated, {unit}", columns)
 
 
-def _holder(row: MemoryDetail, scale: int, unit: str) -> str:
-    if not row.holders:
-        return "-"
+def held_most(row: MemoryDetail) -> str:
+    """What holds the most activations at the estimated peak, and when that is."""
     first = row.holders[0]
-    place = f" at {first.line}" if first.line else ""
-    return f"{first.module}{place}: {number(first.activation_bytes / scale)} {unit}"
+    place = f" ({first.line})" if first.line else ""
+    return (
+        f"at the peak, in {row.peak_moment}, most activations are held by {first.module}{place}: "
+        f"{size(first.activation_bytes)} at {row.precision}, estimated"
+    )
 
 
 def _sure(row: Estimate) -> str:
