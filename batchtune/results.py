@@ -465,6 +465,14 @@ class Result(Record):
         """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
         return self._plot("landscape")
 
+    def plot_efficiency(self) -> go.Figure:
+        """Samples per second and per joule on each GPU as calculated; UsageError where no GPU's rates are known."""
+        return self._plot("efficiency")
+
+    def plot_step(self) -> go.Figure:
+        """Memory over two training steps at the estimated batch; UsageError where nothing was estimated."""
+        return self._plot("step")
+
     def _plot(self, name: str) -> go.Figure:
         from batchtune.report import plots
 

@@ -160,13 +160,37 @@ def estimate(gpu, gibibytes):
         "precision": "bf16",
         "max_batch_size": 12 * gibibytes,
         "safe_max_batch_size": 11 * gibibytes,
+        "limited_by": "memory",
+        "samples_per_second": 50.0 * gibibytes,
+        "samples_per_joule": 6.0,
         "confidence": "high (±4% of memory)",
     }
 
 
 def estimated(*gpus):
     rows = gpus or (("RTX 4090", 24), ("A100-80GB", 80), ("H200", 141))
-    return document("estimate", environment=None, estimates=[estimate(*row) for row in rows])
+    moments = ["build"] + [f"{phase} {step}" for step in (1, 2) for phase in ("forward", "backward", "optimizer")]
+    detail = {
+        "precision": "bf16",
+        "batch_size": 12 * 141,
+        "peak_allocated_bytes": 130 * 2**30,
+        "parameters_bytes": 4 * 2**30,
+        "gradients_bytes": 4 * 2**30,
+        "optimizer_states_bytes": 8 * 2**30,
+        "activations_bytes": 104 * 2**30,
+        "temporaries_bytes": 10 * 2**30,
+        "peak_moment": "backward 2",
+        "peak_operator": "aten.mm.default",
+        "holders": [
+            {"module": "blocks.*.up", "line": "model.py:21", "activation_bytes": 60 * 2**30},
+            {"module": "head", "activation_bytes": 30 * 2**30},
+        ],
+        "curve": [
+            {"moment": moment, "allocated_bytes": held * 2**30}
+            for moment, held in zip(moments, (4, 110, 120, 20, 118, 130, 24), strict=True)
+        ],
+    }
+    return document("estimate", environment=None, estimates=[estimate(*row) for row in rows], details=[detail])
 
 
 def poisoned(part, key=""):
@@ -190,6 +214,10 @@ def hostile_estimate():
     made = poisoned(estimated())
     for row in made["estimates"]:
         row |= {"gpu": HOSTILE + row["gpu"], "confidence": HOSTILE, "notes": [HOSTILE]}
+    for detail in made["details"]:
+        detail |= {"peak_moment": HOSTILE, "peak_operator": HOSTILE, "peak_module": HOSTILE}
+        for holder in detail["holders"]:
+            holder |= {"module": HOSTILE, "line": HOSTILE}
     return made
 
 

@@ -23,6 +23,7 @@ from batchtune.estimate.scratch import scratch_bytes
 
 aten = torch.ops.aten
 _VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
+_MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
 _ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
 
 
@@ -40,6 +41,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, Any]] = {}
         self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._reads: Counter[str | None] = Counter()
         self._modules: list[nn.Module] = []
         self._paths: dict[int, str] = {}
 
@@ -191,6 +193,11 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 return tensor.item()
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
+        self._reads[place] += 1
+        if self._reads[place] > _MOST_READS:
+            raise RuntimeError(
+                f"a value that is not known without data was read {_MOST_READS:,} times: a loop over it?"
+            )
         if place is not None:
             self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
         if tensor.dtype == torch.bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from batchtune.estimate.checkpointing import Checkpointed
 from batchtune.estimate.distributed import distributed, unit_bytes
 from batchtune.estimate.events import Trace, Work, normalized
 from batchtune.estimate.fake_cuda import fake_cuda
-from batchtune.estimate.places import place_of_error
+from batchtune.estimate.places import place_of_error, place_outside_torch
 from batchtune.estimate.recorder import Recorder
 from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
@@ -204,7 +205,9 @@ def compilation_ignored(notes: list[str]) -> Iterator[None]:
     original = torch.compile
 
     def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
-        note = "torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
+        place = place_outside_torch(sys._getframe())  # noqa: SLF001
+        where = f"{place}: " if place else ""
+        note = f"{where}torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
         if note not in notes:
             notes.append(note)
         return (lambda function: function) if model is None else model

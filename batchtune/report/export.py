@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from batchtune.report.pick import named_values, to_train_with
+from batchtune.report.pick import estimated, named_values, to_train_with
 from batchtune.report.trainers import EXPORTS
 from batchtune.report.units import duration, number, size
 from batchtune.results import Interval, Result
@@ -97,7 +97,8 @@ def to_markdown(result: Result) -> str:
     if result.estimates:
         lines += ["| GPU (estimated, not measured) | precision | largest | safe |", "|---|---|---:|---:|"]
         lines += [
-            f"| {each.gpu} | {each.precision} | {each.max_batch_size or '-'} | {each.safe_max_batch_size or '-'} |"
+            f"| {each.gpu} | {each.precision} | {estimated(each, each.max_batch_size)} "
+            f"| {estimated(each, each.safe_max_batch_size)} |"
             for each in result.estimates
         ]
         lines.append("")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, facts, join, tag
-from batchtune.report.pick import believed, named_values, probes_of
+from batchtune.report.pick import believed, estimated, named_values, probes_of
 from batchtune.report.units import duration, number, size
 from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
@@ -146,21 +146,22 @@ def _data(probe: ProbeResult) -> Markup | None:
 
 
 def _estimated(result: Result) -> Markup | None:
-    rows = [row for row in result.estimates or [] if row.max_batch_size is not None]
+    asked = result.estimates or []
+    rows = [row for row in asked if row.max_batch_size]
     if not rows:
-        return None
-    if len(rows) > 1:
+        return _hero("0", "GPUs asked about could train it") if asked else None
+    if len(asked) > 1:
         return _estimated_on_several(rows)
     (row,) = rows
     details: list[tuple[str, object]] = [
         ("GPU", row.gpu),
         ("precision", row.precision),
-        ("safe", f"{row.safe_max_batch_size:,}" if row.safe_max_batch_size is not None else None),
+        ("safe", estimated(row, row.safe_max_batch_size)),
         ("confidence", row.confidence),
     ]
     why = tag("p", "Calculated, not measured: 'probe' on this GPU gives the size that runs.", class_="why")
     words = "is the largest micro-batch size expected to fit"
-    return _hero(f"{row.max_batch_size:,}", words, facts(details, class_="choice"), why)
+    return _hero(estimated(row, row.max_batch_size), words, facts(details, class_="choice"), why)
 
 
 def _estimated_on_several(rows: list[Estimate]) -> Markup:
@@ -168,7 +169,7 @@ def _estimated_on_several(rows: list[Estimate]) -> Markup:
     gpus = len({row.gpu for row in rows})
     ends = {"least memory": rows[0], "most memory": rows[-1]}
     details: list[tuple[str, object]] = [
-        (name, join([f"{row.max_batch_size:,}", tag("small", f"{row.gpu}, {size(row.memory_bytes)}")]))
+        (name, join([estimated(row, row.max_batch_size), tag("small", f"{row.gpu}, {size(row.memory_bytes)}")]))
         for name, row in ends.items()
     ]
     details.append(("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
@@ -196,7 +197,7 @@ def notebook(result: Result) -> str:
         parts.append(tag("p", f"{probe.precision}: {largest}."))
     estimates = result.estimates or []
     for row in estimates[:_MOST_ESTIMATES]:
-        largest = "nothing" if row.max_batch_size is None else f"{row.max_batch_size:,}"
+        largest = estimated(row, row.max_batch_size) if row.max_batch_size else "nothing"
         sure = f", confidence {row.confidence}" if row.confidence else ""
         parts.append(tag("p", f"{row.gpu}, {row.precision}: {largest} expected to fit (estimated{sure})."))
     left = len(estimates) - _MOST_ESTIMATES

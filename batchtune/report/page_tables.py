@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, table, tag
-from batchtune.report.pick import is_of, named_values, probes_of
+from batchtune.report.pick import estimated, is_of, named_values, probes_of
 from batchtune.report.units import duration, number, share, size
 from batchtune.results import ProbeResult, Result, Trial
 
@@ -144,6 +144,7 @@ def estimates(result: Result) -> Markup:
         ("expandable segments", True),
         ("peak", True),
         ("samples/s", True),
+        ("samples/J", True),
         ("confidence", False),
         ("notes", False),
     ]
@@ -155,11 +156,39 @@ def estimates(result: Result) -> Markup:
                 row.gpu,
                 _sortable(size(row.memory_bytes), row.memory_bytes),
                 row.precision,
-                *(_sortable("-" if value is None else f"{value:,}", value) for value in sizes),
+                *(_sortable(estimated(row, value), value) for value in sizes),
                 _sortable(size(row.peak_bytes), row.peak_bytes),
                 _sortable(number(row.samples_per_second), row.samples_per_second),
+                _sortable(number(row.samples_per_joule), row.samples_per_joule),
                 row.confidence or "-",
                 "; ".join(row.notes) or "-",
             ]
         )
     return table(columns, rows, caption="Estimated largest batch on each GPU", sortable=True)
+
+
+def memory_details(result: Result) -> Markup | None:
+    """What memory is for at the estimated peak of each precision."""
+    if not result.details:
+        return None
+    phases = ("peak_allocated", "parameters", "gradients", "optimizer_states", "activations", "temporaries")
+    columns = [("precision", False), ("batch", True), *((name.replace("_", " "), True) for name in phases)]
+    rows: list[list[_Cell]] = []
+    for row in result.details:
+        held = [getattr(row, f"{name}_bytes") for name in phases]
+        cells = [_sortable(size(value), value) for value in held]
+        rows.append([row.precision, _sortable(f"{row.batch_size:,}", row.batch_size), *cells, row.peak_moment])
+    return table([*columns, ("peak in", False)], rows, caption="What memory is for at its peak, estimated")
+
+
+def holders(result: Result) -> Markup | None:
+    """The modules and lines whose activations are alive at the peak of the first precision, largest first."""
+    found = next((row for row in result.details or [] if row.holders), None)
+    if found is None:
+        return None
+    rows: list[list[_Cell]] = [
+        [each.module, each.line or "-", _sortable(size(each.activation_bytes), each.activation_bytes)]
+        for each in found.holders
+    ]
+    caption = f"What holds activations at the peak, at {found.precision} and batch {found.batch_size:,}, estimated"
+    return table([("module", False), ("line", False), ("activations", True)], rows, caption=caption, sortable=True)

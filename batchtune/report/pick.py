@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchtune.results import Attempt, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
+from batchtune.results import Attempt, Estimate, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
 
 _CURVE_POINTS = 80
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
@@ -65,6 +65,14 @@ def peak_of(attempt: Attempt) -> int | None:
     if not attempt.fits:
         return None
     return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
+
+
+def estimated(row: Estimate, largest: int | None) -> str:
+    """One of an estimate's sizes; marked where larger ones were not looked at, '-' where there is none."""
+    if largest is None:
+        return "-"
+    unbounded = row.limited_by == "max" and largest >= (row.max_batch_size or 0)
+    return f"{'≥' if unbounded else ''}{largest:,}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""All figures that a result has the measurements for, as plotly draws them; sensors and estimates are drawn here."""
+"""All figures that a result has the measurements for, as plotly draws them; sensors are drawn here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from batchtune.report.pick import probes_of
+from batchtune.report.plots_of_estimates import efficiency, estimates, step
 from batchtune.report.plots_of_landscape import landscape
 from batchtune.report.plots_of_probes import memory, throughput
 from batchtune.report.plots_of_trials import curves
-from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout
-from batchtune.report.units import size
-from batchtune.results import Estimate, Result, ThroughputPoint
+from batchtune.report.theme import LIGHT, axis, batch_axis, layout
+from batchtune.results import Result, ThroughputPoint
 
-__all__ = ["curves", "estimates", "figures", "landscape", "memory", "sensors", "throughput"]
+__all__ = ["curves", "efficiency", "estimates", "figures", "landscape", "memory", "sensors", "step", "throughput"]
 
-_MOST_BARS = 24
-_LONGEST_NAME = 24
 _SENSORS = {
     "gpu_utilization": ("GPU busy", "%", 100.0),
     "memory_controller_utilization": ("memory bus busy", "%", 100.0),
@@ -33,6 +31,8 @@ def figures(result: Result) -> dict[str, go.Figure]:
     """Every figure that the result has the measurements for, by name, in reading order."""
     drawn = {
         "estimates": estimates(result),
+        "efficiency": efficiency(result),
+        "step": step(result),
         "memory": memory(result),
         "throughput": throughput(result),
         "sensors": sensors(result),
@@ -74,68 +74,3 @@ def sensors(result: Result) -> go.Figure | None:
 
 def _read(points: list[ThroughputPoint], key: str) -> list[Any]:
     return [getattr(point, key, None) for point in points]
-
-
-def estimates(result: Result) -> go.Figure | None:
-    """The largest batch on each GPU as calculated, with the part of it that is safe drawn solid."""
-    known = [row for row in result.estimates or [] if row.max_batch_size is not None]
-    if not known:
-        return None
-    groups = _alike(sorted(known, key=lambda row: (row.memory_bytes, row.max_batch_size or 0)))
-    several = len({row.precision for row in known}) > 1
-    rows = [group[0] for group in groups]
-    names = [_gpu(group, several=several) for group in groups]
-    about = [[label(", ".join(row.gpu for row in group)), *_facts(group[0])] for group in groups]
-    figure = go.Figure()
-    for key, words, colour, width in (
-        ("max_batch_size", "expected", LIGHT["brisk"], 0.62),
-        ("safe_max_batch_size", "safe, error band included", LIGHT["accent"], 0.34),
-    ):
-        values = [getattr(row, key) for row in rows]
-        if any(value is not None for value in values):
-            figure.add_bar(
-                y=list(range(len(rows))),
-                x=values,
-                orientation="h",
-                name=words,
-                width=width,
-                marker={"color": colour, "line": {"width": 0}},
-                customdata=about,
-                hovertemplate=f"%{{customdata[0]}}<br>{words}: %{{x:,}}<br>%{{customdata[1]}}, %{{customdata[2]}}"
-                "<br>confidence: %{customdata[3]}<extra></extra>",
-            )
-    figure.update_layout(
-        layout(
-            "Largest batch on each GPU, estimated",
-            height=130 + 26 * len(rows),
-            barmode="overlay",
-            xaxis=axis("largest micro-batch size", rangemode="tozero", tickformat=",d", nticks=6),
-            yaxis=axis("", tickmode="array", tickvals=list(range(len(rows))), ticktext=names, showgrid=False),
-            showlegend=True,
-        )
-    )
-    return figure
-
-
-def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
-    """GPUs with one and the same answer share a bar where there are too many for a bar each."""
-    if len(rows) <= _MOST_BARS:
-        return [[row] for row in rows]
-    groups: dict[tuple[object, ...], list[Estimate]] = {}
-    for row in rows:
-        answer = (row.memory_bytes, row.precision, row.max_batch_size, row.safe_max_batch_size)
-        groups.setdefault(answer, []).append(row)
-    return list(groups.values())
-
-
-def _gpu(group: list[Estimate], *, several: bool) -> str:
-    """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
-    row = group[0]
-    words = [row.gpu if len(row.gpu) <= _LONGEST_NAME else f"{row.gpu[: _LONGEST_NAME - 1]}…"]
-    words += [f"+{len(group) - 1}"] if len(group) > 1 else []
-    words += [row.precision] if several else []
-    return label(" ".join(words))
-
-
-def _facts(row: Estimate) -> list[str]:
-    return [size(row.memory_bytes), label(row.precision), label(row.confidence or "not stated")]

@@ -93,9 +93,11 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
             tables += [text_tables.attempts(probe)] if probe.attempts else []
     tables += [text_tables.trials(result)] if result.trials else []
     tables += [text_tables.estimates(result)] if result.estimates else []
+    tables += [text_tables.memory_details(result)] if result.details else []
     for table in tables:
         yield ""
         yield table
+    yield from (Text(text_tables.held_most(row)) for row in result.details or [] if row.holders)
 
 
 def _rest(result: Result) -> Iterator[RenderableType]:

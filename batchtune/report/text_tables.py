@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from batchtune.report.fitted_table import Column, FittedTable, bar
-from batchtune.report.pick import is_of, named_values
-from batchtune.report.units import aligned, number, share, sizes, times
-from batchtune.results import Estimate, ProbeResult, Result, Trial
+from batchtune.report.pick import estimated, is_of, named_values
+from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
+from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Trial
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 """Of the outcomes of attempts and the states of trials; any other outcome is yellow."""
@@ -102,7 +102,7 @@ def estimates(result: Result) -> FittedTable:
     memory_unit, memory = sizes([row.memory_bytes for row in rows])
 
     def counts(key: str) -> list[str]:
-        return ["-" if (most := getattr(row, key)) is None else f"{most:,}" for row in rows]
+        return [estimated(row, getattr(row, key)) for row in rows]
 
     columns = [
         Column("GPU", [row.gpu for row in rows], left=True, wraps=True),
@@ -112,9 +112,45 @@ def estimates(result: Result) -> FittedTable:
         Column("safe", counts("safe_max_batch_size")),
         Column("expandable", counts("expandable_segments_max_batch_size"), spare=5),
         Column("samples/s", aligned([number(row.samples_per_second) for row in rows]), spare=4),
+        Column("samples/J", aligned([number(row.samples_per_joule) for row in rows]), spare=4),
         Column("sure", [_sure(row) for row in rows], spare=1, left=True),
     ]
     return FittedTable("largest micro-batch on each GPU, estimated, not measured", columns)
+
+
+def memory_details(result: Result) -> FittedTable:
+    """What memory is for at the estimated peak of each precision, and what holds the most activations."""
+    rows = result.details or []
+    unit, scale = bytes_unit(max(row.peak_allocated_bytes for row in rows))
+
+    def held(key: str) -> list[str]:
+        return aligned([number(getattr(row, key) / scale) for row in rows])
+
+    phases = {
+        "parameters": "parameters_bytes",
+        "gradients": "gradients_bytes",
+        "optimizer": "optimizer_states_bytes",
+        "activations": "activations_bytes",
+        "temporary": "temporaries_bytes",
+    }
+    columns = [
+        Column("precision", [row.precision for row in rows], left=True, spare=2),
+        Column("batch", [f"{row.batch_size:,}" for row in rows]),
+        Column("peak", held("peak_allocated_bytes")),
+        *(Column(name, held(key), spare=3) for name, key in phases.items()),
+        Column("peak in", [row.peak_moment for row in rows], left=True, spare=4),
+    ]
+    return FittedTable(f"what memory is for at its peak, estimated, {unit}", columns)
+
+
+def held_most(row: MemoryDetail) -> str:
+    """What holds the most activations at the estimated peak, and when that is."""
+    first = row.holders[0]
+    place = f" ({first.line})" if first.line else ""
+    return (
+        f"at the peak, in {row.peak_moment}, most activations are held by {first.module}{place}: "
+        f"{size(first.activation_bytes)} at {row.precision}, estimated"
+    )
 
 
 def _sure(row: Estimate) -> str:

@@ -164,7 +164,58 @@ def test_compiled_models_are_traced_as_eager_ones_and_say_so(ask):
     source = MLP.replace("nn.Sequential(", "torch.compile(nn.Sequential(").replace("bias=False))", "bias=False)))")
     row = ask(source)["gpus"][0]
     assert row["confidence"].startswith("medium")
-    assert any("torch.compile" in note for note in row["notes"])
+    assert any(
+        note.startswith("task.py:5: torch.compile") or "task.py:5: torch.compile" in note for note in row["notes"]
+    )
+
+
+def test_a_compiled_function_is_named_with_its_line(ask):
+    source = "\n    @torch.compile\n    def half(x):\n        return x / 2\n" + MLP.replace(
+        "model(batch).", "half(model(batch))."
+    )
+    (note,) = ask(source)["gpus"][0]["notes"]
+    assert "task.py:4: torch.compile: traced as eager code" in note
+
+
+def test_what_a_custom_autograd_function_saves_is_an_activation(ask):
+    custom = """
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(SAVED)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+"""
+    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 512, 1024)")
+    wide = wide.replace("model(batch)", "Scaled.apply(model(batch))")
+    without, kept = (
+        ask(custom.replace("SAVED", saved) + wide, memory_limit=1 << 20)["gpus"][0]
+        for saved in ("", "x.exp(), x.sin(), x.cos()")
+    )
+    assert kept["needed_bytes"] == without["needed_bytes"] + 3 * 512 * 1024 * 4
+    assert kept["confidence"].startswith("high")
+
+
+def test_a_loop_that_waits_for_a_value_is_refused_with_its_line_instead_of_going_on_for_ever(ask):
+    source = MLP.replace(
+        "return model(batch)",
+        "x = model(batch).sum()\n        while x.item() < 1: x = x + 1\n        return model(batch)",
+    )
+    refusal = ask(source)["refused"]
+    assert "task.py:12: cannot be traced without data" in refusal
+    assert "a loop" in refusal
+
+
+def test_a_branch_on_a_value_is_named_with_its_line(ask):
+    source = MLP.replace(
+        "return model(batch)", "\n        if model(batch).sum() > 0: batch = batch * 2\n        return model(batch)"
+    )
+    row = ask(source)["gpus"][0]
+    assert row["confidence"].startswith("medium")
+    assert any("task.py:13: reads a tensor's value" in note for note in row["notes"])
 
 
 def test_a_step_that_changes_with_the_batch_falls_back_to_direct_traces(ask):

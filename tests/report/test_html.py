@@ -176,7 +176,7 @@ def test_the_certificate_names_both_sides_and_the_proof(result_of):
 def test_an_estimate_says_that_it_is_one(result_of):
     page = to_html(result_of("estimate"))
     assert "Calculated, not measured" in page
-    assert headings(page) == ["Paste", "Figures", "Estimates", "Environment"]
+    assert headings(page) == ["Paste", "Figures", "Estimates", "Memory", "Environment"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_an_estimate_says_that_it_is_one(result_of):
         ("probe", ["memory", "throughput", "sensors"]),
         ("probe without sensors", ["memory", "throughput"]),
         ("probe where nothing fits", ["memory"]),
-        ("estimate", ["estimates"]),
+        ("estimate", ["estimates", "efficiency", "step"]),
     ],
 )
 def test_figures_without_measurements_are_left_out(result_of, name, drawn):

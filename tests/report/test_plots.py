@@ -4,7 +4,7 @@ import json
 
 import plotly.graph_objects as go
 import pytest
-from documents import DOCUMENTS, estimated
+from documents import DOCUMENTS, estimate, estimated
 
 from batchtune.errors import UsageError
 from batchtune.report.plots import figures
@@ -177,3 +177,30 @@ def test_labels_are_escaped_and_short():
     assert label("<b>&") == "&lt;b&gt;&amp;"
     assert label("x" * 500).endswith("…")
     assert len(label("x" * 500)) == 80
+
+
+def test_gpus_that_none_beats_in_speed_and_energy_are_named(result_of):
+    rows = [
+        estimate(name, 80) | {"samples_per_second": speed, "samples_per_joule": lean}
+        for name, speed, lean in (("fast", 90.0, 2.0), ("lean", 30.0, 8.0), ("beaten", 20.0, 1.0))
+    ]
+    figure = result_of("estimate", estimates=rows).plot_efficiency()
+    assert figure.data[0].text == ("fast", "lean", "")
+    assert [row[0] for row in figure.data[0].customdata] == ["fast", "lean", "beaten"]
+    assert "estimated" in figure.layout.title.text
+
+
+def test_memory_over_the_step_is_drawn_from_phase_to_phase_with_its_peak(result_of):
+    figure = result_of("estimate").plot_step()
+    line, peak = figure.data
+    assert max(line.y) == 130
+    assert (peak.x, peak.y) == ((5,), (130,))
+    assert figure.layout.xaxis.ticktext[:3] == ("build", "forward 1", "backward 1")
+    assert "1,692" in figure.layout.title.text
+    assert "estimated" in figure.layout.title.text
+
+
+@pytest.mark.parametrize("name", ["plot_efficiency", "plot_step"])
+def test_figures_of_an_estimate_are_refused_where_there_is_none(result_of, name):
+    with pytest.raises(UsageError, match="this probe result"):
+        getattr(result_of("probe"), name)()

@@ -92,7 +92,23 @@ def test_runs_of_a_metric_to_maximise_are_ranked_by_it(result_of):
 def test_estimates_are_named_as_such_each_with_its_error(result_of):
     lines = lines_of(text_tables.estimates(result_of("estimate")))
     assert "estimated, not measured" in lines[0]
-    assert lines[3].split() == ["RTX", "4090", "24", "bf16", "288", "264", "high", "±4%"]
+    assert lines[3].split() == ["RTX", "4090", "24", "bf16", "288", "264", "1,200", "6", "high", "±4%"]
+
+
+def test_a_size_beyond_which_nothing_was_looked_at_is_marked(result_of):
+    row = result_of("estimate").estimates[0].model_copy(update={"limited_by": "max", "safe_max_batch_size": 288})
+    lines = lines_of(text_tables.estimates(result_of("estimate").model_copy(update={"estimates": [row]})))
+    assert lines[3].split()[4:6] == ["≥288", "≥288"]
+
+
+def test_memory_is_told_by_phase_with_what_holds_the_most_activations(result_of):
+    lines = lines_of(text_tables.memory_details(result_of("estimate")), width=160)
+    assert lines[0].startswith("what memory is for at its peak, estimated")
+    assert lines[3].split()[:10] == ["bf16", "1,692", "130", "4", "4", "8", "104", "10", "backward", "2"]
+    (detail,) = result_of("estimate").details
+    assert "backward 2, most activations are held by blocks.*.up (model.py:21): 60.0 GiB" in text_tables.held_most(
+        detail
+    )
 
 
 def test_precisions_stand_side_by_side():

@@ -1,0 +1,134 @@
+"""A probe that starts from an estimate: where it looks first, what it learns, and that it never needs one."""
+
+import importlib
+
+import pytest
+
+from batchtune.estimate.foresight import Foreseen
+from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.progress import Observer
+from batchtune.results import Attempt
+from batchtune.train.worker import WorkerSettings
+
+run = importlib.import_module("batchtune.probe.run")
+MIB, GIB = 1 << 20, 1 << 30
+LIMIT = 20 * GIB
+
+
+class Device:
+    """A child that trains on a device of 20 GiB: a gibibyte, and so many MiB for each sample."""
+
+    def __init__(self, mib_per_sample=4.0, device="cuda:0"):
+        self.bytes_per_sample, self.device, self.sizes = mib_per_sample * MIB, device, []
+        self.facts = self.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def start(self):
+        return {
+            "device": self.device,
+            "memory_limit_bytes": LIMIT,
+            "train_size": None,
+            "has_train_dataset": False,
+            "precision": [("bf16", "asked for")],
+            "nvml_uuid": None,
+            "environment": {"device": "NVIDIA A100-SXM4-80GB", "device_memory_free_bytes": None},
+        }
+
+    def close(self):
+        return None
+
+    def call(self, command, *, batch_size, steps, verify=False, **_):
+        self.sizes.append(batch_size)
+        peak = int(GIB + batch_size * self.bytes_per_sample)
+        purpose = "verify" if verify else "search"
+        if peak > LIMIT:
+            return {"attempt": Attempt(batch_size=batch_size, outcome="oom", purpose=purpose).model_dump()}
+        fit = Attempt(
+            batch_size=batch_size,
+            outcome="fit",
+            steps=steps,
+            purpose=purpose,
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=peak,
+            forward_backward_peak_bytes=peak,
+        )
+        return {"attempt": fit.model_dump()}
+
+
+def expecting(size):
+    """An estimate in which `size` samples fill the limit."""
+    per_sample = (LIMIT - GIB) / size
+    return Foreseen(
+        expected=size,
+        peaks=[(1, int(GIB + per_sample)), (10 * size, int(GIB + 10 * size * per_sample))],
+        room_bytes=LIMIT,
+        workspace_bytes=0,
+        kind="plain",
+        model_independent=True,
+    )
+
+
+def probed(device, prior=None):
+    found = Probe(device, ProbeOptions(throughput=False), "bf16", Observer(), prior=prior).run()
+    return found, [attempt.batch_size for attempt in found.attempts if attempt.purpose == "search"]
+
+
+def test_the_first_attempt_lies_at_four_fifths_of_the_estimate():
+    _, tried = probed(Device(), expecting(4864).reserved_bytes)
+    assert tried[0] == pytest.approx(0.8 * 4864, rel=0.01)
+
+
+@pytest.mark.parametrize("expected", [4864, 5000, 4500])
+def test_an_estimate_that_is_about_right_spares_attempts_and_changes_no_answer(expected):
+    without, more = probed(Device())
+    found, fewer = probed(Device(), expecting(expected).reserved_bytes)
+    assert len(fewer) < len(more)
+    assert found.max_batch_size == pytest.approx(without.max_batch_size, rel=0.01)
+
+
+@pytest.mark.parametrize("expected", [60, 400_000])
+def test_an_estimate_that_is_far_off_changes_no_answer(expected):
+    found, _ = probed(Device(), expecting(expected).reserved_bytes)
+    assert found.max_batch_size == pytest.approx(4864, rel=0.01)
+
+
+class Sight:
+    """Stands where `Foresight` stands."""
+
+    def __init__(self, foreseen):
+        self.foreseen, self.learnt = foreseen, []
+
+    def __call__(self, task, device, observer):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def look(self, facts, precision, accumulation_steps):
+        return self.foreseen
+
+
+@pytest.mark.parametrize("foreseen", [None, expecting(4864)])
+def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, foreseen):
+    device, learnt = Device(), []
+    (tmp_path / "model.py").write_text("")
+    monkeypatch.setattr(Foreseen, "learn", lambda self, name, attempts: learnt.append((name, len(attempts))))
+    monkeypatch.setattr(run, "Worker", lambda settings, echo: device)
+    monkeypatch.setattr(run, "Foresight", Sight(foreseen))
+    result = run.run_probe(
+        WorkerSettings(task=str(tmp_path / "model.py")),
+        ProbeOptions(throughput=False),
+        name="model",
+        observer=Observer(),
+    )
+    assert result.probe.max_batch_size == pytest.approx(4864, rel=0.01)
+    assert (device.sizes[0] > 1000) == (foreseen is not None)
+    assert learnt == ([("NVIDIA A100-SXM4-80GB", len(result.probe.attempts))] if foreseen else [])
