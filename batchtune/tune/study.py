@@ -136,6 +136,8 @@ class TuneStudy:
             return None
         if cost_of(config.objective.kind) != SECONDS:
             return None
+        if self._plan.config.objective.kind != "time_to_target":
+            return None
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         runs = sampler.runs(self.study.get_trials(deepcopy=False, states=states))
         sizes = sorted(self._plan.candidates.batch_sizes)

@@ -58,7 +58,7 @@ space (RLIMIT_AS), with two threads and {{allocator}}.
   {RESOLUTION:.2%}, twice.
 - later: whether the answer trains {LATER_STEPS} steps in such a process.
 - Lightning: {{lightning}}. Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2
-  samples on to {TOLERANCE:.0%}, is in batchtune's own worker, without a final check. What takes more than {CAP_SECONDS} s
+  samples on to {TOLERANCE:.0%}, is in our own worker, without a final check. What takes over {CAP_SECONDS} s
   did not finish.
 
 | model, limit | method | attempts | OOMs | seconds | answer | true | within 1 % | later |

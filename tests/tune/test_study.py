@@ -318,6 +318,14 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     assert tail not in journal.read_bytes()
 
 
+def test_a_baseline_that_takes_a_large_part_of_the_budget_leaves_room_to_search(tmp_path):
+    tuned = study(tmp_path, budget=Budget(run=120.0, total=600.0))
+    tuned.run()
+    (baseline,) = (trial for trial in tuned.records() if trial.role == "baseline")
+    assert 12 * baseline.time_to_target_seconds > 600  # what confirming it and two contenders may take, with a reserve
+    assert sum(trial.role == "search" for trial in tuned.records()) >= 4
+
+
 def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
     tuned = study(tmp_path)
     assert tuned.landscape() is None
@@ -326,11 +334,3 @@ def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
     assert found.runs == len([trial for trial in tuned.records() if trial.state in {"complete", "pruned"}])
     assert found.batch_sizes == [8, 16, 32, 64, 128, 256, 512]
     assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).landscape() is None
-
-
-def test_a_baseline_that_takes_a_large_part_of_the_budget_leaves_room_to_search(tmp_path):
-    tuned = study(tmp_path, budget=Budget(run=120.0, total=600.0))
-    tuned.run()
-    (baseline,) = (trial for trial in tuned.records() if trial.role == "baseline")
-    assert 12 * baseline.time_to_target_seconds > 600  # what confirming it and two contenders may take, with a reserve
-    assert sum(trial.role == "search" for trial in tuned.records()) >= 4
