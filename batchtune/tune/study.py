@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from batchtune.progress import Observer
 from batchtune.results import Landscape, Target, Trial
 from batchtune.train.worker import Worker
-from batchtune.tune.cost import SECONDS, cost_of
+from batchtune.tune.cost import cost_of
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR
@@ -134,9 +134,7 @@ class TuneStudy:
         sampler, config = self._sampler, self._plan.config
         if not isinstance(sampler, TimeToTargetSampler) or sampler.prior is None:
             return None
-        if cost_of(config.objective.kind) != SECONDS:
-            return None
-        if self._plan.config.objective.kind != "time_to_target":
+        if config.objective.kind != "time_to_target":
             return None
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         runs = sampler.runs(self.study.get_trials(deepcopy=False, states=states))
