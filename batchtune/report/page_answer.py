@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import believed, estimated, named_values, probes_of
 from batchtune.report.units import duration, number, size
-from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations
+from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, step_time
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 _MOST_ESTIMATES = 20
@@ -134,10 +134,7 @@ def _step_time(probe: ProbeResult) -> Markup | None:
     fit = probe.throughput_fit
     if fit is None:
         return None
-    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
-    if fit.saturation_batch_size:
-        text += f"; half of the peak speed at batch {fit.saturation_batch_size:.0f}"
-    return tag("p", tag("b", "Step time: "), f"{text}.", class_="target")
+    return tag("p", tag("b", "Step time: "), f"{step_time(fit)}.", class_="target")
 
 
 def _data(probe: ProbeResult) -> Markup | None:

@@ -62,6 +62,7 @@ def landscape(result: Result) -> go.Figure | None:
     _ring(figure, result.baseline, "what you run today", LIGHT["baseline"])
     _ring(figure, result.recommendation, "recommended", LIGHT["accent"])
     sizes, rates = [place.batch_size for place in places], [place.learning_rate for place in places]
+    rates += [rate for _, rate in _edges(result.prior)]
     rate_axis = axis("learning rate", type="log", range=padded(min(rates), max(rates), 0.14), exponentformat="power")
     if spread(rates) < 1e4:  # noqa: PLR2004 - further apart, the decades alone are enough ticks
         rate_axis |= {"dtick": "D2", "tickformat": "~g"}
@@ -109,8 +110,12 @@ def _draw_belief(figure: go.Figure, prior: Prior, result: Result) -> None:
     if today is not None:
         spread = 10**prior.learning_rate_decades
         _draw_start(figure, [(today, prior.learning_rate)], "believed best before the search", "diamond-open", spread)
-    edges = [(test.batch_size, test.edge_learning_rate) for test in prior.range_tests if test.edge_learning_rate]
-    _draw_start(figure, edges, "edge of stability, range test", "line-ew-open")
+    _draw_start(figure, _edges(prior), "edge of stability, range test", "line-ew-open")
+
+
+def _edges(prior: Prior | None) -> list[tuple[int, float]]:
+    tests = prior.range_tests if prior else []
+    return [(test.batch_size, test.edge_learning_rate) for test in tests if test.edge_learning_rate]
 
 
 def _draw_start(

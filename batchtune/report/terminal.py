@@ -21,8 +21,7 @@ from batchtune.report.export import snippet
 from batchtune.report.pick import believed, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
-from batchtune.report.units import duration
-from batchtune.report.wording import CONFIGURATIONS, certificate, configurations
+from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, step_time
 from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
@@ -188,9 +187,7 @@ def _largest(probe: ProbeResult) -> Text:
 def _speed(probe: ProbeResult) -> Iterator[Text]:
     fit = probe.throughput_fit
     if fit is not None:
-        line = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
-        if fit.saturation_batch_size is not None:
-            line += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
+        line = step_time(fit)
         if fit.batch_size_within_5_percent is not None:
             line += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
         yield Text.assemble(("step time ", "bold"), line)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchtune.report.pick import named_values
-from batchtune.report.units import interval, number, size, time_interval
-from batchtune.results import ProbeResult, Recommendation, Result
+from batchtune.report.units import duration, interval, number, size, time_interval
+from batchtune.results import ProbeResult, Recommendation, Result, ThroughputFit
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
@@ -63,3 +63,11 @@ def certificate(probe: ProbeResult) -> str:
     if probe.peak_reserved_bytes and probe.memory_limit_bytes:
         parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
     return "; ".join(parts)
+
+
+def step_time(fit: ThroughputFit) -> str:
+    """The fitted step time, and where half of the peak speed is reached if that is a batch size."""
+    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
+    if fit.saturation_batch_size is not None and fit.saturation_batch_size >= 1:
+        text += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
+    return text

@@ -78,9 +78,9 @@ def test_one_screen_holds_the_answer_its_proof_and_the_figures(result_of, name):
 def test_the_order_is_that_of_the_page_and_what_to_paste_stands_where_the_prompt_is(result_of):
     text = shown(result_of("tune", warnings=["the GPU was shared"]), 80)
     order = [
-        "train with", "3.0× (2.7 to 3.3)", "reaches the target 3 times", "largest batch", "peak memory", "why these batch sizes",
-        "all runs",
-        "batch_size = 128", "warning: the GPU was shared", "measured on NVIDIA H200",
+        "train with", "3.0× (2.7 to 3.3)", "reaches the target 3 times", "largest batch", "peak memory",
+        "why these batch sizes", "all runs", "batch_size = 128", "warning: the GPU was shared",
+        "measured on NVIDIA H200",
     ]  # fmt: skip
     places = [text.index(each) for each in order]
     assert places == sorted(places)
