@@ -41,7 +41,7 @@ BOUNDARY_STEPS, LATER_STEPS = 5, 200
 RESOLUTION = 0.0025  # how near the bisection in fresh processes comes to the true boundary
 GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
 WHOLE = 0.95  # share of a card
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2"}
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 FIXED_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 HEADER = f"""\
 # The largest batch: batchtune and its peers
@@ -54,12 +54,12 @@ space (RLIMIT_AS), with two threads and {{allocator}}.
 
 - attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
 - seconds: the whole process with its imports; batchtune's with its children and the final check.
-- true: the largest size that trains {BOUNDARY_STEPS} steps in a fresh process of plain PyTorch, by bisection to
-  {RESOLUTION:.2%}, twice.
+- true: the largest size that trains {BOUNDARY_STEPS} steps in a fresh process of plain PyTorch; two bisections.
 - later: whether the answer trains {LATER_STEPS} steps in such a process.
-- Lightning: {{lightning}}. Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2
-  samples on to {TOLERANCE:.0%}, is in batchtune's own worker, without a final check. What takes more than {CAP_SECONDS} s
-  did not finish.
+- Lightning: {{lightning}}; all boundaries on a CPU are below 8192, where it ends whatever max_val it is given.
+- Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2 samples on to
+  {TOLERANCE:.0%}, is in batchtune's own worker, without a final check.
+- What takes more than {CAP_SECONDS} s did not finish.
 
 | model, limit | method | attempts | OOMs | seconds | answer | true | within 1 % | later |
 |---|---|---:|---:|---:|---:|---:|---|---|"""
@@ -119,6 +119,7 @@ def search(case: Case, method: str, start: int) -> Found:
     last = told[-1] if told else {}
     found.seconds -= sum(each.get("warm_up_seconds", 0.0) for each in told)
     found.answer = last.get("answer")
+    print(f"{case.task}, {method}: {found.seconds:.1f} s, {len(found.attempts)} attempts", file=sys.stderr, flush=True)
     if "answer" not in last:
         found.trouble = last.get("error") or ("did not finish" if seconds >= CAP_SECONDS else "died")
     return found
@@ -126,8 +127,10 @@ def search(case: Case, method: str, start: int) -> Found:
 
 def outcome(case: Case, size: int, steps: int) -> str:
     """What training at one size comes to in a fresh process."""
-    told, _ = call(case, "try", "--size", size, "--steps", steps, cap=10 * CAP_SECONDS)
-    return told[-1]["outcome"] if told else "died"
+    told, seconds = call(case, "try", "--size", size, "--steps", steps, cap=10 * CAP_SECONDS)
+    found: str = told[-1]["outcome"] if told else "died"
+    print(f"{case.task}, {steps} steps at {size}: {seconds:.1f} s, {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def boundary(fits: Callable[[int], bool], hint: int) -> int:
