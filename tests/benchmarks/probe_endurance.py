@@ -116,7 +116,7 @@ def main() -> None:
         "",
         f"{' · '.join(facts)} · `python {' '.join(sys.argv)}`",
         "",
-        f"Boundary: largest size that trains {STEPS} steps; it may move by {TOLERANCE:.0%}. Resident memory, in MiB, may",
+        f"Boundary: largest size that trains {STEPS} steps; it may move by {TOLERANCE:.0%}. Resident memory (MiB) may",
         f"grow by {FLAT_MIB}.",
         "",
         "| model | boundary in fresh processes | after | parent before | after | child before | after | problems |",
