@@ -45,6 +45,18 @@ class Format(enum.StrEnum):
     markdown = "markdown"
     html = "html"
     csv = "csv"
+    hf = "hf"
+    lightning = "lightning"
+    deepspeed = "deepspeed"
+    env = "env"
+
+
+class Tracker(enum.StrEnum):
+    """Values of --log-to."""
+
+    mlflow = "mlflow"
+    tensorboard = "tensorboard"
+    wandb = "wandb"
 
 
 class Schema(enum.StrEnum):
@@ -222,21 +234,44 @@ def report(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.table,
+    format_: Annotated[
+        Format, typer.Option("--format", help="A report or, from hf on, the settings for a training library.")
+    ] = Format.table,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=NAME", help="Calls a field of such settings otherwise; repeatable."),
+    ] = None,
+    log_to: Annotated[
+        Tracker | None, typer.Option("--log-to", help="Log a study to this tracker instead, one run a trial.")
+    ] = None,
 ) -> None:
     """Print the recommendation of the latest run, or of one named, in one of several formats.
 
     Example: batchtune report digits --format markdown -o summary.md
+    Example: batchtune report digits --format lightning --set model.lr=model.learning_rate
+    Example: batchtune report digits --log-to mlflow
     """
     import batchtune
     from batchtune.report.export import FORMATS
+    from batchtune.report.trainers import EXPORTS
     from batchtune.run_folder import find_run
 
     result = batchtune.load_result(find_run(run, _run_folders()))
     name = "json" if session.json else format_.value
-    if name == "html" and session.output is None and sys.stdout.isatty():
+    if set_ and name not in EXPORTS:
+        raise UsageError(f"--set {set_[0]}: not with --format {name}; fields of {', '.join(EXPORTS)} can be renamed")
+    if log_to is not None:
+        from batchtune.report.trackers import log_to as log
+
+        logged = log(log_to.value, result)
+        line = "logged {logged} of {trials} trials to {where}".format_map(logged)
+        session.deliver_text(json.dumps(logged) if session.json else line)
+    elif name in EXPORTS:
+        session.deliver_text(EXPORTS[name].text(result, set_ or ()))
+        session.notes(EXPORTS[name].said_beside(result))
+    elif name == "html" and session.output is None and sys.stdout.isatty():
         raise UsageError("--format html is a page of some megabytes: add --output report.html")
-    if name in FORMATS:
+    elif name in FORMATS:
         session.deliver_text(FORMATS[name](result))
     else:
         session.deliver_page(result)

@@ -90,6 +90,11 @@ class Session:
             sys.stdout.write(text if text.endswith("\n") else text + "\n")
             sys.stdout.flush()
 
+    def notes(self, sentences: list[str]) -> None:
+        """Says on stderr what a reader of the output must know besides it."""
+        for sentence in [] if self.quiet else sentences:
+            _complain(f"note: {sentence}")
+
 
 _COMMON = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -134,7 +134,7 @@ class _Session:
             status=status,
             name=self._name,
             environment=environment,
-            task=self._task,
+            task=self._task.model_copy(update={"optimizer": self.facts.get("optimizer")}),
             warnings=list(dict.fromkeys([*sharing_warnings(environment), *from_probes])),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=max(results, key=_peak_samples_per_second, default=None),

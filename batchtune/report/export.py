@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from batchtune.report.pick import named_values, to_train_with
+from batchtune.report.trainers import EXPORTS
 from batchtune.report.units import duration, number, size
 from batchtune.results import Interval, Result
 
@@ -23,21 +25,22 @@ def to_csv(result: Result) -> str:
 
 
 def snippet(result: Result) -> str:
-    """The recommendation, or else the largest batch probed, as lines of plain PyTorch; '' without either."""
-    found, probe = result.recommendation, result.probe
-    if found is not None:
-        precision, lines = found.precision, [f"batch_size = {found.micro_batch_size}"]
-        lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
-        if found.learning_rate is not None:
-            lines.append(f"learning_rate = {found.learning_rate:g}")
-    elif probe is not None and probe.max_batch_size is not None:
-        precision, lines = probe.precision, [f"batch_size = {probe.max_batch_size}  # the largest that trains"]
-    else:
+    """The settings to train with as lines of plain PyTorch; '' where there are none that ran."""
+    found = to_train_with(result)
+    if found is None:
         return ""
+    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    lines = [f"batch_size = {found.micro_batch_size}{largest}"]
+    lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+    if found.learning_rate is not None:
+        lines.append(f"learning_rate = {found.learning_rate!r}")
+    lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    if found.total_steps is not None:
+        lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    if precision in types:
-        lines.append(f"autocast = torch.autocast(device.type, dtype={types[precision]})")
-    elif precision == "tf32":
+    if found.precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
+    elif found.precision == "tf32":
         lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
     return "\n".join(lines)
 
@@ -59,13 +62,24 @@ def to_markdown(result: Result) -> str:
                 base.gradient_accumulation_steps if base else "",
             ),
             ("learning rate", number(found.learning_rate), number(base.learning_rate) if base else ""),
+            (
+                "optimizer",
+                named_values(found.optimizer_arguments),
+                named_values(base.optimizer_arguments) if base else "",
+            ),
             ("precision", found.precision, base.precision if base else ""),
             (
                 "time to target, s",
                 _text(found.time_to_target_seconds),
                 _text(base.time_to_target_seconds) if base else "",
             ),
+            (
+                "energy to target, J",
+                _text(found.energy_to_target_joules),
+                _text(base.energy_to_target_joules) if base else "",
+            ),
             ("speed-up", _text(found.speedup_over_baseline), ""),
+            ("energy saving", _text(found.energy_saving_over_baseline), ""),
         ]
         lines += [f"| {name} | {left} | {right} |" for name, left, right in rows if left != ""]
         lines += ["", found.reason, ""]
@@ -126,11 +140,13 @@ FORMATS: dict[str, Callable[[Result], str]] = {
     "markdown": to_markdown,
     "html": to_html,
     "csv": to_csv,
+    **{name: export.text for name, export in EXPORTS.items()},
 }
 """What `report --format` can write besides the table."""
 
 SNIPPETS: dict[str, Callable[[Result], str]] = {
     "PyTorch": snippet,
+    **{export.title: export.snippet for export in EXPORTS.values()},
     "JSON": recommendation_json,
     "Markdown": to_markdown,
 }

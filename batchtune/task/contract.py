@@ -10,9 +10,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import UserCodeError
+from batchtune.errors import UsageError, UserCodeError
+from batchtune.task.adapted import Adapted
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module",
@@ -71,7 +72,9 @@ class Task:
         return getattr(self.source, name, None) is not None
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
-        """Raises ContractError naming the first piece that `purpose` lacks."""
+        """Raises ContractError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
+        if isinstance(self.source, Adapted):
+            self.source.require(purpose)
         if purpose == "probe":
             self._need("make_batch", "train_dataset")
         else:
@@ -96,15 +99,40 @@ class Task:
             self._need("compute_loss")
         return model
 
-    def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        """The user's optimizer, or AdamW."""
+    def optimizer(self, model: nn.Module, learning_rate: float, **arguments: Any) -> torch.optim.Optimizer:
+        """The user's optimizer, or AdamW, with whatever arguments of its maker are not left at their defaults."""
         if not self.has("build_optimizer"):
-            return torch.optim.AdamW(model.parameters(), lr=learning_rate)
-        optimizer = self.source.build_optimizer(model, learning_rate)
+            return torch.optim.AdamW(model.parameters(), lr=learning_rate, **arguments)
+        optimizer = self.source.build_optimizer(model, learning_rate, **arguments)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise ContractError(f"{self.where}: build_optimizer returned a {kind}, not a torch.optim.Optimizer")
         return optimizer
+
+    def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
+        """What these arguments of build_optimizer are today: their defaults.
+
+        Raises:
+            UsageError: it takes no such argument, or one that has no default, or one that is no plain value.
+        """
+        maker = self.source.build_optimizer if self.has("build_optimizer") else torch.optim.AdamW
+        what = "build_optimizer" if self.has("build_optimizer") else "torch.optim.AdamW (there is no build_optimizer)"
+        parameters = inspect.signature(maker).parameters
+        taken = [name for name, each in parameters.items() if isinstance(each.default, bool | int | float | str)]
+        found = {}
+        for name in names:
+            if name in taken:
+                found[name] = parameters[name].default
+            elif name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                raise UsageError(
+                    f"space.{name}: {what} has no number, switch or text as default of '{name}'; give it one, the "
+                    f"value you run today: def build_optimizer(model, lr, {name}=...)"
+                )
+            else:
+                known = ", ".join(each for each in taken if each not in {"lr", "maximize"})
+                remedy = f"it takes {known}" if known else f"write def build_optimizer(model, lr, {name}=...)"
+                raise UsageError(f"space.{name}: {what} takes no argument '{name}'; {remedy}")
+        return found
 
     def scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         """The user's scheduler, or None. It is stepped once after each optimizer step."""
@@ -156,6 +184,10 @@ class Task:
         """A batch from samples, by the user's function or torch's."""
         return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
 
+    def sampler(self, batch_size: int) -> Sampler[Any] | None:
+        """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
+        return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
+
     def worst_batch(self, batch_size: int) -> Any:
         """The batch that an attempt runs: the user's `make_batch`, or the largest of the first samples, repeated."""
         if self.has("make_batch"):
@@ -176,9 +208,15 @@ class Task:
             raise ContractError(f"{self.where}: train_dataset returned a data set of 0 samples")
         return largest
 
-    def evaluate(self, model: nn.Module) -> dict[str, float] | float:
-        """The user's metrics; a plain float is whatever metric the configuration names."""
-        found = self.source.evaluate(model)
+    def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
+        """The user's metrics; a plain float is whatever metric the configuration names.
+
+        Args:
+            model: in eval mode, on its device.
+            max_batches: enough for a look at memory; an `evaluate` of the user's own is not told.
+        """
+        brief = {"max_batches": max_batches} if isinstance(self.source, Adapted) else {}
+        found = self.source.evaluate(model, **brief)
         if isinstance(found, Mapping):
             return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
         return self._number(found, "evaluate()")
@@ -193,13 +231,18 @@ class Task:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts (arrays count by their nbytes)."""
+    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts.
+
+    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
+    """
     if isinstance(value, Mapping):
         return sum(tensor_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):
         return sum(tensor_bytes(item) for item in value)
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, int | float):
+        return 8
     return int(getattr(value, "nbytes", 0))
 
 

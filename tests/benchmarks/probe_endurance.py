@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probe_methods import STEPS, TASK_FILE, TOLERANCE
-from probe_peers import FIXED_THRESHOLD, MIB, ONE_ARENA, boundary
+from probe_peers import ENVIRONMENT, MIB, boundary
 from probe_tasks import TASKS
 
 from batchtune import __version__
@@ -107,9 +107,8 @@ def endure(model: str) -> Endured:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--default-allocator", action="store_true", help="leave glibc's mmap threshold as it comes")
     given = parser.parse_args()
-    os.environ.update(ONE_ARENA | ({} if given.default_allocator else FIXED_THRESHOLD))
+    os.environ.update(ENVIRONMENT)
     facts = [str(dt.datetime.now(tz=dt.UTC).date()), f"batchtune {__version__}", f"Python {platform.python_version()}"]
     lines = [
         f"# {ATTEMPTS} attempts in one worker, OOM and success in turn",
@@ -128,7 +127,7 @@ def main() -> None:
         found.append(endure(model))
         lines.append(found[-1].row())
         print(lines[-1], flush=True)
-    if given.models == ",".join(MODELS) and not given.default_allocator:
+    if given.models == ",".join(MODELS):
         (Path(__file__).parent / "results" / "probe_endurance.md").write_text("\n".join(lines) + "\n")
     sys.exit(any(each.problems() for each in found))
 

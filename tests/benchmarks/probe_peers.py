@@ -41,16 +41,16 @@ BOUNDARY_STEPS, LATER_STEPS = 5, 200
 RESOLUTION = 0.0025  # how near the bisection in fresh processes comes to the true boundary
 GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
 WHOLE = 0.95  # share of a card
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-FIXED_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 HEADER = f"""\
 # The largest batch: batchtune and its peers
 
 {{facts}} · `python {{command}}`
 
 Each method in a process of its own, one after the other; {STEPS} AdamW steps an attempt in fp32, one batch again and
-again. The limit counts from the process as it is once torch and the task are imported and warm: on a CPU its address
-space (RLIMIT_AS), with two threads and {{allocator}}.
+again. The limit counts from the process as it is once torch and the task are imported and warm. On a CPU it is one of
+address space (RLIMIT_AS), with two threads; in every process glibc has one arena and maps blocks from 1 MiB on for
+themselves: without that the boundary itself moves, whoever looks for it.
 
 - attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
 - seconds: the whole process with its imports; batchtune's with its children and the final check.
@@ -73,7 +73,6 @@ class Case:
     limit: str
     limit_bytes: int
     device: str
-    environment: dict[str, str]
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Found:
 def call(case: Case, method: str, *options: object, cap: float = CAP_SECONDS) -> tuple[list[dict[str, Any]], float]:
     """What a fresh process told, and how long it lived; one that is stopped at the cap told less."""
     command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | case.environment
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT
     began = time.perf_counter()
     try:
         done = subprocess.run(
@@ -211,7 +210,7 @@ def goals(results: list[tuple[Case, list[Found], tuple[int, int]]]) -> Iterator[
     yield goal(not failed, f"answers that did not live through {LATER_STEPS} steps: {failed}")
 
 
-def header(device: str, allocator: str) -> str:
+def header(device: str) -> str:
     versions = [
         f"batchtune {__version__}",
         *(f"{name} {version(name)}" for name in ("torch", "lightning", "accelerate")),
@@ -221,12 +220,11 @@ def header(device: str, allocator: str) -> str:
             [str(dt.datetime.now(tz=dt.UTC).date()), *versions, f"Python {platform.python_version()}", device]
         ),
         command=" ".join(sys.argv),
-        allocator=allocator,
         lightning=", ".join(f"{name} {value}" for name, value in LIGHTNING.items()),
     )
 
 
-def cases(given: argparse.Namespace, environment: dict[str, str]) -> Iterator[Case]:
+def cases(given: argparse.Namespace) -> Iterator[Case]:
     names = given.models.split(",") if given.models else None
     for task in ON_CPU if given.device == "cpu" else ON_GPU:
         if names is not None and task.__name__ not in names:
@@ -239,22 +237,18 @@ def cases(given: argparse.Namespace, environment: dict[str, str]) -> Iterator[Ca
             limits = {name: limit for name, limit in GPU_LIMITS.items() if limit < whole} | {
                 "whole": int(WHOLE * whole)
             }
-        yield from (Case(task.__name__, name, limit, given.device, environment) for name, limit in limits.items())
+        yield from (Case(task.__name__, name, limit, given.device) for name, limit in limits.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", help=f"of {', '.join(TASKS)}")
-    parser.add_argument("--default-allocator", action="store_true", help="leave glibc's mmap threshold as it comes")
     given = parser.parse_args()
-    allocator = "one arena and glibc's default, moving mmap threshold"
-    if not given.default_allocator:
-        allocator = "one arena and a fixed mmap threshold in glibc (without it the boundary itself moves)"
-    lines, results = [header(given.device, allocator)], []
+    lines, results = [header(given.device)], []
     print(*lines, flush=True)
     with ThreadPoolExecutor(2 if given.device == "cpu" else 1) as pool:
-        for case in cases(given, ONE_ARENA | ({} if given.default_allocator else FIXED_THRESHOLD)):
+        for case in cases(given):
             found, truth = compare(case, pool)
             results.append((case, found, truth))
             lines += (new := list(rows(case, found, truth)))
@@ -263,7 +257,6 @@ def main() -> None:
     print("\n".join(new))
     if not given.models:
         kind = "" if given.device == "cpu" else "_cuda"
-        kind += "_default_allocator" if given.default_allocator else ""
         (HERE / "results" / f"probe_peers{kind}.md").write_text("\n".join(lines) + "\n")
 
 

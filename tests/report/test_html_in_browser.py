@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from batchtune.report.export import SNIPPETS
 from batchtune.report.html import to_html
 from batchtune.report.theme import DARK, LIGHT
 
@@ -90,13 +91,13 @@ def test_hostile_text_stays_text_under_the_pointer_too(opened, result_of, name):
 
 def test_tabs_show_one_snippet_at_a_time_by_pointer_and_by_key(opened, result_of):
     made = opened(result_of("tune"))
-    assert made.texts("[role=tab]") == ["PyTorch", "JSON", "Markdown"]
+    assert made.texts("[role=tab]") == list(SNIPPETS)
     assert "batch_size = 128" in made.page.locator("[role=tabpanel]:visible").inner_text()
     made.page.get_by_role("tab", name="JSON").click()
     assert '"micro_batch_size": 128' in made.page.locator("[role=tabpanel]:visible").inner_text()
     made.page.keyboard.press("ArrowRight")
     assert "## batchtune tune" in made.page.locator("[role=tabpanel]:visible").inner_text()
-    made.page.keyboard.press("ArrowRight")
+    made.page.keyboard.press("ArrowRight")  # round to the first
     assert "batch_size = 128" in made.page.locator("[role=tabpanel]:visible").inner_text()
 
 
@@ -141,13 +142,26 @@ def test_figures_follow_the_colours_of_the_screen_and_paper_is_white(opened, res
     assert all(panel.is_visible() for panel in made.page.locator(".panel").all())
 
 
+def test_a_prediction_says_that_it_is_none_of_the_measurements(opened, result_of):
+    made = opened(result_of("tune"))
+    place = made.page.locator("[data-figure=landscape]")
+    place.scroll_into_view_if_needed()
+    assert "predicted time, s (response surface, 7 runs)" in place.locator(".legendtext").all_text_contents()
+    assert place.locator(".contourlayer path").count() > 2
+    area = place.locator(".nsewdrag").bounding_box()
+    made.page.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.3)
+    place.locator(".hoverlayer .hovertext").first.wait_for()
+    assert "not measured" in " ".join(place.locator(".hoverlayer .hovertext").all_text_contents())
+    assert made.problems == []
+
+
 def test_it_reads_without_scripts(chromium, result_of, tmp_path):
     file = tmp_path / "report.html"
     file.write_text(to_html(result_of("tune")), encoding="utf-8")
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(file.as_uri())
-    assert page.locator(".panel").count() == 3
+    assert page.locator(".panel").count() == len(SNIPPETS)
     assert all(panel.is_visible() for panel in page.locator(".panel").all())
     assert page.locator("h1").inner_text() == "digits"
     context.close()

@@ -1,0 +1,206 @@
+"""A finished study in an experiment tracker, one run a trial: what each tracker calls the parts of a trial."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from batchtune.errors import UsageError
+from batchtune.results import Result, Trial
+
+_PARAMETERS = (
+    "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
+)  # fmt: skip
+_FIGURES = ("time_to_target_seconds", "samples_to_target", "training_seconds", "value")
+_TEXTS = ("state", "outcome", "message")
+_LONGEST_TEXT = 5000  # MLflow's bound for a tag
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: the optimizer steps, training seconds and samples before it, and the metric."""
+
+    step: int
+    seconds: float
+    samples: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trial as trackers see it; `id` is the same whenever the same trial is logged, so that it is logged once."""
+
+    id: str
+    name: str
+    parameters: dict[str, Any]
+    figures: dict[str, float]
+    texts: dict[str, str]
+    points: list[Point]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is logged of a result. `began` (seconds since 1970) is its date: a trial's own was not kept."""
+
+    name: str
+    metric: str
+    began: float
+    runs: list[Run]
+
+
+def study_of(result: Result) -> Study:
+    """The trials of a result that are over, as runs.
+
+    Raises:
+        UsageError: there are none.
+    """
+    over = [trial for trial in result.trials or [] if trial.state not in {"running", "waiting"}]
+    if not over:
+        raise UsageError(f"--log-to logs the trials of a study, and this {result.kind} result has none")
+    return Study(
+        name=result.name or "batchtune",
+        metric=re.sub(r"[^\w./-]", "_", result.target.metric) if result.target else "value",
+        began=datetime.fromisoformat(result.created_at).timestamp(),
+        runs=[_run(trial, result.name) for trial in over],
+    )
+
+
+def _run(trial: Trial, study: str) -> Run:
+    digest = hashlib.sha256(f"{study} {trial.model_dump_json()}".encode()).hexdigest()
+    known = trial.model_dump(exclude_none=True)
+    texts: dict[str, str] = {name: str(known[name])[:_LONGEST_TEXT] for name in _TEXTS if name in known}
+    return Run(
+        id=digest[:16],
+        name=f"trial-{trial.number:03}-{trial.role}",
+        parameters={name: known[name] for name in _PARAMETERS if name in known},
+        figures={name: known[name] for name in _FIGURES if name in known},
+        texts=texts,
+        points=[
+            Point(point.samples // max(1, trial.batch_size), point.seconds, point.samples, point.value)
+            for point in trial.curve
+            if point.value is not None
+        ],
+    )
+
+
+def _to_mlflow(study: Study) -> tuple[int, str]:
+    """Runs of the experiment named like the study (or MLFLOW_EXPERIMENT_NAME), wherever MLFLOW_TRACKING_URI points."""
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", study.name)
+    found = client.get_experiment_by_name(name)
+    experiment = found.experiment_id if found else client.create_experiment(name)
+    new = [run for run in study.runs if not client.search_runs([experiment], f"tags.batchtune_id = '{run.id}'")]
+    for run in new:
+        moments = {point.seconds: round(1000 * (study.began + point.seconds)) for point in run.points}
+        began, ended = round(1000 * study.began), max(moments.values(), default=round(1000 * study.began))
+        logged = client.create_run(experiment, start_time=began, run_name=run.name).info.run_id
+        metrics = [Metric(key, value, ended, 0) for key, value in run.figures.items()]
+        for point in run.points:
+            at = moments[point.seconds]
+            seen = {study.metric: point.value, "seconds": point.seconds, "samples": point.samples}
+            metrics += [Metric(key, value, at, point.step) for key, value in seen.items()]
+        for start in range(0, len(metrics), 1000):  # the most that one call takes
+            client.log_batch(logged, metrics=metrics[start : start + 1000])
+        tags = [RunTag(key, value) for key, value in (run.texts | {"batchtune_id": run.id}).items()]
+        client.log_batch(logged, params=[Param(key, str(value)) for key, value in run.parameters.items()], tags=tags)
+        failed = run.texts["state"] == "fail"
+        client.set_terminated(logged, status="FAILED" if failed else "FINISHED", end_time=ended)
+    return len(new), f"experiment {name!r} at {client.tracking_uri}"
+
+
+def _to_tensorboard(study: Study) -> tuple[int, str]:
+    """Folders `runs/<study>/<trial>` with event files: curves, parameters for the HParams page, and the outcome."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from tensorboard.plugins.text.summary_v2 import text_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    root = Path("runs") / study.name
+    folders = {root / f"{run.name}-{run.id[:6]}": run for run in study.runs}
+    new = {folder: run for folder, run in folders.items() if not folder.exists()}
+    for folder, run in new.items():
+        writer = EventFileWriter(str(folder))
+
+        def add(summary: Any, seconds: float = 0.0, step: int = 0, writer: Any = writer) -> None:
+            writer.add_event(Event(wall_time=study.began + seconds, step=step, summary=summary))
+
+        def scalars(figures: dict[str, float]) -> Any:
+            return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()])
+
+        add(hparams_pb(run.parameters, trial_id=run.name, start_time_secs=study.began))
+        for point in run.points:
+            seen = {study.metric: point.value, "seconds": point.seconds, "samples": point.samples}
+            add(scalars(seen), point.seconds, point.step)
+        add(scalars(run.figures), run.points[-1].seconds if run.points else 0.0)
+        for tag, text in run.texts.items():
+            add(text_pb(tag, text))
+        writer.close()
+    return len(new), f"{root}; look at them with: tensorboard --logdir {root}"
+
+
+def _to_wandb(study: Study) -> tuple[int, str]:
+    """Offline runs below `wandb/` over training seconds; WANDB_MODE, WANDB_PROJECT and WANDB_DIR are heeded."""
+    import wandb
+
+    below = Path(os.environ.get("WANDB_DIR", ".")) / "wandb"
+    new = [run for run in study.runs if not list(below.glob(f"*run-*-{run.id}"))]
+    for run in new:
+        logged = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", study.name),
+            group=study.name,
+            name=run.name,
+            id=run.id,
+            job_type=run.parameters["role"],
+            config=run.parameters,
+            mode=None if "WANDB_MODE" in os.environ else "offline",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        logged.define_metric("*", step_metric="seconds")
+        for point in run.points:
+            seen = {study.metric: point.value, "samples": point.samples, "optimizer_steps": point.step}
+            logged.log(seen | {"seconds": point.seconds})
+        logged.summary.update(run.figures | run.texts)
+        logged.finish(exit_code=int(run.texts["state"] == "fail"))
+    return len(new), f"{below}; bring offline runs to the server with: wandb sync {below}/offline-run-*"
+
+
+TRACKERS: dict[str, Callable[[Study], tuple[int, str]]] = {
+    "mlflow": _to_mlflow,
+    "tensorboard": _to_tensorboard,
+    "wandb": _to_wandb,
+}
+"""What `report --log-to` can log to, each through its own client, which is named as its package is."""
+
+
+def log_to(tracker: str, result: Result) -> dict[str, Any]:
+    """Logs the trials of a study that the tracker does not have yet.
+
+    Returns:
+        How many were logged, of how many, and where they are.
+
+    Raises:
+        UsageError: nothing to log, the client is not installed, or it refused.
+    """
+    study = study_of(result)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a client's worries about its own future are none of our user's
+            logged, where = TRACKERS[tracker](study)
+    except Exception as error:  # clients raise what they like
+        if isinstance(error, ModuleNotFoundError) and error.name == tracker:
+            reason = f"{tracker} is not installed; run: pip install {tracker}"
+        else:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UsageError(f"--log-to {tracker}: {reason}") from error
+    return {"tracker": tracker, "logged": logged, "trials": len(study.runs), "where": where}

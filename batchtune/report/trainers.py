@@ -1,0 +1,247 @@
+"""The settings that ran, in the words of training libraries: which of their fields carries which of our values."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from batchtune.errors import UsageError
+from batchtune.report.pick import to_train_with
+from batchtune.results import Recommendation, Result
+
+Values = dict[str, Any]
+_MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
+_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Export:
+    """How one library takes the settings.
+
+    Attributes:
+        title: the library's name, for a reader.
+        values: its fields (a dot goes one level down) with their values; None where there is nothing to say.
+        words: the result document's names of what some of these fields are, for `--set`.
+        write: the fields as the text that the library loads.
+        notes: what a reader must know and the text cannot say, in sentences.
+    """
+
+    title: str
+    values: Callable[[Recommendation, Result], Values]
+    words: Mapping[str, str]
+    write: Callable[[Values], str]
+    notes: Callable[[Recommendation, Result], list[str]] = lambda *_: []
+
+    def text(self, result: Result, renames: Sequence[str] = ()) -> str:
+        """The settings of a result as this library loads them.
+
+        Args:
+            result: a study's result, or a probe's (then without a learning rate).
+            renames: texts `field=name`: the field of this name, ours or the library's, is called otherwise.
+
+        Raises:
+            UsageError: the result has no settings that ran, the library cannot train so, or a rename is wrong.
+        """
+        found = _settings(result)
+        values = {name: value for name, value in self.values(found, result).items() if value is not None}
+        return self.write(_renamed(values, self.words, renames))
+
+    def said_beside(self, result: Result) -> list[str]:
+        """What a reader of `text` must know besides it, in sentences."""
+        return self.notes(_settings(result), result)
+
+    def snippet(self, result: Result) -> str:
+        """The same text for a page that shows what there is: '' instead of an error."""
+        try:
+            return self.text(result)
+        except UsageError:
+            return ""
+
+
+def _settings(result: Result) -> Recommendation:
+    found = to_train_with(result)
+    if found is None:
+        why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
+        raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
+    if found.precision not in _PRECISIONS:
+        raise UsageError(f"precision {found.precision!r} is none of {', '.join(_PRECISIONS)}; measure again")
+    return found
+
+
+def _device(result: Result) -> str | None:
+    return result.environment.device_type if result.environment else None
+
+
+def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
+    names = {name: name for name in values}
+    for rename in renames:
+        field, _, name = (part.strip() for part in rename.partition("="))
+        target = words.get(field, field)
+        if not field or not name:
+            raise UsageError(f"--set {rename}: not of the form field=name, for example --set {next(iter(values))}=name")
+        if target not in values:
+            ours = [word for word, theirs in words.items() if theirs in values and word not in values]
+            raise UsageError(f"--set {rename}: no field {field!r} here; there are {', '.join([*values, *ours])}")
+        names[target] = name
+    taken = list(names.values())
+    for name in taken:
+        if taken.count(name) > 1 or any(other.startswith(f"{name}.") for other in taken):
+            raise UsageError(f"--set: two fields would be called {name!r}; give each a name of its own")
+    return {names[field]: value for field, value in values.items()}
+
+
+def _nested(values: Values) -> Values:
+    """Dotted names as sections."""
+    document: Values = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        section = document
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[leaf] = value
+    return document
+
+
+def _json(values: Values) -> str:
+    return json.dumps(_nested(values), indent=2)
+
+
+def _yaml(values: Values) -> str:
+    return yaml.safe_dump(_nested(values), sort_keys=False).rstrip()
+
+
+def _shell(values: Values) -> str:
+    wrong = [name for name in values if not _VARIABLE.fullmatch(name)]
+    if wrong:
+        raise UsageError(f"--set: {wrong[0]!r} cannot name a variable; use letters, digits and '_'")
+    return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
+
+
+def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Result) -> None:
+    if found.precision == "fp16" and _device(result) == "cpu":
+        raise UsageError(f"{library} does not train in fp16 on a CPU, where this was measured; use bf16 or fp32")
+
+
+def _hf(found: Recommendation, result: Result) -> Values:
+    """Fields of `transformers.TrainingArguments`; whatever is not tf32 ran without it."""
+    _refuse_fp16_on_cpu("the Trainer", found, result)
+    return {
+        "per_device_train_batch_size": found.micro_batch_size,
+        "gradient_accumulation_steps": found.gradient_accumulation_steps,
+        "learning_rate": found.learning_rate,
+        "bf16": found.precision == "bf16",
+        "fp16": found.precision == "fp16",
+        "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
+        "use_cpu": True if _device(result) == "cpu" else None,
+    }
+
+
+def _hf_notes(found: Recommendation, result: Result) -> list[str]:
+    name = result.task.optimizer
+    if found.learning_rate is None or name in {None, "AdamW"}:
+        return []
+    return [f"the learning rate is one for {name}, and the Trainer takes AdamW unless its 'optim' says otherwise"]
+
+
+def _lightning(found: Recommendation, result: Result) -> Values:
+    """Arguments as LightningCLI's configuration nests them; `data` and `model` are classes of the user's."""
+    _refuse_fp16_on_cpu("Lightning", found, result)
+    return {
+        "trainer.accelerator": "cpu" if _device(result) == "cpu" else None,
+        "trainer.devices": found.world_size,
+        "trainer.precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(found.precision, "32-true"),
+        "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
+        "data.batch_size": found.micro_batch_size,
+        "model.lr": found.learning_rate,
+    }
+
+
+def _tf32_notes(found: Recommendation, result: Result) -> list[str]:  # noqa: ARG001 - one signature for all
+    if found.precision != "tf32":
+        return []
+    return ["no field says tf32: call torch.set_float32_matmul_precision('high') before training"]
+
+
+def _deepspeed(found: Recommendation, result: Result) -> Values:
+    """DeepSpeed's configuration, which checks that train_batch_size is micro-batch × accumulation × ranks.
+
+    Half precision is autocast over fp32 weights, as it was measured; its bf16 and fp16 sections would turn the weights
+    themselves to half precision, which is another training with another need of memory.
+    """
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(found.precision)
+    return {
+        "train_batch_size": found.micro_batch_size * found.gradient_accumulation_steps * found.world_size,
+        "train_micro_batch_size_per_gpu": found.micro_batch_size,
+        "gradient_accumulation_steps": found.gradient_accumulation_steps,
+        "optimizer.type": result.task.optimizer if found.learning_rate is not None else None,
+        "optimizer.params.lr": found.learning_rate,
+        "torch_autocast.enabled": True if half else None,
+        "torch_autocast.dtype": half,
+    }
+
+
+def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
+    notes = _tf32_notes(found, result)
+    if found.precision in {"bf16", "fp16"}:
+        notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
+    if found.learning_rate is not None:
+        missing = "its other settings" if result.task.optimizer else "its type and other settings"
+        notes.append(f"of your optimizer only the learning rate was searched: add {missing} yourself")
+    return notes
+
+
+def _env(found: Recommendation, result: Result) -> Values:  # noqa: ARG001 - one signature for all
+    return {
+        "BATCH_SIZE": found.micro_batch_size,
+        "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
+        "LEARNING_RATE": found.learning_rate,
+        "PRECISION": found.precision,
+    }
+
+
+EXPORTS: dict[str, Export] = {
+    "hf": Export("HF TrainingArguments", _hf, {_MICRO: "per_device_train_batch_size"}, _json, _hf_notes),
+    "lightning": Export(
+        "Lightning",
+        _lightning,
+        {
+            _MICRO: "data.batch_size",
+            _ACCUMULATION: "trainer.accumulate_grad_batches",
+            _RATE: "model.lr",
+            "precision": "trainer.precision",
+            "world_size": "trainer.devices",
+        },
+        _yaml,
+        _tf32_notes,
+    ),
+    "deepspeed": Export(
+        "DeepSpeed",
+        _deepspeed,
+        {
+            _MICRO: "train_micro_batch_size_per_gpu",
+            _RATE: "optimizer.params.lr",
+            "global_batch_size": "train_batch_size",
+        },
+        _json,
+        _deepspeed_notes,
+    ),
+    "env": Export(
+        "env",
+        _env,
+        {
+            _MICRO: "BATCH_SIZE",
+            _ACCUMULATION: "GRADIENT_ACCUMULATION_STEPS",
+            _RATE: "LEARNING_RATE",
+            "precision": "PRECISION",
+        },
+        _shell,
+    ),
+}
+"""What `report --format` writes for another program to train with; `--set` renames its fields."""

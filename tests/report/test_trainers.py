@@ -1,0 +1,186 @@
+"""What is exported to training libraries: exactly what ran, in each library's words, or one line that says why not."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from batchtune.errors import UsageError
+from batchtune.report.export import SNIPPETS
+from batchtune.report.trainers import EXPORTS
+from batchtune.results import Environment, TaskInfo
+
+
+def on(device_type, result, **recommended):
+    """The same result as if measured on such a device, with its recommendation changed."""
+    found = result.recommendation.model_copy(update=recommended) if result.recommendation else None
+    where = Environment(device="some device", device_type=device_type)
+    return result.model_copy(update={"environment": where, "recommendation": found})
+
+
+def hf(result, *renames):
+    return json.loads(EXPORTS["hf"].text(result, renames))
+
+
+def lightning(result, *renames):
+    return yaml.safe_load(EXPORTS["lightning"].text(result, renames))
+
+
+def deepspeed(result, *renames):
+    return json.loads(EXPORTS["deepspeed"].text(result, renames))
+
+
+def test_the_trainer_gets_micro_batch_accumulation_rate_and_precision(tuned):
+    assert hf(on("cuda", tuned)) == {
+        "per_device_train_batch_size": 128,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-4,
+        "bf16": True,
+        "fp16": False,
+        "tf32": False,
+    }
+
+
+def test_the_trainer_is_kept_on_the_cpu_where_that_was_measured_and_told_nothing_of_tf32(tuned):
+    exported = hf(on("cpu", tuned, precision="fp32"))
+    assert exported["use_cpu"] is True
+    assert "tf32" not in exported
+    assert not exported["bf16"]
+
+
+@pytest.mark.parametrize(("precision", "field"), [("bf16", "bf16"), ("fp16", "fp16"), ("tf32", "tf32"), ("fp32", None)])
+def test_the_trainer_has_one_switch_for_each_precision(tuned, precision, field):
+    exported = hf(on("cuda", tuned, precision=precision))
+    assert [name for name in ("bf16", "fp16", "tf32") if exported[name]] == ([field] if field else [])
+
+
+def test_lightning_gets_nested_arguments(tuned):
+    assert lightning(on("cuda", tuned)) == {
+        "trainer": {"devices": 1, "precision": "bf16-mixed", "accumulate_grad_batches": 2},
+        "data": {"batch_size": 128},
+        "model": {"lr": 3e-4},
+    }
+    assert lightning(on("cpu", tuned))["trainer"]["accelerator"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("precision", "theirs"),
+    [("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("fp32", "32-true"), ("tf32", "32-true")],
+)
+def test_lightning_has_a_word_for_each_precision(tuned, precision, theirs):
+    assert lightning(on("cuda", tuned, precision=precision))["trainer"]["precision"] == theirs
+
+
+def test_deepspeed_gets_a_train_batch_size_that_is_the_product_it_asserts(tuned):
+    exported = deepspeed(on("cuda", tuned, world_size=4, global_batch_size=1024))
+    assert exported["train_micro_batch_size_per_gpu"] == 128
+    assert exported["gradient_accumulation_steps"] == 2
+    assert exported["train_batch_size"] == 128 * 2 * 4
+    assert exported["optimizer"] == {"params": {"lr": 3e-4}}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", None)])
+def test_deepspeed_trains_in_half_precision_as_it_was_measured_by_autocast_over_full_weights(tuned, precision, dtype):
+    exported = deepspeed(on("cuda", tuned, precision=precision))
+    assert exported.get("torch_autocast") == ({"enabled": True, "dtype": dtype} if dtype else None)
+    assert "bf16" not in exported
+
+
+def test_deepspeed_gets_the_optimizer_that_the_learning_rate_was_found_with(tuned):
+    with_sgd = tuned.model_copy(update={"task": TaskInfo(path="model.py", optimizer="SGD")})
+    assert deepspeed(with_sgd)["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4}}
+
+
+def test_the_shell_reads_the_variables_as_they_are(tuned):
+    text = EXPORTS["env"].text(tuned)
+    assert text.splitlines() == [
+        "BATCH_SIZE=128",
+        "GRADIENT_ACCUMULATION_STEPS=2",
+        "LEARNING_RATE=0.0003",
+        "PRECISION=bf16",
+    ]
+    script = f'{text}\nprintf "%s " "$BATCH_SIZE" "$LEARNING_RATE"'
+    assert subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout == "128 0.0003 "
+
+
+@pytest.mark.parametrize("rate", [1e-5, 0.012345678901234567, 3e-4])
+def test_a_learning_rate_comes_through_to_the_last_digit(tuned, rate):
+    result = on("cuda", tuned, learning_rate=rate)
+    assert hf(result)["learning_rate"] == rate
+    assert lightning(result)["model"]["lr"] == rate
+    assert deepspeed(result)["optimizer"]["params"]["lr"] == rate
+    (line,) = [line for line in EXPORTS["env"].text(result).splitlines() if line.startswith("LEARNING_RATE=")]
+    assert float(shlex.split(line.partition("=")[2])[0]) == rate
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_probe_gives_its_largest_batch_and_no_learning_rate(probed, name):
+    text = EXPORTS[name].text(probed)
+    assert "176" in text
+    assert "lr" not in text.lower().replace("learning_rate", "lr")
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_estimate_is_refused(result_of, name):
+    with pytest.raises(UsageError, match=r"an estimate is no measurement.*run 'batchtune probe'"):
+        EXPORTS[name].text(result_of("estimate"))
+
+
+def test_a_result_without_a_size_that_ran_is_refused(result_of):
+    with pytest.raises(UsageError, match="this probe is failed: it has no batch size that ran"):
+        EXPORTS["hf"].text(result_of("probe where nothing fits"))
+
+
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_what_a_library_would_silently_train_otherwise_is_refused(tuned, name):
+    with pytest.raises(UsageError, match="does not train in fp16 on a CPU"):
+        EXPORTS[name].text(on("cpu", tuned, precision="fp16"))
+
+
+def test_a_precision_that_nobody_knows_is_refused(tuned):
+    with pytest.raises(UsageError, match=r"precision '\$\(reboot\)' is none of"):
+        EXPORTS["env"].text(on("cuda", tuned, precision="$(reboot)"))
+
+
+def test_fields_are_renamed_by_their_own_name_or_by_ours(tuned):
+    exported = lightning(tuned, "model.lr=model.optimizer.lr", "micro_batch_size=data.init_args.train_batch_size")
+    assert exported["model"] == {"optimizer": {"lr": 3e-4}}
+    assert exported["data"] == {"init_args": {"train_batch_size": 128}}
+    assert hf(tuned, "learning_rate=lr")["lr"] == 3e-4
+    assert "TRAIN_PRECISION=bf16" in EXPORTS["env"].text(tuned, ["precision=TRAIN_PRECISION"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rename", "message"),
+    [
+        ("lightning", "rate=lr", "no field 'rate' here; there are trainer.devices, .*model.lr, micro_batch_size"),
+        ("hf", "learning_rate", "not of the form field=name"),
+        ("hf", "learning_rate=", "not of the form field=name"),
+        ("hf", "learning_rate=bf16", "two fields would be called 'bf16'"),
+        ("lightning", "model.lr=data", "two fields would be called 'data'"),
+        ("env", "LEARNING_RATE=learning rate", "'learning rate' cannot name a variable"),
+    ],
+)
+def test_a_rename_that_cannot_be_is_refused_in_one_line(tuned, name, rename, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        EXPORTS[name].text(tuned, [rename])
+    assert "\n" not in str(refused.value)
+
+
+def test_what_a_text_cannot_say_is_said_beside_it(tuned):
+    sgd = tuned.model_copy(update={"task": TaskInfo(path="model.py", optimizer="SGD")})
+    assert "the learning rate is one for SGD" in EXPORTS["hf"].said_beside(sgd)[0]
+    assert EXPORTS["hf"].said_beside(tuned) == []
+    assert (
+        "set_float32_matmul_precision('high')"
+        in EXPORTS["lightning"].said_beside(on("cuda", tuned, precision="tf32"))[0]
+    )
+    assert "its type and other settings" in EXPORTS["deepspeed"].said_beside(tuned)[-1]
+
+
+def test_a_page_shows_only_what_can_be_exported(tuned, result_of):
+    shown = {title: write(tuned) for title, write in SNIPPETS.items()}
+    assert shown["HF TrainingArguments"] == EXPORTS["hf"].text(tuned)
+    assert [title for title, write in SNIPPETS.items() if write(result_of("estimate"))] == ["Markdown"]
