@@ -48,7 +48,6 @@ class Job:
     Args:
         name: of a class in `probe_tasks.py`.
         device: as on batchtune's command line.
-        limit_bytes: None: no limit is set.
         size: where to start, or what to try.
         steps: optimizer steps of an attempt.
     """
@@ -154,11 +153,14 @@ def by_lightning(job: Job, mode: str) -> int | None:
     import lightning.pytorch as lightning
     from lightning.pytorch.tuner import Tuner, batch_size_scaling
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    kind = "gpu" if job.device.type == "cuda" else job.device.type
-    new_trainer = functools.partial(
-        lightning.Trainer, accelerator=kind, devices=1, enable_model_summary=False, default_root_dir=folder(), **quiet
-    )
+    folder = tempfile.TemporaryDirectory()
+
+    def new_trainer(**options: Any) -> Any:
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        kind = "gpu" if job.device.type == "cuda" else job.device.type
+        options |= {"accelerator": kind, "devices": 1, "default_root_dir": folder.name} | dict.fromkeys(off, False)
+        return lightning.Trainer(**options)
+
     began = time.perf_counter()
     new_trainer(max_steps=1).fit(lightning_module(job.task, 2))  # loads what it loads late, before the limit is set
     tell(warm_up_seconds=time.perf_counter() - began)
@@ -175,23 +177,22 @@ def by_lightning(job: Job, mode: str) -> int | None:
     return found
 
 
-def folder() -> str:
-    return tempfile.mkdtemp(prefix="lightning-")
-
-
 def lightning_module(task: Task, size: int) -> Any:
-    """The task as a LightningModule; its data are one batch of `batch_size`, again and again, as in the other ways."""
+    """The task as a LightningModule, which makes its batches whole as the other ways do."""
     import lightning.pytorch as lightning
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader, Dataset
 
-    class Batches(IterableDataset):
+    class Batches(Dataset):
+        """Batches of one size; with a length, since Lightning would hold a second batch at the ready otherwise."""
+
         def __init__(self, size: int) -> None:
             self.size = size
 
-        def __iter__(self) -> Iterator[Any]:
-            batch = task.make_batch(self.size)  # here, where the trial's own guard sees it fail
-            while True:
-                yield batch
+        def __len__(self) -> int:
+            return 1 << 30
+
+        def __getitem__(self, _: int) -> Any:
+            return task.make_batch(self.size)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
