@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchtune.results import Result
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "check", "environment", "estimate", "load_result", "probe", "tune"]
+__all__ = ["__version__", "check", "environment", "estimate", "find_batch_size", "load_result", "probe", "tune"]
 
 
 def probe(
@@ -85,14 +85,8 @@ def probe(
         silence: Any = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    counts = {"min": min, "max": max, "multiple-of": multiple_of, "steps": steps, "accumulation": accumulation}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
-    if max is not None and min > max:
-        raise UsageError(f"--min {min} is greater than --max {max}; swap them or raise --max")
-    if not 0 <= margin < 1 or not 0 <= tolerance < 1:
-        raise UsageError("--margin and --tolerance are shares: at least 0 and less than 1")
+    _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps, "accumulation": accumulation})
+    _require_shares(margin, tolerance)
     if (limit is not None and limit <= 0) or silence <= 0 or verify_steps < 1:
         raise UsageError("--memory-limit, --timeout and --verify-steps must be greater than 0")
     names = [precision] if isinstance(precision, str) else list(precision)
@@ -117,6 +111,68 @@ def probe(
     name = Path(os.fspath(task).partition(":")[0]).stem
     folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
     return run_probe(settings, options, name=name, observer=observer or Observer(), folder=folder)
+
+
+def find_batch_size(
+    step: Callable[[int], Any],
+    *,
+    device: str = "auto",
+    memory_limit: int | str | None = None,
+    margin: float = 0.05,
+    min: int = 1,  # noqa: A002 - the option's name
+    max: int | None = None,  # noqa: A002 - the option's name
+    multiple_of: int = 1,
+    steps: int = 3,
+    tolerance: float = 0.01,
+    no_oom: bool = False,
+) -> int:
+    """Finds the largest batch size at which a training step of yours runs, within your own script and process.
+
+        def step(batch_size):
+            optimizer.zero_grad()
+            loss_of(model, worst_case_batch(batch_size)).backward()
+            optimizer.step()
+
+        batch_size = batchtune.find_batch_size(step, max=4096)
+
+    The steps train: build model and optimizer anew afterwards, or give them their first state back. Make the batch
+    anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`.
+
+    The search is that of `probe`, and so are its outcomes: what a failed attempt held is freed before the next, an
+    error that is not one of memory is told apart, and the size returned has run last, after everything that failed.
+    Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot be got
+    over. Where the limit is of the CPU's memory, it counts what comes on top of the process as it stands, holds for the
+    whole process (on Linux, as a limit on its address space) and is lifted before this returns.
+
+    Args:
+        step: does one whole training step, optimizer included, at the batch size it is given.
+        device: `auto`, `cpu`, `cuda`, `cuda:0`, `mps`, …; where `step` trains.
+        memory_limit: bytes that may be reserved, or text such as "20GiB"; None: the device less the margin.
+        margin: share of the device's memory kept free during the search.
+        min: smallest batch size.
+        max: largest batch size; None: no cap, so `step` must be able to make any.
+        multiple_of: only multiples are tried.
+        steps: calls of `step` at each size.
+        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
+        no_oom: never risk an out-of-memory error.
+
+    Returns:
+        The batch size; `step` ran at it.
+
+    Raises:
+        batchtune.errors.NothingFitsError: no size runs.
+        batchtune.errors.DeviceError: no such device, or a failed kernel has left it unusable for this process.
+        batchtune.errors.UsageError: an argument cannot be used as given.
+        Exception: what `step` raised, where it raises it at every size.
+    """
+    from batchtune.probe.in_process import find_in_process
+    from batchtune.probe.search import Bounds
+
+    limit = _bytes(memory_limit)
+    _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps})
+    _require_shares(margin, tolerance)
+    bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
+    return find_in_process(step, bounds, device=device, memory_limit=limit, margin=margin, steps=steps)
 
 
 def estimate(
@@ -225,6 +281,23 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     from batchtune.result_file import load_result as load
 
     return load(path)
+
+
+def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -> None:
+    from batchtune.errors import UsageError
+
+    for name, value in {"min": smallest, "max": largest, **counts}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if largest is not None and smallest > largest:
+        raise UsageError(f"--min {smallest} is greater than --max {largest}; swap them or raise --max")
+
+
+def _require_shares(margin: float, tolerance: float) -> None:
+    from batchtune.errors import UsageError
+
+    if not 0 <= margin < 1 or not 0 <= tolerance < 1:
+        raise UsageError("--margin and --tolerance are shares: at least 0 and less than 1")
 
 
 def _bytes(value: int | str | None) -> int | None:

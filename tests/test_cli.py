@@ -440,7 +440,7 @@ def compute_loss(model, batch):
 def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, result_schema, all_gone, number):
     cli.write("slow.py", (cli.folder / "linear.py").read_text() + SLOW)
     command = cli.start("probe", "slow.py", "--json")
-    command.wait_for("batch        1")
+    command.wait_for("  1  fit")
     family = command.family()
     command.process.send_signal(number)
     finished = command.finish(10)
@@ -463,7 +463,7 @@ def test_an_interrupted_tune_prints_what_it_knows_and_leaves_no_process(
 ):
     tuned.copy_to(cli)
     command = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h", form)
-    command.wait_for("search   run")
+    command.wait_for("  search  ")
     family = command.family()
     command.process.send_signal(number)
     finished = command.finish(10)

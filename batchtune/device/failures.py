@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -71,6 +72,14 @@ def leaves_device_usable(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or not (
         isinstance(error, _ACCELERATOR_ERROR) or _POISONED.search(str(error))
     )
+
+
+def free_frames(error: BaseException) -> None:
+    """Lets go of what the frames of an error hold: the tensors of a step that failed."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, link = None, link.__cause__ or link.__context__
 
 
 def _reason(error: BaseException) -> BaseException | None:

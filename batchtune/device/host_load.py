@@ -17,7 +17,8 @@ class HostLoad:
     """What a stretch of time told; `others` is known when it has ended.
 
     Attributes:
-        others: share of all processors that was busy with something else than this process, 0 to 1; None where the
+        others: share of all processors that was busy with something else than this process and
+            its children that ended, 0 to 1; None where the
             system does not tell or the stretch was too short.
     """
 
@@ -29,12 +30,17 @@ class HostLoad:
 def watching_others() -> Iterator[HostLoad]:
     """Compares the busy time of the machine with that of this process for as long as the block runs."""
     load = HostLoad()
-    busy, own, began = _busy_seconds(), time.process_time(), time.perf_counter()
+    busy, own, began = _busy_seconds(), _own_seconds(), time.perf_counter()
     yield load
     elapsed, after = time.perf_counter() - began, _busy_seconds()
     if busy is not None and after is not None and elapsed >= _LEAST_SECONDS:
-        others = (after - busy) - (time.process_time() - own)
+        others = (after - busy) - (_own_seconds() - own)
         load.others = min(1.0, max(0.0, others / (elapsed * (os.cpu_count() or 1))))
+
+
+def _own_seconds() -> float:
+    """Processor time of this process and of the children it has seen end."""
+    return sum(os.times()[:4])
 
 
 def _busy_seconds() -> float | None:

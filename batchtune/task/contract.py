@@ -10,9 +10,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UserCodeError
+from batchtune.task.adapted import Adapted
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module",
@@ -71,7 +72,9 @@ class Task:
         return getattr(self.source, name, None) is not None
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
-        """Raises ContractError naming the first piece that `purpose` lacks."""
+        """Raises ContractError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
+        if isinstance(self.source, Adapted):
+            self.source.require(purpose)
         if purpose == "probe":
             self._need("make_batch", "train_dataset")
         else:
@@ -156,6 +159,10 @@ class Task:
         """A batch from samples, by the user's function or torch's."""
         return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
 
+    def sampler(self, batch_size: int) -> Sampler[Any] | None:
+        """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
+        return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
+
     def worst_batch(self, batch_size: int) -> Any:
         """The batch that an attempt runs: the user's `make_batch`, or the largest of the first samples, repeated."""
         if self.has("make_batch"):
@@ -176,9 +183,15 @@ class Task:
             raise ContractError(f"{self.where}: train_dataset returned a data set of 0 samples")
         return largest
 
-    def evaluate(self, model: nn.Module) -> dict[str, float] | float:
-        """The user's metrics; a plain float is whatever metric the configuration names."""
-        found = self.source.evaluate(model)
+    def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
+        """The user's metrics; a plain float is whatever metric the configuration names.
+
+        Args:
+            model: in eval mode, on its device.
+            max_batches: enough for a look at memory; an `evaluate` of the user's own is not told.
+        """
+        brief = {"max_batches": max_batches} if isinstance(self.source, Adapted) else {}
+        found = self.source.evaluate(model, **brief)
         if isinstance(found, Mapping):
             return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
         return self._number(found, "evaluate()")
@@ -193,13 +206,18 @@ class Task:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts (arrays count by their nbytes)."""
+    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts.
+
+    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
+    """
     if isinstance(value, Mapping):
         return sum(tensor_bytes(item) for item in value.values())
     if isinstance(value, list | tuple):
         return sum(tensor_bytes(item) for item in value)
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, int | float):
+        return 8
     return int(getattr(value, "nbytes", 0))
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from batchtune.errors import UsageError, UserCodeError
+from batchtune.task.adapted import require_no_arguments
 from batchtune.task.contract import Task
 from batchtune.task.spec import split_spec
 
@@ -39,7 +40,7 @@ def load_task(spec: str) -> Task:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise describe_user_error(error, f"importing {spec}") from error
-    return Task(_attribute(module, attribute, spec), spec)
+    return Task(_source(_attribute(module, attribute, spec), module, attribute, spec), spec)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -74,14 +75,49 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
             names = ", ".join(name for name in vars(module) if not name.startswith("_"))[:200]
             raise UsageError(f"{spec}: no attribute '{part}' there; it has {names}")
         found = getattr(found, part)
+    return found
+
+
+def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
+    """What carries the contract's names: the object, what a class or function makes, or an adapter around either."""
+    make = found
     if inspect.isclass(found) or (inspect.isfunction(found) and not hasattr(found, "build_model")):
+        if inspect.isclass(found) and _library_type(found):
+            require_no_arguments(found, spec, f"a {found.__name__}")
         try:
-            return found()  # a class or a factory of tasks
+            found = found()  # a class or a factory of tasks
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt | UsageError):
                 raise
             raise describe_user_error(error, f"calling {attribute}()") from error
+    known = _library_type(type(found[0] if isinstance(found, tuple) and found else found))
+    if known == "LightningModule":
+        from batchtune.task.lightning import LightningTask
+
+        return LightningTask(make, module, spec)
+    if known == "Trainer":
+        from batchtune.task.transformers import TrainerTask
+
+        return TrainerTask(found, spec)
+    if known == "PreTrainedModel":
+        from batchtune.task.transformers import ModelTask
+
+        return ModelTask(found, make, spec)
     return found
+
+
+def _library_type(kind: type) -> str | None:
+    """The library's class that a class descends from, where an adapter knows it."""
+    known = {
+        ("lightning", "LightningModule"),
+        ("pytorch_lightning", "LightningModule"),
+        ("transformers", "Trainer"),
+        ("transformers", "PreTrainedModel"),
+    }
+    for base in inspect.getmro(kind):
+        if (base.__module__.partition(".")[0], base.__name__) in known:
+            return base.__name__
+    return None
 
 
 def describe_user_error(error: BaseException, doing: str) -> UserCodeError:

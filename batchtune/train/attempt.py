@@ -6,13 +6,13 @@ import re
 import statistics
 import tempfile
 import time
-import traceback
 from typing import Any
 
 import torch
 
-from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.failures import classify, free_frames, leaves_device_usable
 from batchtune.device.memory import DeviceMemory, Peaks
+from batchtune.errors import UsageError
 from batchtune.results import Attempt
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
@@ -111,7 +111,7 @@ def attempt(
         What came of it, and whether the process may be used for another attempt.
     """
     forget_compiled()
-    memory.release()
+    memory.begin()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
     try:
@@ -126,7 +126,7 @@ def attempt(
             verify=verify,
             accumulation_steps=accumulation_steps,
         )
-    except NonFiniteLossError:
+    except (NonFiniteLossError, UsageError):
         raise
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
         outcome, message, usable = _explain(error, batch_size)
@@ -161,10 +161,7 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
     else:
         message = _CPU_PREFIX.sub("", str(error).strip().split("\n")[0])[:300]
     usable = leaves_device_usable(error)
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__, link = None, link.__cause__ or link.__context__
+    free_frames(error)
     return outcome, message, usable
 
 
@@ -206,7 +203,7 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
     if trainer.task.has("evaluate"):
         trainer.model.eval()
         with torch.no_grad(), trainer.precision.autocast():
-            trainer.task.evaluate(trainer.model)
+            trainer.task.evaluate(trainer.model, _VERIFY_EVALUATION_BATCHES)
     elif trainer.task.has("val_dataset"):
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
     with tempfile.TemporaryFile() as file:

@@ -129,7 +129,7 @@ class Child:
         return time_loader(self._task, self._memory, **arguments).model_dump()
 
     def _lift_limit(self) -> None:
-        if hasattr(self._memory, "lift"):
+        if self._memory.device.type == "cpu":
             self._memory.lift()
 
     def train(self, **arguments: Any) -> dict[str, Any]:

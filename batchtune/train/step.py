@@ -127,10 +127,12 @@ def training_loader(
     data: Any = task.train_data
     iterable = isinstance(data, IterableDataset)
     size = task.train_size()
+    sampler = task.sampler(micro_batch_size)
     return DataLoader(
         data,
         batch_size=micro_batch_size,
-        shuffle=None if iterable else True,
+        shuffle=None if iterable or sampler is not None else True,
+        sampler=sampler,
         drop_last=size is not None and size >= micro_batch_size,
         collate_fn=task.collate if task.has("collate") else None,
         generator=torch.Generator().manual_seed(seed),

@@ -13,6 +13,7 @@ from batchtune.results import CurvePoint, Interval, Recommendation, Trial
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
+TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 _RESAMPLES = 4000
 _MAX_ENUMERATED = 5**5
 Goal = Literal["minimize", "maximize"]
@@ -120,7 +121,8 @@ def recommend(
 ) -> tuple[Recommendation | None, Recommendation | None]:
     """The recommendation and the baseline, from confirmation runs where there are any.
 
-    Of configurations whose intervals over seeds overlap, the one with the smallest batch is taken. Where none beats
+    Of configurations that are level, within 5 % and within the noise of their seeds, the one with the smallest batch
+    is taken. Where none beats
     the baseline beyond noise, the baseline is recommended, and the reason says so.
 
     Returns:
@@ -138,7 +140,7 @@ def recommend(
     best = min(usable, key=lambda config: statistics.median(usable[config]), default=None)
     if best is None:
         return _of(groups[base], scores[base], timed=timed, goal=goal, reason="no other configuration was usable"), None
-    ties = [config for config in usable if _overlap(usable[config], usable[best])]
+    ties = [config for config in usable if _tied(usable[config], usable[best])]
     winner = min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
     baseline = (
         _of(groups[base], scores[base], timed=timed, goal=goal, reason="what you run today") if scores[base] else None
@@ -190,12 +192,12 @@ def _confirmed(group: Sequence[Trial], *, timed: bool, goal: Goal) -> list[float
     return [value for value in values if value is not None]
 
 
-def _overlap(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether two configurations tie: one's interval of the ratio of medians includes 1, or they are 2 % apart."""
+def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
+    """Whether a configuration is level with the best: 2 % apart, or `TIED` and the ratio's interval includes 1."""
     if any(value <= 0 for value in (*left, *right)):
         return statistics.median(left) <= max(right)
     ratio = ratio_interval(left, right)
-    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1) < 0.02  # noqa: PLR2004
+    return ratio.median < 1.02 or (ratio.median <= TIED and ratio.low <= 1.0)  # noqa: PLR2004
 
 
 def _unconfirmed(trials: Sequence[Trial], *, timed: bool, goal: Goal) -> Recommendation | None:

@@ -73,8 +73,7 @@ class TimeToTargetSampler(BaseSampler):
         rates = _log10_rates(search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
-        best = min((math.log(run.seconds) for run in runs if not run.censored), default=math.log(runs[0].seconds))
-        gain = surface.expected_improvement(grid_batch, grid_rate, best)
+        gain = surface.expected_improvement(grid_batch, grid_rate)
         for run in runs:
             near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < _TOO_NEAR)
             gain = np.where(near, 0.0, gain)

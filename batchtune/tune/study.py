@@ -32,6 +32,7 @@ CAP_FACTOR = 1.2  # a run that takes so much longer than the best is not the ans
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
 ENOUGH = 0.03  # expected improvement of log time below which two proposals in a row end the search
 MIN_SEARCH_TRIALS = 6
+MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on a NaN, say) before the study stops
 _MAX_EVALUATION_BATCH = 1024
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
@@ -221,7 +222,8 @@ class TuneStudy:
         base = min(max(wall, default=config.budget.run), config.budget.run)
         times = [trial.value for trial in self._ledger.finished("baseline") if self.timed and trial.value]
         one_baseline = min([*times, base])
-        return config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
         return [self._plan.config.budget.total, self._plan.config.budget.trials]

@@ -175,6 +175,6 @@ def test_metrics_come_as_plain_numbers():
     assert task_of(evaluate=lambda _model: torch.tensor([[2.0]])).evaluate(None) == 2.0
 
 
-def test_the_bytes_of_a_sample_are_those_of_all_its_tensors():
+def test_the_bytes_of_a_sample_are_those_of_all_its_tensors_and_numbers():
     sample = {"x": torch.zeros(3), "y": [np.zeros(2), "four"], "z": (1, None)}
-    assert tensor_bytes(sample) == 12 + 16 + 4
+    assert tensor_bytes(sample) == 12 + 16 + 4 + 8

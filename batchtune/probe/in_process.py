@@ -1,0 +1,129 @@
+"""A search in the caller's own process: their step is the attempt, and what fails must leave nothing behind."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from batchtune.device.failures import classify, free_frames, leaves_device_usable
+from batchtune.device.memory import DeviceMemory, open_device
+from batchtune.errors import DeviceError, NothingFitsError
+from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.results import Attempt
+from batchtune.train.attempt import PeakTracker
+
+
+def find_in_process(
+    step: Callable[[int], Any],
+    bounds: Bounds,
+    *,
+    device: str,
+    memory_limit: int | None,
+    margin: float,
+    steps: int,
+    open_memory: Callable[[str], DeviceMemory] = open_device,
+) -> int:
+    """The largest batch size at which `step` runs; see `batchtune.find_batch_size`.
+
+    Args:
+        step: does one training step at the batch size it is given.
+        bounds: what may be tried.
+        device: whose memory is limited.
+        memory_limit: bytes; None: what the device has, less the margin.
+        margin: share of the device's memory kept free.
+        steps: of one attempt.
+        open_memory: opens the device.
+
+    Raises:
+        NothingFitsError: no size runs.
+        DeviceError: there is no such device, or a failure has left it unusable for this process.
+        Exception: what `step` raised, where it raises at every size.
+    """
+    memory = open_memory(device)
+    limit = memory_limit or memory.default_limit(margin)
+    if limit is not None:
+        memory.enforce(limit)
+    try:
+        return _Search(step, memory, steps).run(bounds, limit)
+    finally:
+        memory.lift()
+        memory.release()
+
+
+class _Search:
+    """The attempts so far."""
+
+    def __init__(self, step: Callable[[int], Any], memory: DeviceMemory, steps: int) -> None:
+        self._step, self._memory, self._steps = step, memory, steps
+        self._attempts: list[Attempt] = []
+        self._raised: dict[int, Exception] = {}
+
+    def run(self, bounds: Bounds, limit: int | None) -> int:
+        """Tries sizes until the bracket is narrow enough, and the answer once more after all that failed."""
+        while True:
+            choice = next_size(self._attempts, bounds, limit)
+            low, high = bracket(self._attempts)
+            if choice.batch_size is not None:
+                self._attempt(choice.batch_size)
+            elif not low:
+                raise self._nothing(choice.reason)
+            elif self._attempts[-1].batch_size != low:
+                self._attempt(low)
+            else:
+                if high in self._raised:
+                    error = self._raised[high]
+                    text = f"{type(error).__name__}: {error}"
+                    warnings.warn(f"step({high}) raised {text}; larger sizes were not tried", stacklevel=4)
+                return low
+
+    def _attempt(self, size: int) -> None:
+        self._memory.release()
+        tracker, started, done = PeakTracker(self._memory), time.perf_counter(), 0
+        outcome, message = "fit", None
+        try:
+            for _ in range(self._steps):
+                tracker.start_phase()
+                self._step(size)
+                self._memory.synchronize()
+                tracker.end_phase(forward_backward=True)
+                done += 1
+        except Exception as error:  # noqa: BLE001 - whatever the step raises is the outcome
+            outcome, message = classify(error), str(error).strip().split("\n")[0][:300]
+            usable = leaves_device_usable(error)
+            if outcome == "user_error":
+                traceback.clear_frames(error.__traceback__)  # the error is kept, the step's tensors are not
+                self._raised[size] = error
+            else:
+                free_frames(error)
+            if not usable:
+                raise self._broken(size, message) from None
+        self._memory.release()
+        self._attempts.append(
+            Attempt(
+                batch_size=size,
+                outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
+                steps=done,
+                seconds=round(time.perf_counter() - started, 4),
+                peak_allocated_bytes=tracker.highest.allocated_bytes,
+                peak_reserved_bytes=tracker.highest.reserved_bytes,
+                forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
+                message=message,
+            )
+        )
+
+    def _broken(self, size: int, message: str) -> DeviceError:
+        ran = bracket(self._attempts)[0] or "none"
+        return DeviceError(
+            f"step({size}) broke this process's hold on the device ({message}); the largest size that ran is {ran}. "
+            "'batchtune probe' goes on from such failures, for its attempts run in processes of their own"
+        )
+
+    def _nothing(self, reason: str) -> Exception:
+        if all(attempt.outcome == "user_error" for attempt in self._attempts) and self._raised:
+            return self._raised[min(self._raised)]
+        return NothingFitsError(
+            f"{reason}; the last attempt said: {self._attempts[-1].message}" if self._attempts else reason
+        )

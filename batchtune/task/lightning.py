@@ -1,0 +1,228 @@
+"""A LightningModule, with its DataModule where there is one, behind the names of the task contract."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from batchtune.task.adapted import Adapted, LoaderParts, real_copy, resized, set_learning_rate
+from batchtune.task.lightning_callback import ApplyResult
+from batchtune.task.lightning_data import LightningData, library_of, overrides
+from batchtune.task.lightning_trainer import TrainerView, samples_in
+
+__all__ = ["ApplyResult", "LightningTask"]
+
+_OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
+
+
+class LightningTask(Adapted):
+    """A LightningModule as a task.
+
+    Args:
+        make: makes the module, or a pair of module and DataModule, with fresh weights; a module itself is copied.
+        namespace: the user's file, in which a DataModule is looked for.
+        where: how the user named it.
+    """
+
+    def __init__(self, make: Any, namespace: ModuleType, where: str) -> None:
+        super().__init__(where)
+        self._make: Callable[[], Any] = (
+            make if callable(make) and not isinstance(make, nn.Module) else partial(real_copy, make)
+        )
+        self._data = LightningData(namespace, where)
+        self._samples_per_step: int | None = None
+        self._micro_batch_size = 0
+        self._optimized: weakref.ref[Any] | None = None
+
+    def build_model(self) -> nn.Module:
+        """A new module with a stand-in for its Trainer, set up as Lightning does before training."""
+        made = self._make()
+        module, given = made if isinstance(made, tuple) else (made, None)
+        view = TrainerView(self.where, library_of(module), self._samples_per_step)
+        module.trainer, module.log = view, view.logged.log
+        first = self._data.train is None
+        if first:
+            self._data.prepare(view, module, given)
+        view.datamodule = self._data.module
+        module.setup("fit")
+        module.configure_model()
+        if first:
+            self._data.read_loaders(module)
+        view.samples_per_epoch = self._data.samples_per_epoch
+        return module  # type: ignore[no-any-return]
+
+    def require(self, purpose: Literal["probe", "tune"]) -> None:
+        module: Any = self.build_model()
+        if not module.automatic_optimization:
+            raise self.refused("manual optimization (automatic_optimization = False) is not supported")
+        for name in _OWN_LOOP:
+            if overrides(module, name):
+                raise self.refused(f"it overrides {name}(), which batchtune's own loop cannot honour")
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise self.refused("training_step(dataloader_iter) is not supported; let it take the batch")
+        _, schedulers = self._configured(module)
+        if purpose == "tune":
+            self._require_schedule(schedulers)
+            if not overrides(module, "validation_step") or not self._data.val_loaders:
+                raise self.refused("tune needs a validation_step that logs the metric, and a val_dataloader")
+
+    def _require_schedule(self, schedulers: Sequence[Any]) -> None:
+        if any(config.reduce_on_plateau for config in schedulers):
+            raise self.refused("ReduceLROnPlateau waits for a metric at the end of an epoch; use a schedule by steps")
+        if any(config.interval == "epoch" for config in schedulers) and self._data.samples_per_epoch is None:
+            raise self.refused("its scheduler steps at the end of an epoch, but the training set has no length")
+
+    @property
+    def _parts(self) -> LoaderParts:
+        if self._data.train is None:
+            self.build_model()
+        assert self._data.train is not None  # noqa: S101 - build_model reads it or raises
+        return self._data.train
+
+    def train_dataset(self) -> Any:
+        """What the train_dataloader reads."""
+        return self._parts.dataset
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """A batch as the train_dataloader makes it."""
+        return self._parts.collate(samples)
+
+    def train_sampler(self, batch_size: int) -> Any:
+        return self._parts.sampler_for(batch_size)
+
+    def compute_loss(self, module: Any, batch: Any) -> Tensor:
+        """`training_step`, with the hooks that Lightning calls before it and before backward."""
+        view: TrainerView = module.trainer
+        if not view.training:
+            view.training = True
+            for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+                getattr(module, name)()
+        batch = self._data.transferred(module, batch, 0)
+        if module.on_train_batch_start(batch, view.batch_idx) == -1:
+            raise self.refused("on_train_batch_start returned -1 to skip the epoch, which is not supported")
+        output = _called(module.training_step, batch, view.batch_idx)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise self.refused(f"training_step returned {type(loss).__name__} instead of a loss")
+        module.on_before_backward(loss)
+        self._micro_batch_size = samples_in(batch) or 0
+        view.saw(batch, output, self._micro_batch_size)
+        return loss
+
+    def _configured(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
+        """What `configure_optimizers` returned, read by Lightning's own parser."""
+        parser = importlib.import_module(f"{library_of(module)}.core.optimizer")
+        made = module.configure_optimizers()
+        if made is None:
+            raise self.refused("configure_optimizers returned None")
+        optimizers, schedulers, monitor = parser._configure_optimizers(made)  # noqa: SLF001
+        if len(optimizers) != 1:
+            raise self.refused(f"configure_optimizers returned {len(optimizers)} optimizers; batchtune trains with one")
+        return optimizers[0], parser._configure_schedulers_automatic_opt(schedulers, monitor)  # noqa: SLF001
+
+    def build_optimizer(self, module: Any, lr: float) -> torch.optim.Optimizer:
+        """The one of `configure_optimizers` at this learning rate, with the module's hooks around its steps."""
+        optimizer, schedulers = self._configured(module)
+        set_learning_rate(optimizer, lr, (config.scheduler for config in schedulers), where=self.where)
+        view: TrainerView = module.trainer
+        view.optimizers, view.learning_rate = [optimizer], lr
+        self._optimized = weakref.ref(module)
+
+        def before(*_: Any) -> None:
+            module.on_after_backward()
+            module.on_before_optimizer_step(optimizer)
+
+        def after(*_: Any) -> None:
+            module.on_before_zero_grad(optimizer)
+            view.step_ended(module)
+            self._samples_per_step = view.samples_per_step
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule | None:
+        """The schedulers of `configure_optimizers`, built anew now that the number of steps is known."""
+        module: Any = self._optimized() if self._optimized else None
+        view: TrainerView = module.trainer
+        view.total_steps = total_steps
+        twin, configs = self._configured(module)
+        set_learning_rate(twin, view.learning_rate, (config.scheduler for config in configs), where=self.where)
+        view.lr_scheduler_configs = configs
+        return Schedule(optimizer, twin, configs, view) if configs else None
+
+    def evaluate(self, module: Any, max_batches: int | None = None) -> dict[str, float]:
+        """The validation epoch: what it logs, by name.
+
+        Where training and validation have the same batch size in the user's loaders, both grow together here, too.
+        """
+        view: TrainerView = module.trainer
+        was_training, view.training, view.validating = view.training, False, True
+        view.logged.start_validation()
+        module.on_validation_start()
+        module.on_validation_epoch_start()
+        for number, loader in enumerate(self._data.val_loaders):
+            self._validate(module, loader, number if len(self._data.val_loaders) > 1 else None, max_batches)
+        view.logged.end_validation_steps()
+        module.on_validation_epoch_end()
+        module.on_validation_end()
+        view.training, view.validating = was_training, False
+        return view.logged.finish_validation()
+
+    def _validate(self, module: Any, loader: Any, number: int | None, max_batches: int | None) -> None:
+        if isinstance(loader, DataLoader) and loader.batch_size == self._parts.batch_size < self._micro_batch_size:
+            loader = resized(loader, self._micro_batch_size)
+        which = () if number is None else (number,)
+        for index, batch in enumerate(itertools.islice(loader, max_batches)):
+            there = self._data.transferred(module, batch, number or 0)
+            module.trainer.logged.see_batch(there, number)
+            module.on_validation_batch_start(there, index, *which)
+            output = _called(module.validation_step, there, index, *which)
+            module.on_validation_batch_end(output, there, index, *which)
+
+
+class Schedule:
+    """Schedulers stepped as Lightning steps them: after each step, or at the end of an epoch.
+
+    They work on a twin of the optimizer, from the `configure_optimizers` call that made them; its settings are copied.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, configs: Sequence[Any], view: TrainerView
+    ) -> None:
+        self._optimizer, self._twin, self._configs, self._view = optimizer, twin, configs, view
+        self._epoch = view.current_epoch
+        twin.step()  # without gradients it does nothing; schedulers want to see one before their first
+        self._copy()
+
+    def step(self) -> None:
+        """Called after each optimizer step."""
+        epoch, self._epoch = self._epoch, self._view.current_epoch
+        for config in self._configs:
+            by_step = config.interval == "step"
+            moved = by_step or self._epoch != epoch
+            if moved and (self._view.global_step if by_step else self._epoch) % config.frequency == 0:
+                config.scheduler.step()
+        self._copy()
+
+    def _copy(self) -> None:
+        for group, other in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
+            group |= {key: value for key, value in other.items() if key != "params"}
+
+
+def _called(step: Callable[..., Any], *arguments: Any) -> Any:
+    """A step with as many of batch, batch_idx and dataloader_idx as it takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        return step(*arguments)
+    return step(*arguments[: len(parameters)])

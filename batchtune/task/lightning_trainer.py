@@ -1,0 +1,208 @@
+"""What a LightningModule finds in `self.trainer` and behind `self.log` while batchtune, not Lightning, trains it."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from batchtune.errors import UsageError
+
+_REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+class NotInTrainerError(UsageError, AttributeError):
+    """The module asks its Trainer for something that batchtune has not got; to `hasattr` it is not there."""
+
+
+class TrainerView:
+    """Stands in for `self.trainer`: progress and facts that are true in batchtune, and no more.
+
+    Args:
+        where: how the user named the module, for messages.
+        library: the module's Lightning, `lightning.pytorch` or `pytorch_lightning`.
+        samples_per_step: of an optimizer step as last seen in another model; None before the first.
+
+    Attributes:
+        samples_per_epoch: of the training set; None where it does not tell.
+        total_steps: optimizer steps of the run; None where nothing is foreseen.
+    """
+
+    world_size = num_devices = num_nodes = accumulate_grad_batches = check_val_every_n_epoch = 1
+    global_rank = local_rank = node_rank = 0
+    is_global_zero = True
+    training = validating = sanity_checking = testing = predicting = evaluating = False
+    fast_dev_run = overfit_batches = barebones = should_stop = False
+    log_every_n_steps = 50
+    progress_bar_callback = checkpoint_callback = early_stopping_callback = gradient_clip_val = None
+    ckpt_path = default_root_dir = log_dir = None
+
+    def __init__(self, where: str, library: str, samples_per_step: int | None = None) -> None:
+        self._where = where
+        self.datamodule: Any = None
+        self.global_step, self.current_epoch, self.batch_idx = 0, 0, 0
+        self.samples_per_epoch: int | None = None
+        self.samples_per_step = samples_per_step
+        self.total_steps: int | None = None
+        self.learning_rate = 0.0
+        self._samples = {"step": 0, "epoch": 0}
+        self._last: tuple[Any, Any] = (None, None)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
+        self.loggers = [self.logger]
+        self.logged = Logged(where)
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Optimizer steps of an epoch; infinite for a data set without length."""
+        if self.samples_per_epoch is None:
+            return math.inf
+        return max(1, math.ceil(self.samples_per_epoch / (self.samples_per_step or 1)))
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the run, as far as its time limit lets foresee."""
+        return self.total_steps if self.total_steps is not None else self.num_training_batches
+
+    @property
+    def max_steps(self) -> int:
+        """As `estimated_stepping_batches`; -1 where nothing is foreseen."""
+        return self.total_steps if self.total_steps is not None else -1
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs that the run's steps make, at least one."""
+        steps, epoch = self.estimated_stepping_batches, self.num_training_batches
+        return max(1, math.ceil(steps / epoch)) if math.isfinite(epoch) else 1
+
+    @property
+    def callback_metrics(self) -> Mapping[str, Any]:
+        """What was logged last, by name."""
+        return self.logged.latest
+
+    logged_metrics = progress_bar_metrics = callback_metrics
+
+    def saw(self, batch: Any, output: Any, samples: int) -> None:
+        """A micro-batch has been through the training step."""
+        detached = tree_map_only(Tensor, Tensor.detach, output)
+        self._last = (batch, detached)
+        self._samples = {name: count + samples for name, count in self._samples.items()}
+
+    def step_ended(self, module: Any) -> None:
+        """The optimizer has stepped: the hooks of batch and epoch, and the counts they may look at."""
+        batch, output = self._last
+        self._last = (None, None)
+        self.global_step += 1
+        self.samples_per_step, self._samples["step"] = self._samples["step"], 0
+        module.on_train_batch_end(output, batch, self.batch_idx)
+        self.batch_idx += 1
+        left = None if self.samples_per_epoch is None else self.samples_per_epoch - self._samples["epoch"]
+        if left is not None and left < self.samples_per_step:
+            module.on_train_epoch_end()
+            self.logged.end_training_epoch()
+            self.current_epoch, self.batch_idx, self._samples["epoch"] = self.current_epoch + 1, 0, 0
+            module.on_train_epoch_start()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotInTrainerError(
+            f"{self._where} uses self.trainer.{name}: batchtune trains the module without a Lightning Trainer, and "
+            "stands in for its progress, datamodule and logger only"
+        )
+
+
+class Logged:
+    """What `self.log` is given: in validation reduced over the epoch as Lightning does it, in training remembered."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.latest: dict[str, Any] = {}
+        self._validating = False
+        self._batch_size: int | None = None
+        self._suffix = ""
+        self._sums: dict[str, tuple[str, Any, float]] = {}
+        self._metrics: dict[str, Any] = {}
+        self._training_metrics: dict[str, Any] = {}
+
+    def start_validation(self) -> None:
+        """Forgets the last validation."""
+        self._validating, self._sums, self._metrics = True, {}, {}
+
+    def see_batch(self, batch: Any, loader: int | None = None) -> None:
+        """The batch that is logged for from now on, and the number of its loader where there are several."""
+        self._batch_size, self._suffix = samples_in(batch), "" if loader is None else f"/dataloader_idx_{loader}"
+
+    def end_validation_steps(self) -> None:
+        """What is logged from now on is for the whole epoch."""
+        self._batch_size, self._suffix = None, ""
+
+    def finish_validation(self) -> dict[str, float]:
+        """Name and value of everything that was logged since the start."""
+        self._validating = False
+        found = {name: float(total / weight) for name, (_, total, weight) in self._sums.items() if weight}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            metric.reset()
+            if isinstance(value, float | int) or value.numel() == 1:
+                found[name] = float(value)
+        self.latest |= found
+        return found
+
+    def end_training_epoch(self) -> None:
+        """Metrics that training logs start over, as they do in Lightning."""
+        for metric in self._training_metrics.values():
+            metric.reset()
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *flags: Any,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+        **_: Any,
+    ) -> None:
+        """`LightningModule.log`."""
+        del flags
+        if hasattr(value, "compute") and hasattr(value, "reset"):  # a torchmetrics.Metric
+            if self._validating:
+                self._metrics[f"{name}{self._suffix}"] = value
+            else:
+                self._training_metrics[name] = value
+            return
+        value = value.detach() if isinstance(value, Tensor) else value
+        if not self._validating:
+            self.latest[name] = value
+            return
+        self._add(f"{name}{self._suffix}" if add_dataloader_idx else name, value, reduce_fx, batch_size)
+
+    def _add(self, name: str, value: Any, reduce_fx: Any, batch_size: int | None) -> None:
+        how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if how not in _REDUCTIONS:
+            raise UsageError(f"{self._where}: self.log({name!r}, reduce_fx={reduce_fx!r}): use mean, sum, max or min")
+        value = value.float().mean() if isinstance(value, Tensor) else float(value)
+        weight = float(batch_size or self._batch_size or 1)
+        before = self._sums.get(name)
+        if how == "mean":
+            total = value * weight + (before[1] if before else 0.0)
+            self._sums[name] = (how, total, weight + (before[2] if before else 0.0))
+        elif before is None:
+            self._sums[name] = (how, value, 1.0)
+        else:
+            both = torch.stack([torch.as_tensor(before[1]), torch.as_tensor(value)])
+            self._sums[name] = (how, getattr(both, how)(), 1.0)
+
+
+def samples_in(batch: Any) -> int | None:
+    """Samples of a batch: the first dimension of its first tensor; None where there is none."""
+    sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, None)

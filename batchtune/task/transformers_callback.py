@@ -1,0 +1,92 @@
+"""What of a result a Hugging Face run takes from its arguments, and what a callback can only check."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, TypeVar
+
+from transformers import TrainerCallback
+
+from batchtune.errors import UsageError
+from batchtune.task.recommended import recommended, require_world, say
+
+Arguments = TypeVar("Arguments")
+
+
+def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Arguments:
+    """Training arguments with what `batchtune tune` recommends in them.
+
+    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, bf16, fp16 and, on a GPU, tf32.
+
+    Args:
+        arguments: `TrainingArguments`, or a subclass's.
+        result: a result file or run folder.
+
+    Returns:
+        A copy.
+
+    Raises:
+        UsageError: the result recommends nothing.
+    """
+    found, given = recommended(result), vars(arguments)
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": found.micro_batch_size,
+        "gradient_accumulation_steps": found.gradient_accumulation_steps,
+        "bf16": found.precision == "bf16",
+        "fp16": found.precision == "fp16",
+    }
+    if found.learning_rate is not None:
+        changes["learning_rate"] = found.learning_rate
+    if found.precision in {"fp32", "tf32"} and (found.precision == "tf32" or given.get("tf32")):
+        changes["tf32"] = found.precision == "tf32"
+    return dataclasses.replace(arguments, **changes)  # type: ignore[type-var]  # they are a dataclass
+
+
+class ApplyResult(TrainerCallback):  # type: ignore[misc]  # transformers is no dependency, its types are not looked at
+    """Sees to it that a Trainer trains with what `batchtune tune` recommends.
+
+    A Trainer has noted batch size and precision before it asks a callback anything, so they belong in its arguments:
+
+        Trainer(args=apply_result(args, "result.json"), callbacks=[ApplyResult("result.json")], ...)
+
+    The callback sets accumulation and learning rate where the arguments differ, says so where the precision does, and
+    stops a run whose batch size does.
+
+    Args:
+        result: a result file or run folder.
+    """
+
+    def __init__(self, result: str | os.PathLike[str]) -> None:
+        self._found, self._path = recommended(result), os.fspath(result)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the optimizer is made; the batch size takes effect in versions that note it later than this."""
+        del state, control
+        found = self._found
+        args.per_device_train_batch_size = found.micro_batch_size
+        args.gradient_accumulation_steps = found.gradient_accumulation_steps
+        if found.learning_rate is not None:
+            args.learning_rate = found.learning_rate
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        """Checks what the run is about to train with.
+
+        Raises:
+            UsageError: the batch size is another.
+        """
+        del state, control
+        found = self._found
+        loader: Any = getattr(train_dataloader, "batch_sampler", None) or train_dataloader
+        size = getattr(loader, "batch_size", None)
+        if size != found.micro_batch_size or args.gradient_accumulation_steps != found.gradient_accumulation_steps:
+            raise UsageError(
+                f"this Trainer is about to train with batch size {size} × {args.gradient_accumulation_steps}, not the "
+                f"{found.micro_batch_size} × {found.gradient_accumulation_steps} of {self._path}: give it "
+                f"args=apply_result(args, {self._path!r}) and this callback in callbacks=[...]"
+            )
+        require_world(found, args.world_size)
+        runs_in = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        wanted = "fp32" if found.precision == "tf32" else found.precision
+        if runs_in != wanted:
+            say(f"measured in {found.precision}, this Trainer runs in {runs_in}; apply_result sets it")

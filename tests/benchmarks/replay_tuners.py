@@ -1,0 +1,352 @@
+"""How each tuner spends training seconds on a recorded task: batchtune's real study, and what people use today.
+
+A tuner's story is the list of what it trained, in order: the seconds each run cost, and the configuration it would have
+answered with after it.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import FloatDistribution, IntDistribution
+from replay_curves import BASELINE_BATCH_SIZE, Record
+from replay_tasks import TASKS
+
+from batchtune.config import Baseline, BatchSize, Budget, Config, Objective
+from batchtune.progress import Observer
+from batchtune.results import CurvePoint, ProbeResult, Trial
+from batchtune.train.loop import RunSpec
+from batchtune.tune import study as tune_study
+from batchtune.tune import workers as tune_workers
+from batchtune.tune.prior import candidate_batch_sizes
+from batchtune.tune.recommend import recommend
+
+LARGEST = 512  # the batch size that fits, by decree
+MOST_TRIALS = 200  # of the other tuners
+LOWEST_RATE, HIGHEST_RATE = 1e-5, 1.0  # batchtune's default; every tuner searches the same
+NO_LIMIT_SECONDS = 1e9  # of budget.total: the study's own stop rule ends it
+SEED_STRIDE = 1013  # between the seeds of two repetitions: no common factor with the number of recorded seeds
+Configuration = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """One run of a tuner.
+
+    Attributes:
+        what: its role and outcome, for the account of where seconds went.
+        seconds: training seconds it cost.
+        batch_size, learning_rate: what it trained.
+        answer: the configuration that the tuner would have given after it; None before it has one.
+    """
+
+    what: str
+    seconds: float
+    batch_size: int
+    learning_rate: float
+    answer: Configuration | None
+
+
+Story = list[Spent]
+Tuner = Callable[[Record, int, float], Story]
+
+
+class SimulatedClock:
+    """Stands in for the `time` module: only training takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class ReplayWorker:
+    """Stands in for the child process: answers `train` from the record, on a clock that only training moves."""
+
+    def __init__(self, record: Record, clock: SimulatedClock) -> None:
+        self._record, self._clock = record, clock
+
+    def call(
+        self, command: str, *, timeout: float, on_event: Callable[[dict[str, Any]], bool], **arguments: Any
+    ) -> dict[str, Any]:
+        if command != "train":
+            raise NotImplementedError(f"the record has no answer to {command!r}")
+        run = self._record.train(RunSpec(**arguments))
+        before, point = 0.0, next(run)
+        while True:
+            self._clock.now += point.seconds - before
+            before = point.seconds
+            try:
+                point = run.send(on_event(point.model_dump()))
+            except StopIteration as end:
+                return {"outcome": end.value}
+
+
+def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:
+    """The real study: its sampler, pruner, caps, stop rule and confirmation."""
+    trials = batchtune_trials(record, seed)
+    story = []
+    for number, trial in enumerate(trials):
+        found, _ = recommend(trials[: number + 1], timed=True, goal="minimize")
+        answer = (found.global_batch_size, found.learning_rate) if found else None
+        what = trial.role if trial.role != "search" else f"search, {trial.outcome}"
+        story.append(Spent(what, trial.training_seconds or 0.0, trial.batch_size, trial.learning_rate, answer))
+    return story
+
+
+def batchtune_trials(record: Record, seed: int) -> list[Trial]:
+    """The trials of a study of a recorded task on a simulated clock."""
+    task, clock = TASKS[record.name], SimulatedClock()
+    config = Config(
+        task=record.name,
+        name=record.name,
+        baseline=Baseline(batch_size=BASELINE_BATCH_SIZE, learning_rate=task.baseline_rate),
+        batch_size=BatchSize(max=LARGEST),
+        objective=Objective(target=record.target),
+        budget=Budget(run=record.longest_run_seconds, total=NO_LIMIT_SECONDS),
+        seed=SEED_STRIDE * seed,
+    )
+    probe = ProbeResult(
+        precision="fp32", max_batch_size=LARGEST, limited_by="max", throughput_fit=record.fit, seconds=0.0
+    )
+    candidates = candidate_batch_sizes(
+        probe, minimum=8, maximum=LARGEST, baseline=BASELINE_BATCH_SIZE, multiple_of=1, data_size=None
+    )
+    plan = tune_study.Plan(
+        config=config,
+        probe=probe,
+        candidates=candidates,
+        precisions=["fp32"],
+        optimizer=task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD",
+    )
+    with simulated_time(clock):
+        study = tune_study.TuneStudy(plan, ReplayWorker(record, clock), optuna.storages.InMemoryStorage(), Observer())
+        study.run()
+    return study.records()
+
+
+class simulated_time:  # noqa: N801 - reads as a function
+    """Within the block the study's clock is the simulated one."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        for module in (tune_study, tune_workers):
+            module.time = self._clock
+
+    def __exit__(self, *_: object) -> None:
+        import time
+
+        for module in (tune_study, tune_workers):
+            module.time = time
+
+
+def space() -> dict[str, optuna.distributions.BaseDistribution]:
+    """What the other tuners search: batch size as a whole number, since an order helps them more than categories."""
+    return {
+        "batch_size": IntDistribution(8, LARGEST, log=True),
+        "learning_rate": FloatDistribution(LOWEST_RATE, HIGHEST_RATE, log=True),
+    }
+
+
+def plain_spec(record: Record, batch_size: int, rate: float, seed: int) -> RunSpec:
+    """A run as anyone would do it: until the target or the longest run's end."""
+    return RunSpec(
+        micro_batch_size=batch_size,
+        accumulation_steps=1,
+        learning_rate=rate,
+        precision="fp32",
+        seed=seed,
+        metric="val_loss",
+        goal="minimize",
+        target=record.target,
+        limit_seconds=record.longest_run_seconds,
+        evaluate_every=None,
+        evaluation_batch_size=LARGEST,
+    )
+
+
+def run_to_end(
+    record: Record, batch_size: int, rate: float, seed: int, go_on: Callable[[CurvePoint], bool] = lambda _: True
+) -> tuple[str, float]:
+    """Outcome and training seconds of a recorded run."""
+    run = record.train(plain_spec(record, batch_size, rate, seed))
+    point = next(run)
+    while True:
+        try:
+            point = run.send(point.value is None or go_on(point))
+        except StopIteration as end:
+            return end.value, point.seconds
+
+
+def optuna_tuner(
+    make_sampler: Callable[[int], optuna.samplers.BaseSampler],
+    make_pruner: Callable[[int], optuna.pruners.BasePruner] = lambda _: optuna.pruners.NopPruner(),
+    *,
+    by_time: bool = False,
+) -> Tuner:
+    """A study as in Optuna's documentation: the value is the seconds to the target, or the longest run's seconds.
+
+    Args:
+        make_sampler: of a seed.
+        make_pruner: of the milliseconds of the longest run; asked at each evaluation.
+        by_time: report at milliseconds of training; otherwise at optimizer steps, as everyone does.
+    """
+
+    def story(record: Record, seed: int, budget_seconds: float) -> Story:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            study = optuna.create_study(
+                sampler=make_sampler(SEED_STRIDE * seed), pruner=make_pruner(round(1000 * record.longest_run_seconds))
+            )
+            study.enqueue_trial(baseline_of(record))
+            return list(spend(record, study, seed, budget_seconds, by_time=by_time))
+
+    return story
+
+
+def baseline_of(record: Record) -> dict[str, Any]:
+    """What the user runs today; every tuner is told, and pays for its run."""
+    return {"batch_size": BASELINE_BATCH_SIZE, "learning_rate": TASKS[record.name].baseline_rate}
+
+
+def spend(record: Record, study: optuna.Study, seed: int, budget_seconds: float, *, by_time: bool) -> Iterator[Spent]:
+    """Trials one after another until the budget is used up."""
+    spent, best, answer = 0.0, math.inf, None
+    for _ in range(MOST_TRIALS):
+        if spent >= budget_seconds:
+            return
+        trial = study.ask(space())
+        batch_size, rate = trial.params["batch_size"], trial.params["learning_rate"]
+        last_step = -1
+
+        def go_on(point: CurvePoint, trial: optuna.Trial = trial, batch_size: int = batch_size) -> bool:
+            nonlocal last_step
+            if not point.samples:
+                return True  # nobody judges a model before its first step
+            step = round(point.seconds * 1000) if by_time else point.samples // batch_size
+            last_step = max(last_step + 1, step)
+            trial.report(point.value or 0.0, last_step)
+            return not trial.should_prune()
+
+        outcome, seconds = run_to_end(record, batch_size, rate, SEED_STRIDE * seed + trial.number, go_on)
+        if outcome == "pruned":
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            study.tell(trial, seconds if outcome == "reached" else record.longest_run_seconds)
+        spent += seconds
+        if outcome == "reached" and seconds < best:
+            best, answer = seconds, (batch_size, rate)
+        yield Spent(outcome, seconds, batch_size, rate, answer)
+
+
+def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
+    """Ray Tune's own ASHAScheduler (reduction 4, grace 1 % of the longest run) and OptunaSearch, without its actors."""
+    from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+    from ray.tune.search.optuna import OptunaSearch
+
+    np.random.seed(seed)  # noqa: NPY002 - the scheduler draws brackets from it
+    longest, spent, best, answer, story = record.longest_run_seconds, 0.0, math.inf, None, []
+    scheduler = ASHAScheduler(
+        time_attr="seconds",
+        metric="val_loss",
+        mode="min",
+        max_t=longest,
+        grace_period=longest / 100,
+        reduction_factor=4,
+    )
+    search = OptunaSearch(
+        space(), metric="score", mode="min", seed=SEED_STRIDE * seed, points_to_evaluate=[baseline_of(record)]
+    )
+    while spent < budget_seconds and len(story) < MOST_TRIALS:
+        name = f"{len(story)}"
+        chosen = search.suggest(name)
+        trial = types.SimpleNamespace(trial_id=name)
+        scheduler.on_trial_add(None, trial)
+
+        def go_on(point: CurvePoint, trial: Any = trial) -> bool:
+            if not point.samples:
+                return True
+            result = {"seconds": point.seconds, "val_loss": point.value}
+            return scheduler.on_trial_result(None, trial, result) == TrialScheduler.CONTINUE
+
+        seed_here = SEED_STRIDE * seed + len(story)
+        outcome, seconds = run_to_end(record, chosen["batch_size"], chosen["learning_rate"], seed_here, go_on)
+        # a trial that was stopped has not reached the target: to the search it is as slow as the longest run
+        score = seconds if outcome == "reached" else longest
+        search.on_trial_complete(name, {"score": score, "training_iteration": 1})
+        spent += seconds
+        if outcome == "reached" and seconds < best:
+            best, answer = seconds, (chosen["batch_size"], chosen["learning_rate"])
+        story.append(Spent(outcome, seconds, chosen["batch_size"], chosen["learning_rate"], answer))
+    return story
+
+
+def lr_find_story(record: Record, seed: int, budget_seconds: float) -> Story:
+    """One range test at the baseline's batch size; where the smoothed loss falls steepest, scaled to the largest batch.
+
+    The smoothing (0.98, bias-corrected), the skipped ends and the stop at 4 times the best loss are Lightning's.
+    """
+    losses = record.range_test(BASELINE_BATCH_SIZE, SEED_STRIDE * seed)
+    rates, smooth, mean = np.geomspace(1e-6, 10, len(losses)), [], 0.0
+    for number, loss in enumerate(losses, start=1):
+        mean = 0.98 * mean + 0.02 * loss
+        smooth.append(mean / (1 - 0.98**number))
+        if not math.isfinite(loss) or (number > 1 and smooth[-1] > 4 * min(smooth)):
+            break
+    inner = np.array(smooth[10:-1])
+    inner = inner[np.isfinite(inner)]
+    rate = float(rates[10 + np.gradient(inner).argmin()]) * LARGEST / BASELINE_BATCH_SIZE
+    cost = len(smooth) * record.step_seconds(BASELINE_BATCH_SIZE)
+    outcome, seconds = run_to_end(record, LARGEST, rate, SEED_STRIDE * seed)
+    answer = (LARGEST, rate)
+    return [
+        Spent("range test", cost, BASELINE_BATCH_SIZE, rate, answer),
+        Spent(f"its result, {outcome}", seconds, LARGEST, rate, answer),
+    ]
+
+
+def tpe(seed: int) -> optuna.samplers.BaseSampler:
+    return optuna.samplers.TPESampler(seed=seed)
+
+
+def median(_: int) -> optuna.pruners.BasePruner:
+    return optuna.pruners.MedianPruner()
+
+
+def halving(longest: int) -> optuna.pruners.BasePruner:
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=max(1, longest // 64), reduction_factor=2)
+
+
+def hyperband(longest: int) -> optuna.pruners.BasePruner:
+    return optuna.pruners.HyperbandPruner(min_resource=max(1, longest // 81), max_resource=longest)
+
+
+OURS, DEFAULTS = "batchtune", "Optuna defaults (TPE, MedianPruner by step)"
+HALVING: dict[str, Tuner] = {
+    "TPE, SuccessiveHalving (defaults) on time": optuna_tuner(
+        tpe, lambda _: optuna.pruners.SuccessiveHalvingPruner(), by_time=True
+    ),
+    "TPE, SuccessiveHalving (factor 2) on time": optuna_tuner(tpe, halving, by_time=True),
+    "TPE, Hyperband on time": optuna_tuner(tpe, hyperband, by_time=True),
+    "Ray Tune: ASHA on time, OptunaSearch": asha_story,
+}
+TUNERS: dict[str, Tuner] = {
+    OURS: batchtune_story,
+    DEFAULTS: optuna_tuner(tpe, median),
+    "TPE, MedianPruner on time": optuna_tuner(tpe, median, by_time=True),
+    **HALVING,
+    "GPSampler": optuna_tuner(lambda seed: optuna.samplers.GPSampler(seed=seed)),
+    "random": optuna_tuner(lambda seed: optuna.samplers.RandomSampler(seed=seed)),
+    "lr_find, largest batch, linear scaling": lr_find_story,
+}

@@ -1,0 +1,220 @@
+"""The recipes end to end on this machine: is the recommendation as good as the best of a grid, and what did it cost?
+
+    python tests/benchmarks/tune_live.py                 # both recipes; about 20 minutes on a quiet machine
+    python tests/benchmarks/tune_live.py digits --seeds 3
+
+Runs the recipe's own study, then a grid of 8 batch sizes x 9 learning rates on the same target (a run ends at twice
+the best time so far, so the grid is a cheap one), and then baseline, recommendation and the best of the grid on fresh
+seeds, interleaved. Prints what share of the study's wall clock was neither the user's training nor evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import platform
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import batchtune
+from batchtune.config import Config
+from batchtune.config_file import load_config
+from batchtune.progress import Observer
+from batchtune.results import CurvePoint, Recommendation, Result, Trial
+from batchtune.task.load import load_task
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import Trainer
+from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.recommend import median_interval, ratio_interval
+from batchtune.tune.workers import TrialRun, TrialSpec, run_trial
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RESULT = Path(__file__).parent / "results" / "tune_live.md"
+BATCH_SIZES = tuple(8 * 2**octave for octave in range(8))
+RATES = tuple(10 ** (half / 2) for half in range(-8, 1))
+GRID_CAP = 2.0  # times the best run of the grid so far
+GRID_FINALISTS, GRID_FINALIST_SEEDS = 3, 3  # a grid of single runs is won by luck; its best are run again
+FRESH_SEED = 9_000_000
+TIMED_EVALUATIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A configuration that is compared on fresh seeds."""
+
+    name: str
+    batch_size: int
+    learning_rate: float
+
+
+class Recipe:
+    """A recipe's task on a worker, and its target once it is known."""
+
+    def __init__(self, config: Config, worker: Worker) -> None:
+        self.config, self._worker = config, worker
+        self.target: float | None = None
+        self.max_micro = 1
+
+    def train(self, choice: Choice, seed: int, limit_seconds: float) -> TrialRun:
+        """One run until the target or the limit."""
+        steps = -(-choice.batch_size // self.max_micro)
+        spec = TrialSpec(
+            micro_batch_size=choice.batch_size // steps,
+            accumulation_steps=steps,
+            learning_rate=choice.learning_rate,
+            precision=self._worker.facts["precision"][0][0],
+            seed=seed,
+            metric=self.config.objective.metric,
+            goal=self.config.objective.goal,
+            target=self.target,
+            limit_seconds=limit_seconds,
+            evaluate_every=None,
+            evaluation_batch_size=min(self.max_micro, 1024),
+            expected_step_seconds=None,
+        )
+        return run_trial(self._worker, spec, lambda _: True, tolerant=True)
+
+
+class Stopwatch(Observer):
+    """Counts evaluations of a study as they come."""
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+
+    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
+        self.evaluations += 1
+
+
+def search_grid(recipe: Recipe) -> tuple[Choice, float]:
+    """The best of the grid, and the training seconds that it cost."""
+    points = [Choice("best of the grid", size, rate) for size in BATCH_SIZES for rate in RATES]
+    random.Random(0).shuffle(points)
+    times: dict[Choice, list[float]] = {}
+    best, spent = recipe.config.budget.run, 0.0
+    for number, point in enumerate(points):
+        run = recipe.train(point, FRESH_SEED - 1 - number, min(recipe.config.budget.run, GRID_CAP * best))
+        spent += run.training_seconds
+        if run.outcome == "reached":
+            times[point] = [run.training_seconds]
+            best = min(best, run.training_seconds)
+    leaders = sorted(times, key=lambda point: times[point][0])[:GRID_FINALISTS]
+    for number in range(GRID_FINALIST_SEEDS - 1):
+        for point in leaders:
+            run = recipe.train(point, FRESH_SEED - 1000 - number, recipe.config.budget.run)
+            spent += run.training_seconds
+            times[point].append(run.training_seconds)
+    return min(leaders, key=lambda point: statistics.median(times[point])), spent
+
+
+def compare(recipe: Recipe, choices: list[Choice], seeds: int) -> dict[str, list[float]]:
+    """Seconds to target of each choice on fresh seeds, taking turns; a run that misses counts with its limit."""
+    times: dict[str, list[float]] = {choice.name: [] for choice in choices}
+    for number in range(seeds):
+        for choice in choices:
+            run = recipe.train(choice, FRESH_SEED + number, 2 * recipe.config.budget.run)
+            times[choice.name].append(run.training_seconds)
+    return times
+
+
+def evaluation_seconds(config: Config) -> float:
+    """What one evaluation takes, by the product's own."""
+    trainer = Trainer(load_task(config.task), torch.device("cpu"), "fp32")
+    times = []
+    for _ in range(TIMED_EVALUATIONS):
+        started = time.perf_counter()
+        metric_value(trainer, config.objective.metric, 1024)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def overhead(result: Result, wall_seconds: float, evaluations: int, each_evaluation: float) -> str:
+    """Where the study's wall clock went."""
+    trials = result.trials or []
+    training = sum(trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials)
+    evaluating, probing = evaluations * each_evaluation, result.probe.seconds if result.probe else 0.0
+    other = wall_seconds - training - evaluating - probing
+    shares = {"training": training, "evaluation": evaluating, "probe": probing, "everything else": other}
+    parts = ", ".join(f"{what} {seconds:.1f} s ({seconds / wall_seconds:.1%})" for what, seconds in shares.items())
+    verdict = (probing + other) / wall_seconds
+    return (
+        f"Study: {wall_seconds:.0f} s of wall clock: {parts}. Neither training nor evaluation: {verdict:.1%} "
+        f"(goal: at most 5 % of a study of 5 minutes; the child's start, warm-up and building models count as such). "
+        f"{evaluations} evaluations were counted at {1000 * each_evaluation:.1f} ms, timed apart."
+    )
+
+
+def report_recipe(name: str, seeds: int) -> str:
+    """A recipe's section of the report."""
+    config = load_config(RECIPES / name / "config.yaml", [])
+    watch, started = Stopwatch(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = batchtune.tune(config, fresh=True, observer=watch, run_folders=folder)
+    wall_seconds = time.perf_counter() - started
+    found, probe = result.recommendation, result.probe
+    assert isinstance(found, Recommendation)
+    assert probe is not None
+    assert result.target is not None
+    settings = WorkerSettings(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
+    with Worker(settings) as worker:
+        worker.start()
+        recipe = Recipe(config, worker)
+        recipe.target, recipe.max_micro = result.target.value, probe.max_batch_size or 1
+        best, grid_seconds = search_grid(recipe)
+        base = config.baseline
+        choices = [
+            Choice("baseline", base.batch_size, base.learning_rate),
+            Choice("recommended", found.global_batch_size, found.learning_rate or base.learning_rate),
+            best,
+        ]
+        times = compare(recipe, choices, seeds)
+    searched = sum(trial.training_seconds or 0.0 for trial in result.trials or [] if trial.role == "search")
+    everything = sum(trial.training_seconds or 0.0 for trial in result.trials or [])
+    lines = [f"## {name}", "", f"Target: {config.objective.metric} {recipe.target:.4g} ({result.target.reason}).", ""]
+    lines += ["| configuration | batch size | learning rate | seconds to target (90 % interval) | baseline takes |"]
+    lines += ["|---|---:|---:|---:|---:|"]
+    for choice in choices:
+        its, gain = median_interval(times[choice.name]), ratio_interval(times["baseline"], times[choice.name])
+        lines.append(
+            f"| {choice.name} | {choice.batch_size} | {choice.learning_rate:.3g} | {its.median:.2f} ({its.low:.2f} to "
+            f"{its.high:.2f}) | {gain.median:.2f} × ({gain.low:.2f} to {gain.high:.2f}) |"
+        )
+    against = ratio_interval(times["recommended"], times[best.name])
+    ratio = f"{against.median:.2f} ({against.low:.2f} to {against.high:.2f})"
+    lines += [
+        "",
+        f"Time of the recommendation over that of the grid's best: {ratio}. Training seconds: the study's search",
+    ]
+    lines += [f"{searched:.0f}, all of the study {everything:.0f}, the grid {grid_seconds:.0f}.", ""]
+    lines.append(overhead(result, wall_seconds, watch.evaluations, evaluation_seconds(config)))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the recipes, prints the report and keeps it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", default=["digits", "charlm"])
+    parser.add_argument("--seeds", type=int, default=7, help="fresh seeds of the comparison")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "optuna"))
+    recipes = " ".join(arguments.recipes)
+    command = f"python tests/benchmarks/tune_live.py {recipes} --seeds {arguments.seeds}"
+    where = f"batchtune {batchtune.__version__}, Python {platform.python_version()}, {versions}"
+    threads = f"{torch.get_num_threads()} threads"
+    head = f"{dt.datetime.now(dt.UTC).date()}, {where}, {threads}. Command: `{command}`"
+    sections = [f"# The recipes on this machine\n\n{head}"]
+    for name in arguments.recipes:
+        sections.append(report_recipe(name, arguments.seeds))
+        print(sections[-1], flush=True)
+    arguments.output.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

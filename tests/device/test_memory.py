@@ -1,0 +1,139 @@
+"""The CPU's memory: a limit that a real child process runs into, and peaks that are the model's alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchtune.device import memory as memory_module
+from batchtune.device.memory import HostMemory
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+GIB = 2**30
+LIMIT = 200
+
+CHILD = """
+import json, sys
+import torch
+from batchtune.device.failures import classify
+from batchtune.device.memory import HostMemory
+
+MIB = 2**20
+told = {}
+
+def take(mib):
+    return torch.ones(mib * MIB // 4)
+
+def try_to_take(mib):
+    try:
+        take(mib)
+    except Exception as error:
+        return classify(error)
+    return "fit"
+
+def peak():
+    return memory.peaks().reserved_bytes / MIB
+
+ballast = take(300)  # was there before: not the model's
+memory = HostMemory()
+memory.enforce(int(sys.argv[1]) * MIB)
+memory.reset_peaks()
+told["peak of nothing"] = peak()
+told["below the limit"] = try_to_take(150)
+told["peak of 150 MiB"] = peak()
+memory.release()
+memory.reset_peaks()
+told["peak after a reset"] = peak()
+told["twice below the limit"] = [try_to_take(150), try_to_take(150)]
+told["above the limit"] = try_to_take(260)
+held = take(120)
+told["above what is left of it"] = try_to_take(120)
+del held
+told["after ten failures"] = [try_to_take(260) for _ in range(10)][-1:] + [try_to_take(150)]
+small = [torch.ones(1 << 14) for _ in range(1600)]
+last = small[-1]  # below it the heap is full of holes, which an allocator keeps unless told
+memory.reset_peaks()
+told["peak of 100 MiB in small pieces"] = peak()
+small.clear()
+memory.release()
+memory.reset_peaks()
+told["peak after giving back"] = peak()
+memory.lift()
+told["above the limit that was"] = try_to_take(260)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What a child with a limit of 200 MiB told of itself, on top of 300 MiB that it had before."""
+    environment = {"PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", CHILD, str(LIMIT)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_was_there_before_counts_neither_against_the_limit_nor_as_the_models(told):
+    assert told["below the limit"] == "fit"
+    assert told["peak of nothing"] < 20
+
+
+def test_an_allocation_beyond_the_limit_fails_as_a_devices_would(told):
+    assert told["above the limit"] == "oom"
+    assert told["above what is left of it"] == "oom"
+
+
+def test_memory_that_was_given_back_may_be_taken_again(told):
+    assert told["twice below the limit"] == ["fit", "fit"]
+
+
+def test_failures_leave_the_limit_where_it_was(told):
+    assert told["after ten failures"] == ["oom", "fit"]
+
+
+def test_a_peak_is_what_was_taken_until_it_is_reset(told):
+    assert told["peak of 150 MiB"] == pytest.approx(150, abs=20)
+    assert told["peak after a reset"] < 20
+
+
+def test_memory_in_small_pieces_is_given_back_too(told):
+    assert told["peak of 100 MiB in small pieces"] == pytest.approx(100, abs=20)
+    assert told["peak after giving back"] < 20
+
+
+def test_a_limit_that_was_lifted_is_gone(told):
+    assert told["above the limit that was"] == "fit"
+
+
+def test_the_host_is_named_with_its_memory_and_what_is_free():
+    name, total, free = HostMemory().describe()
+    assert "cores)" in name
+    assert 0 < free < total
+
+
+@pytest.mark.parametrize(
+    ("cap", "used", "total", "free"),
+    [
+        (4 * GIB, 1 * GIB, 4 * GIB, 3 * GIB),
+        (4 * GIB, 0, 4 * GIB, 4 * GIB),
+        (None, None, 64 * GIB, 20 * GIB),
+        (30 * GIB, 2 * GIB, 30 * GIB, 20 * GIB),
+    ],
+    ids=["a container's is its own", "an empty one", "no container", "a busy host with a container"],
+)
+def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(monkeypatch, cap, used, total, free):
+    host = {"MemTotal": 64 * GIB, "MemAvailable": 20 * GIB}
+    monkeypatch.setattr(memory_module, "_fields", lambda _: host)
+    monkeypatch.setattr(memory_module, "_cgroup_bytes", {"memory.max": cap, "memory.current": used}.get)
+    memory = HostMemory()
+    assert memory.describe()[1:] == (total, free)
+    assert memory.default_limit(margin=0.05) == int(0.8 * free)
+
+
+def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch):
+    monkeypatch.setattr(memory_module, "_fields", lambda _: {})
+    assert HostMemory().default_limit(margin=0.05) is None

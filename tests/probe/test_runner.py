@@ -1,0 +1,279 @@
+"""A probe from first attempt to certificate, on a scripted worker: final checks that fail, children that die."""
+
+import pytest
+
+from batchtune.errors import NothingFitsError, UsageError, UserCodeError
+from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.progress import Observer
+from batchtune.results import Attempt, ThroughputPoint
+from batchtune.train.worker import WorkerLost
+
+LOST = {
+    "crash": "the process died by SIGSEGV",
+    "timeout": "no sign of life for 2 s",
+    "lost to memory": "no memory left",
+}
+
+
+class ScriptedWorker:
+    """A child whose fate at each size is a function's; a sample takes one of `limit` bytes.
+
+    Args:
+        outcome: what comes of an attempt at a size; of LOST, the child does not live to say it.
+        checked: the same for the final check; None: as in the search.
+        limit: the memory limit in bytes.
+        samples: of the data set.
+    """
+
+    def __init__(self, outcome, checked=None, *, limit=1000, samples=None):
+        self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
+        self.running = False
+        self.log = []
+
+    def start(self):
+        self.running = True
+        return {"memory_limit_bytes": self.limit, "train_size": self.samples, "device": "cpu"}
+
+    def close(self):
+        self.running = False
+
+    def call(self, command, *, timeout, batch_size, **arguments):
+        self.log.append((command, batch_size, arguments.get("steps"), "old" if self.running else "fresh", timeout))
+        self.start()
+        if command == "count_flops":
+            return {"flops_per_sample": None}
+        verify = arguments.get("verify", False)
+        outcome = (self.checked if verify else self.outcome)(batch_size)
+        if outcome in LOST:
+            self.close()
+            raise WorkerLost("oom" if outcome == "lost to memory" else outcome, LOST[outcome])
+        if command == "time_steps":
+            return ThroughputPoint(batch_size=batch_size, samples_per_second=9.0, step_seconds=1.0).model_dump()
+        fits, purpose, words = outcome == "fit", "verify" if verify else "search", f"{outcome} at {batch_size}"
+        memory = {"peak_reserved_bytes": batch_size, "steps": arguments["steps"]} if fits else {"message": words}
+        return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
+
+
+class Listener(Observer):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told, self.notes = [], []
+
+    def attempting(self, batch_size, reason):
+        self.told.append((batch_size, bool(reason)))
+
+    def attempted(self, attempt):
+        self.told.append(attempt)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def up_to(largest, otherwise="oom"):
+    return lambda size: "fit" if size <= largest else otherwise
+
+
+def probe(worker, observer=None, known=(), **options):
+    return Probe(worker, ProbeOptions(**{"throughput": False} | options), "fp32", observer or Observer(), known)
+
+
+def sizes(result, purpose):
+    return [each.batch_size for each in result.attempts if each.purpose == purpose]
+
+
+def assert_certified(result):
+    """The answer ran the final check's steps, and what is called a failure above it failed last."""
+    last = {each.batch_size: each for each in result.attempts}
+    answer = last[result.max_batch_size]
+    assert result.verified_in_fresh_process
+    assert (answer.outcome, answer.purpose, answer.steps) == ("fit", "verify", result.verify_steps)
+    assert not last[result.first_failing_batch_size].fits
+    assert result.first_failing_batch_size > result.max_batch_size
+
+
+class TestTheAnswer:
+    def test_it_is_proven_from_both_sides_and_has_run_in_a_fresh_process(self):
+        worker = ScriptedWorker(up_to(700))
+        result = probe(worker, tolerance=0.0, verify_steps=33).run()
+        assert (result.max_batch_size, result.first_failing_batch_size, result.limited_by) == (700, 701, "memory")
+        assert_certified(result)
+        assert worker.log[-1][:4] == ("attempt", 700, 33, "fresh")
+        assert (result.peak_reserved_bytes, result.memory_limit_bytes) == (700, 1000)
+
+    def test_the_search_goes_on_in_one_child_while_it_is_healthy(self):
+        worker = ScriptedWorker(up_to(700))
+        result = probe(worker).run()
+        assert [process for *_, process, _ in worker.log] == ["old"] * len(sizes(result, "search")) + ["fresh"]
+
+    def test_every_attempt_is_announced_with_its_reason_and_told_when_it_ended(self):
+        listener = Listener()
+        result = probe(ScriptedWorker(up_to(40)), listener).run()
+        assert listener.told == [told for each in result.attempts for told in ((each.batch_size, True), each)]
+
+    def test_attempts_of_an_earlier_start_are_not_made_again(self):
+        earlier = probe(ScriptedWorker(up_to(700))).run()
+        searched = [each for each in earlier.attempts if each.purpose == "search"]
+        worker = ScriptedWorker(up_to(700))
+        again = probe(worker, known=searched).run()
+        assert again.max_batch_size == earlier.max_batch_size
+        assert [size for _, size, *_ in worker.log] == [earlier.max_batch_size]  # its final check is all there is to do
+
+    def test_an_interrupted_probe_knows_what_it_had_found_and_that_it_is_not_verified(self):
+        def interrupted(_size):
+            raise KeyboardInterrupt
+
+        interrupting = probe(ScriptedWorker(up_to(700), interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            interrupting.run()
+        result = interrupting.result()
+        assert 690 < result.max_batch_size <= 700
+        assert not result.verified_in_fresh_process
+        assert result.verify_steps is None
+
+
+class TestTheFinalCheck:
+    def test_where_it_fails_the_next_lower_size_that_passes_is_the_answer(self):
+        result = probe(ScriptedWorker(up_to(700), up_to(690))).run()
+        assert_certified(result)
+        assert 0.97 * 690 < result.max_batch_size <= 690
+        assert sizes(result, "verify") == [result.first_failing_batch_size, result.max_batch_size]
+
+    @pytest.mark.parametrize("boundary", [600, 350, 90, 7])
+    def test_an_evaluation_that_needs_much_more_than_training_is_searched_to_the_tolerance(self, boundary):
+        result = probe(ScriptedWorker(up_to(700), up_to(boundary))).run()
+        assert_certified(result)
+        assert result.max_batch_size <= boundary < result.first_failing_batch_size
+        assert result.first_failing_batch_size - result.max_batch_size <= max(1, 0.01 * boundary)
+
+    def test_every_size_it_falls_back_to_keeps_to_the_multiple_and_the_minimum(self):
+        result = probe(ScriptedWorker(up_to(700), up_to(300)), multiple_of=16, minimum=32).run()
+        assert {size % 16 for size in sizes(result, "verify")} == {0}
+        assert result.max_batch_size == 288
+
+    def test_a_child_that_dies_in_it_is_a_failure_like_any_other(self):
+        result = probe(ScriptedWorker(up_to(700), up_to(690, "crash"))).run()
+        assert_certified(result)
+        assert result.limited_by == "crash"
+        assert result.max_batch_size <= 690
+
+    def test_each_try_of_it_is_in_a_fresh_process(self):
+        worker = ScriptedWorker(up_to(700), up_to(650))
+        result = probe(worker).run()
+        checks = [process for _, _, steps, process, _ in worker.log if steps == 20]
+        assert len(checks) >= 3
+        assert set(checks) == {"fresh"}
+        assert result.max_batch_size <= 650
+
+    def test_an_error_of_the_users_code_there_is_theirs_since_training_went_well(self):
+        failing = probe(ScriptedWorker(up_to(700), up_to(0, "user_error")))
+        with pytest.raises(UserCodeError, match="user_error at 69"):
+            failing.run()
+        assert not failing.result().verified_in_fresh_process
+
+    def test_nothing_fits_where_no_size_passes_it(self):
+        worker = ScriptedWorker(up_to(50), up_to(0))
+        with pytest.raises(NothingFitsError, match="nothing fits"):
+            probe(worker).run()
+        assert min(size for _, size, *_ in worker.log) == 1
+
+
+class TestFailures:
+    @pytest.mark.parametrize("outcome", ["crash", "timeout", "kernel_limit"])
+    def test_a_model_that_fails_above_300_otherwise_than_by_memory_has_the_answer_300(self, outcome):
+        found = probe(ScriptedWorker(up_to(300, outcome)), tolerance=0.0)
+        result = found.run()
+        assert_certified(result)
+        assert (result.max_batch_size, result.first_failing_batch_size, result.limited_by) == (300, 301, outcome)
+        assert f"batch size 301 ended in {outcome}: " in found.warnings()[0]
+
+    def test_a_child_that_is_lost_leaves_an_attempt_with_its_end(self):
+        result = probe(ScriptedWorker(up_to(300, "crash"))).run()
+        lost = [each for each in result.attempts if each.outcome == "crash"]
+        assert lost
+        assert {each.message for each in lost} == {LOST["crash"]}
+
+    def test_an_allocation_that_fails_outside_the_attempt_is_an_oom(self):
+        result = probe(ScriptedWorker(up_to(300, "lost to memory"))).run()
+        assert result.limited_by == "memory"
+        assert {each.outcome for each in result.attempts} == {"fit", "oom"}
+
+    def test_the_worker_is_given_the_patience_that_was_asked_for(self):
+        worker = ScriptedWorker(up_to(10))
+        probe(worker, timeout=7.5).run()
+        assert {timeout for *_, timeout in worker.log} == {7.5}
+
+    def test_a_size_that_the_model_rejects_is_passed_over_and_told(self):
+        found = probe(ScriptedWorker(lambda size: "user_error" if size == 1 else up_to(300)(size)))
+        assert 297 <= found.run().max_batch_size <= 300
+        assert found.warnings() == [
+            "batch size 1 ended in user_error: user_error at 1 (the search went on above it)",
+        ]
+
+    @pytest.mark.parametrize(
+        ("outcome", "words"),
+        [
+            ("oom", "a larger --memory-limit"),
+            ("timeout", "raise --timeout"),
+            ("crash", "run the task by itself"),
+        ],
+    )
+    def test_nothing_fits_is_said_with_the_reason_and_a_remedy(self, outcome, words):
+        limit = 64 << 20
+        with pytest.raises(NothingFitsError) as raised:
+            probe(ScriptedWorker(lambda _: outcome, limit=limit), minimum=4).run()
+        assert f"nothing fits within 64 MiB: batch size 4 ended in {outcome} (" in str(raised.value)
+        assert words in str(raised.value)
+
+    def test_code_that_raises_at_every_size_is_the_users_fault_and_not_too_large(self):
+        with pytest.raises(UserCodeError, match="user_error at 1"):
+            probe(ScriptedWorker(lambda _: "user_error")).run()
+
+
+class TestCaps:
+    @pytest.mark.parametrize(
+        ("samples", "maximum", "answer", "limited_by"),
+        [(37, None, 37, "dataset"), (None, 50, 50, "max"), (37, 50, 37, "dataset"), (64, 50, 50, "max")],
+    )
+    def test_the_smaller_cap_is_the_answer_and_named(self, samples, maximum, answer, limited_by):
+        worker = ScriptedWorker(up_to(700), samples=samples)
+        result = probe(worker, maximum=maximum).run()
+        assert (result.max_batch_size, result.limited_by, result.first_failing_batch_size) == (answer, limited_by, None)
+        assert max(size for _, size, *_ in worker.log) == answer
+
+    def test_memory_that_ends_below_the_cap_is_what_limits(self):
+        assert probe(ScriptedWorker(up_to(30)), maximum=500).run().limited_by == "memory"
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"minimum": 40}, "40 is the least multiple of 1 from 40 up, but train_dataset has 37 samples"),
+            ({"multiple_of": 64}, "64 is the least multiple of 64 from 1 up, but train_dataset has 37 samples"),
+            ({"minimum": 9, "multiple_of": 8, "maximum": 15}, "16 is the least .* but the maximum is 15"),
+        ],
+    )
+    def test_bounds_that_leave_no_size_are_refused_before_any_attempt(self, options, why):
+        worker = ScriptedWorker(up_to(700), samples=37)
+        with pytest.raises(UsageError, match=why):
+            probe(worker, **options)
+        assert worker.log == []
+
+
+class TestTiming:
+    def test_sizes_up_to_the_answer_are_timed_after_the_final_check(self):
+        worker = ScriptedWorker(up_to(12))
+        result = probe(worker, throughput=True, tolerance=0.0).run()
+        assert [point.batch_size for point in result.throughput] == [1, 2, 4, 8, 12]
+        commands = [command for command, *_ in worker.log]
+        assert commands.index("time_steps") == commands.index("count_flops") - 5 == len(result.attempts)
+        assert result.throughput_fit is not None
+
+    def test_a_size_that_cannot_be_timed_is_left_out_with_a_note_and_the_answer_stands(self):
+        worker, listener = ScriptedWorker(up_to(12)), Listener()
+        timing = probe(worker, listener, throughput=True, tolerance=0.0)
+        fate = worker.outcome
+        worker.outcome = lambda size: "crash" if worker.log[-1][0] == "time_steps" and size == 4 else fate(size)
+        result = timing.run()
+        assert [point.batch_size for point in result.throughput] == [1, 2, 8, 12]
+        assert result.max_batch_size == 12
+        assert f"no throughput at batch size 4: {LOST['crash']}" in listener.notes
