@@ -269,6 +269,8 @@ def report(
 
     result = batchtune.load_result(find_run(run, _run_folders()))
     name = "json" if session.json else format_.value
+    if log_to is not None and format_ is not Format.table:
+        raise UsageError(f"--log-to {log_to.value}: not together with --format {format_.value}; give one of them")
     if set_ and name not in EXPORTS:
         raise UsageError(f"--set {set_[0]}: not with --format {name}; fields of {', '.join(EXPORTS)} can be renamed")
     if log_to is not None:

@@ -295,14 +295,44 @@ def test_report_writes_markdown_and_csv(in_run, invoke, tmp_path):
     assert csv[0].startswith("number,state,role")
 
 
-@pytest.mark.parametrize("name", ["table", "json", "markdown", "csv"])
+@pytest.mark.parametrize("name", ["table", "json", "markdown", "csv", "hf", "lightning", "deepspeed", "env"])
 def test_report_writes_every_format_to_a_file(in_run, invoke, tmp_path, name):
     printed = invoke("report", "--format", name).stdout
+    assert printed
     written = invoke("report", "--format", name, "-o", tmp_path / "report")
     assert written.exit_code == 0
     assert written.stdout == ""
     text = (tmp_path / "report").read_text()
     assert text == printed if name != "table" else "learning rate" in text
+
+
+def test_report_gives_a_training_library_what_is_recommended_under_the_names_asked_for(in_run, invoke):
+    found = in_run.document["recommendation"]
+    renames = ("--set", "model.lr=model.optimizer.lr", "--set", "micro_batch_size=data.init_args.size")
+    exported = yaml.safe_load(invoke("report", "--format", "lightning", *renames).stdout)
+    assert exported["model"]["optimizer"]["lr"] == found["learning_rate"]
+    assert exported["data"]["init_args"]["size"] == found["micro_batch_size"]
+    assert exported["trainer"]["accelerator"] == "cpu"
+    assert json.loads(invoke("report", "--format", "hf").stdout)["use_cpu"] is True
+    deepspeed = invoke("report", "--format", "deepspeed")
+    assert json.loads(deepspeed.stdout)["optimizer"] == {"type": "AdamW", "params": {"lr": found["learning_rate"]}}
+    assert deepspeed.stderr.startswith("batchtune: note: of your optimizer only the learning rate was searched")
+    assert invoke("report", "--format", "deepspeed", "-q").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--format", "hf", "--set", "rate=lr"), "--set rate=lr: no field 'rate' here; there are per_device_"),
+        (("--set", "learning_rate=lr"), "--set learning_rate=lr: not with --format table; fields of hf, lightning"),
+        (("--format", "hf", "--log-to", "mlflow"), "--log-to mlflow: not together with --format hf"),
+    ],
+)
+def test_report_refuses_options_that_say_nothing_in_one_line(in_run, invoke, options, message):
+    refused = invoke("report", *options)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"batchtune: {message}")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_an_output_file_that_is_a_link_stays_one(in_run, invoke, tmp_path):

@@ -141,9 +141,8 @@ FORMATS: dict[str, Callable[[Result], str]] = {
     "markdown": to_markdown,
     "html": to_html,
     "csv": to_csv,
-    **{name: export.text for name, export in EXPORTS.items()},
 }
-"""What `report --format` can write besides the table."""
+"""What `report --format` can write besides the table and the settings for a training library (`trainers.EXPORTS`)."""
 
 SNIPPETS: dict[str, Callable[[Result], str]] = {
     "PyTorch": snippet,
