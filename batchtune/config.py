@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -17,6 +28,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
 _TOO_MANY_BYTES = 2**60
+_NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -97,7 +109,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31), NoSwitch]
 class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
+    )
 
 
 class Memory(Section):
@@ -117,9 +131,20 @@ class BatchSize(Section):
     min: Count = 1
     max: Count | Literal["auto"] = Field(default="auto", description="auto: from the probe and the data set.")
     multiple_of: Count | Literal["auto"] = "auto"
+    global_: Count | None = Field(
+        default=None,
+        alias="global",
+        description="Keep this global batch size; micro-batch and accumulation are chosen.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        searched = {"min": self.min != 1, "max": self.max != "auto", "multiple_of": self.multiple_of != "auto"}
+        if self.global_ is not None and any(searched.values()):
+            names = ", ".join(name for name, is_set in searched.items() if is_set)
+            raise ValueError(
+                f"global {self.global_} fixes the batch size, so there is no {names} of it; remove one side"
+            )
         if self.max != "auto":
             if self.min > self.max:
                 raise ValueError(f"min {self.min} is greater than max {self.max}; swap them or raise max")
@@ -151,7 +176,10 @@ class Baseline(Section):
 class Objective(Section):
     """What makes one configuration better than another."""
 
-    kind: Literal["time_to_target", "best_metric"] = "time_to_target"
+    kind: Literal["time_to_target", "energy_to_target", "best_metric"] = Field(
+        default="time_to_target",
+        description="What is least: training seconds or joules until the target; or the best value within budget.run.",
+    )
     metric: Annotated[str, Field(min_length=1)] = "val_loss"
     goal: Literal["minimize", "maximize"] = "minimize"
     target: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | Literal["auto"] = Field(
@@ -167,6 +195,39 @@ class Objective(Section):
                 f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"
             )
         return self
+
+
+class Parameter(Section):
+    """One more argument of the user's build_optimizer to search: a range of floats, or choices."""
+
+    min: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | None = None
+    max: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | None = None
+    log: bool = Field(default=False, description="Search the range on a logarithmic scale.")
+    choices: Annotated[list[bool | int | float | str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _range_or_choices(self) -> Self:
+        if self.choices is not None:
+            if self.min is not None or self.max is not None or self.log:
+                raise ValueError("has choices and a range; keep one of them")
+            if len({repr(choice) for choice in self.choices}) < len(self.choices):
+                raise ValueError(f"{', '.join(map(str, self.choices))}: each choice once")
+            return self
+        if self.min is None or self.max is None:
+            raise ValueError("should have min and max, or choices, for example {min: 1e-4, max: 0.1, log: true}")
+        if self.min >= self.max:
+            raise ValueError(f"min {self.min:g} is not less than max {self.max:g}; swap them or raise max")
+        if self.log and self.min <= 0:
+            raise ValueError(f"min {self.min:g} has no logarithm; raise it above 0 or leave out log")
+        return self
+
+
+def _argument_name(value: str) -> str:
+    if not value.isidentifier() or keyword.iskeyword(value):
+        raise ValueError(f"{value!r} cannot name an argument of build_optimizer")
+    if value in _NOT_EXTRA:
+        raise ValueError(f"{value!r} is searched already, or is not build_optimizer's to choose")
+    return value
 
 
 class Budget(Section):
@@ -213,7 +274,10 @@ class Config(Section):
     memory: Memory = Memory()
     batch_size: BatchSize = BatchSize()
     learning_rate: LearningRate = LearningRate()
-    baseline: Baseline = Baseline()
+    space: dict[Annotated[str, AfterValidator(_argument_name)], Parameter] = Field(
+        default={}, description="More arguments of build_optimizer to search; their defaults are what you run today."
+    )
+    baseline: Baseline = Field(default=Baseline(), validate_default=True)
     objective: Objective = Objective()
     budget: Budget = Budget()
     evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
@@ -222,6 +286,18 @@ class Config(Section):
     storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
+
+    @field_validator("baseline")
+    @classmethod
+    def _baseline_has_the_fixed_batch(cls, baseline: Baseline, known: ValidationInfo) -> Baseline:
+        sizes: BatchSize | None = known.data.get("batch_size")
+        if sizes is None or sizes.global_ is None or baseline.batch_size == sizes.global_:
+            return baseline
+        if "batch_size" in baseline.model_fields_set:
+            raise ValueError(
+                f"batch_size {baseline.batch_size} is not batch_size.global {sizes.global_}, which is kept; drop it"
+            )
+        return baseline.model_copy(update={"batch_size": sizes.global_})
 
     def to_yaml(self) -> str:
         """The resolved configuration as YAML that loads back to the same record."""
@@ -238,6 +314,7 @@ def config_schema() -> dict[str, Any]:
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Dotted names of every key, sections and leaves."""
     for name, field in model.model_fields.items():
+        name = field.alias or name  # noqa: PLW2901 - the key as people write it
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from known_keys(field.annotation, f"{prefix}{name}.")

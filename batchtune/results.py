@@ -155,6 +155,9 @@ class ProbeResult(Record):
     input_pipeline: InputPipeline | None = None
 
 
+Value = bool | int | float | str  # of an argument of the user's build_optimizer
+
+
 class CurvePoint(Record):
     """One evaluation of one trial: the metric after so much training time and so many samples."""
 
@@ -164,6 +167,9 @@ class CurvePoint(Record):
     )
     samples: int
     value: Figure = None
+    joules: Figure = Field(
+        default=None, description="Energy of the device in training so far; absent where it is not counted."
+    )
 
 
 class Trial(Record):
@@ -180,14 +186,60 @@ class Trial(Record):
     gradient_accumulation_steps: int | None = None
     learning_rate: float
     precision: str
+    optimizer_arguments: dict[str, Value] = Field(
+        default={}, description="What else the study chose for build_optimizer, by the names under `space`."
+    )
     seed: int
     time_to_target_seconds: Figure = None
     samples_to_target: int | None = None
+    energy_to_target_joules: Figure = Field(default=None, description="Of the device, in training only.")
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
+    total_steps: int | None = Field(
+        default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."
+    )
+    continues: int | None = Field(default=None, description="The stopped run that this one took up where it was left.")
     curve: list[CurvePoint] = []
     message: str | None = None
+
+
+class RangeTest(Record):
+    """A short run in which the learning rate rises from step to step."""
+
+    batch_size: int
+    edge_learning_rate: Figure = Field(
+        default=None, description="Where training came apart; absent where it did not up to the highest rate."
+    )
+    highest_learning_rate: float
+    steps: int
+    seconds: float
+
+
+class NoiseScale(Record):
+    """The gradient noise scale early in training, in samples; absent where it could not be told from zero."""
+
+    samples: Figure = None
+    low: Figure = None
+    high: Figure = None
+    batch_sizes: list[int]
+    draws: int
+    seconds: float
+
+
+class Prior(Record):
+    """What the search started from: why these batch sizes and learning rates, and what was measured for that."""
+
+    batch_sizes: list[int]
+    batch_sizes_reason: str
+    learning_rate: float = Field(description="Believed best at the baseline's batch size.")
+    learning_rate_decades: float = Field(description="Standard deviation of that belief.")
+    learning_rate_reason: str
+    micro_batch_size: int | None = Field(default=None, description="Chosen for a fixed global batch.")
+    micro_batch_reason: str | None = None
+    range_tests: list[RangeTest] = []
+    noise_scale: NoiseScale | None = None
+    seconds: float = 0.0
 
 
 class Target(Record):
@@ -199,6 +251,21 @@ class Target(Record):
     reason: str = ""
 
 
+class Landscape(Record):
+    """What the response surface predicts over batch size and learning rate: estimated from the runs, never measured.
+
+    One row for each batch size, one column for each learning rate.
+    """
+
+    batch_sizes: list[int] = Field(description="Global batch sizes, ascending.")
+    learning_rates: list[float] = Field(description="Ascending, equal ratios apart.")
+    median_seconds: list[list[float]] = Field(description="Predicted time to target.")
+    low_seconds: list[list[float]] = Field(description="Lower bound of the prediction's band.")
+    high_seconds: list[list[float]] = Field(description="Upper bound of the prediction's band.")
+    band: float = Field(description="Share of the belief that lies between the bounds.")
+    runs: int = Field(description="Runs of the study that it is fitted to, at all precisions.")
+
+
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
@@ -208,9 +275,15 @@ class Recommendation(Record):
     global_batch_size: int
     learning_rate: float | None = None
     precision: str
+    optimizer_arguments: dict[str, Value] = {}
+    total_steps: int | None = Field(default=None, description="The horizon to give to the learning rate's scheduler.")
     time_to_target_seconds: Interval | None = None
+    energy_to_target_joules: Interval | None = None
     value: Interval | None = Field(default=None, description="The metric reached within budget.run (best_metric).")
     speedup_over_baseline: Interval | None = None
+    energy_saving_over_baseline: Interval | None = Field(
+        default=None, description="The baseline's joules until the target over these (energy_to_target)."
+    )
     reason: str
 
 
@@ -290,8 +363,10 @@ class Result(Record):
     probes: list[ProbeResult] | None = Field(
         default=None, description="One for each precision, when several were asked for."
     )
+    prior: Prior | None = None
     target: Target | None = None
     trials: list[Trial] | None = None
+    landscape: Landscape | None = None
     recommendation: Recommendation | None = None
     baseline: Recommendation | None = None
     estimates: list[Estimate] | None = None
@@ -333,6 +408,14 @@ class Result(Record):
     def plot_throughput(self) -> go.Figure:
         """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
         return self._plot("throughput")
+
+    def plot_sensors(self) -> go.Figure:
+        """What the device's sensors said at each batch size; UsageError where there were none."""
+        return self._plot("sensors")
+
+    def plot_estimates(self) -> go.Figure:
+        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
+        return self._plot("estimates")
 
     def plot_curves(self) -> go.Figure:
         """Learning curves against training time, with the target; UsageError where no run was evaluated."""

@@ -5,6 +5,7 @@ import os
 import stat
 from pathlib import Path
 
+import documents
 import jsonschema
 import pytest
 from pydantic import ValidationError
@@ -15,88 +16,24 @@ from batchtune.results import (
     Attempt,
     CurvePoint,
     Environment,
-    Estimate,
-    Failure,
     Interval,
     ProbeResult,
-    Recommendation,
     Result,
-    Target,
     TaskInfo,
-    ThroughputFit,
     ThroughputPoint,
-    Trial,
     result_schema,
 )
 
-TASK = TaskInfo(path="model.py", sha256="ab" * 32)
-PROBE = ProbeResult(
-    precision="bf16",
-    max_batch_size=176,
-    first_failing_batch_size=177,
-    limited_by="memory",
-    memory_limit_bytes=24 * 2**30,
-    verified_in_fresh_process=True,
-    attempts=[
-        Attempt(batch_size=176, outcome="fit", steps=3, peak_reserved_bytes=2**30, step_seconds=0.21, seconds=1.9),
-        Attempt(batch_size=177, outcome="oom", message="CUDA out of memory"),
-    ],
-    throughput=[ThroughputPoint(batch_size=64, samples_per_second=3000.0, step_seconds=0.02, power_watts=700.0)],
-    throughput_fit=ThroughputFit(alpha_seconds=0.01, beta_seconds_per_sample=1e-4, saturation_batch_size=100.0),
-)
-RECOMMENDATION = Recommendation(
-    micro_batch_size=128,
-    global_batch_size=128,
-    learning_rate=3e-4,
-    precision="bf16",
-    time_to_target_seconds=Interval(median=41.0, low=39.0, high=44.0),
-    reason="fastest",
-)
-TRIALS = [
-    Trial(
-        number=number,
-        state="complete",
-        outcome="reached",
-        batch_size=128,
-        learning_rate=3e-4,
-        precision="bf16",
-        seed=0,
-        time_to_target_seconds=41.0 + number,
-        curve=[CurvePoint(seconds=0.0, samples=0, value=2.3), CurvePoint(seconds=9.0, samples=999, value=0.4)],
-    )
-    for number in range(3)
-]
-DOCUMENTS = {
-    "probe": Result(kind="probe", status="complete", task=TASK, probe=PROBE, environment=Environment(device="a CPU")),
-    "several probes": Result(kind="probe", status="complete", task=TASK, probe=PROBE, probes=[PROBE, PROBE]),
-    "tune": Result(
-        kind="tune",
-        status="complete",
-        task=TASK,
-        probe=PROBE,
-        trials=TRIALS,
-        target=Target(metric="val_loss", goal="minimize", value=0.4),
-        recommendation=RECOMMENDATION,
-        baseline=RECOMMENDATION,
-    ),
-    "estimate": Result(
-        kind="estimate",
-        status="complete",
-        task=TASK,
-        estimates=[Estimate(gpu="A100-80GB", memory_bytes=80 * 2**30, precision="bf16", max_batch_size=512)],
-    ),
-    "failed": Result(kind="tune", status="failed", task=TASK, error=Failure(exit_code=4, message="nothing fits")),
-    "interrupted": Result(kind="probe", status="interrupted", task=TaskInfo(path="model.py"), warnings=["stopped"]),
-}
+TASK = TaskInfo(path="model.py")
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.fixture(params=DOCUMENTS)
+@pytest.fixture(params=documents.DOCUMENTS)
 def document(request) -> Result:
-    return DOCUMENTS[request.param]
+    return documents.result(request.param)
 
 
 @pytest.fixture
@@ -104,7 +41,7 @@ def written(tmp_path):
     """A function that changes a document and writes it."""
 
     def write(**changes: object) -> Path:
-        content = json.loads(DOCUMENTS["probe"].to_json()) | changes
+        content = documents.DOCUMENTS["probe"] | changes
         path = tmp_path / "result.json"
         path.write_text(json.dumps(content))
         return path
@@ -125,7 +62,7 @@ def test_the_document_reads_back_the_same(document, tmp_path):
 
 
 def test_the_document_names_its_schema_and_version():
-    head = json.loads(DOCUMENTS["probe"].to_json())
+    head = json.loads(Result(kind="probe", status="complete", task=TASK).to_json())
     assert (head["schema"], head["kind"], head["status"]) == ("batchtune.result/1", "probe", "complete")
     assert head["created_at"].endswith("+00:00")
     assert head["batchtune_version"]
@@ -133,7 +70,7 @@ def test_the_document_names_its_schema_and_version():
 
 @pytest.mark.parametrize("wrong", [{"kind": "guess"}, {"status": "fine"}, {"schema": "other/1"}, {"warnings": "none"}])
 def test_the_schema_refuses_another_document(wrong):
-    content = json.loads(DOCUMENTS["probe"].to_json()) | wrong
+    content = documents.DOCUMENTS["probe"] | wrong
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(content, result_schema(), jsonschema.Draft202012Validator)
 
@@ -169,7 +106,7 @@ def test_a_figure_that_must_be_there_must_be_a_number(make, value):
 
 def test_records_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        DOCUMENTS["probe"].kind = "tune"
+        documents.result("probe").kind = "tune"
 
 
 def test_keys_that_a_later_version_added_are_ignored(written):
@@ -215,25 +152,25 @@ def test_no_result_comes_with_the_command_that_makes_one(tmp_path):
 
 class TestFrames:
     def test_a_study_gives_a_row_for_each_trial(self):
-        frame = DOCUMENTS["tune"].to_frame()
-        assert list(frame["number"]) == [0, 1, 2]
-        assert list(frame["time_to_target_seconds"]) == [41.0, 42.0, 43.0]
+        frame = documents.result("tune").to_frame()
+        assert list(frame["number"]) == [0, 1, 2, 3, 4, 5, 6]
+        assert list(frame["time_to_target_seconds"].dropna()) == [30.0, 12.0, 9.0, 10.0, 110.0]
         assert "curve" not in frame.columns
 
     def test_a_probe_gives_a_row_for_each_attempt(self):
-        frame = DOCUMENTS["probe"].to_frame()
-        assert list(frame["batch_size"]) == [176, 177]
-        assert list(frame["outcome"]) == ["fit", "oom"]
+        frame = documents.result("probe").to_frame()
+        assert list(frame["batch_size"]) == [1, 64, 256, 176, 177, 176]
+        assert list(frame["outcome"]) == ["fit", "fit", "oom", "fit", "oom", "fit"]
         assert set(frame["precision"]) == {"bf16"}
 
     def test_several_probes_give_the_attempts_of_all(self):
-        assert len(DOCUMENTS["several probes"].to_frame()) == 4
+        assert len(documents.result("probe at two precisions").to_frame()) == 12
 
     def test_an_estimate_gives_a_row_for_each_gpu(self):
-        assert list(DOCUMENTS["estimate"].to_frame()["gpu"]) == ["A100-80GB"]
+        assert list(documents.result("estimate").to_frame()["gpu"]) == ["RTX 4090", "A100-80GB", "H200"]
 
     def test_a_failure_gives_no_rows(self):
-        assert DOCUMENTS["failed"].to_frame().empty
+        assert documents.result("failed at once").to_frame().empty
 
 
 class TestWriteAtomically:

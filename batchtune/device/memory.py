@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from batchtune.errors import DeviceError, UsageError
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+_LARGE_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class DeviceMemory(Protocol):
 
     def lift(self) -> None:
         """Takes the limit away again; nothing is measured against it afterwards."""
+
+    def begin(self) -> None:
+        """An attempt begins, nothing of an earlier one is needed any more: what is left of it does not count."""
 
     def reset_peaks(self) -> None:
         """Starts a new high-water mark."""
@@ -145,6 +151,9 @@ class AcceleratorMemory:
         else:
             self._watched_limit = limit_bytes
 
+    def begin(self) -> None:
+        self.release()
+
     def lift(self) -> None:
         self._watched_limit = None
         if hasattr(self._module, "set_per_process_memory_fraction"):
@@ -182,11 +191,16 @@ class HostMemory:
     The limit counts what comes on top of the process as it stands when `enforce` is called: torch and the task are
     imported by then, so model, optimizer and activations are in it, as they are on an accelerator. Peaks are of
     resident memory, the only high-water mark that Linux lets a process reset.
+
+    An address space has holes: what malloc keeps in its heap counts although it is free, and whether a size fits would
+    depend on what ran before. Large blocks are therefore mapped each for itself, and what libraries keep for good (the
+    kernels that oneDNN has compiled, say) is left out from one attempt to the next.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._base_bytes = 0
+        self._limit_bytes: int | None = None
         self._limits_before: tuple[int, int] | None = None
 
     def describe(self) -> tuple[str, int | None, int | None]:
@@ -207,6 +221,8 @@ class HostMemory:
             return  # elsewhere an address-space limit is not kept by the system
         import resource
 
+        _map_large_blocks()
+        self._limit_bytes = limit_bytes
         self._limits_before = self._limits_before or resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, self._limits_before[1]))
 
@@ -215,12 +231,28 @@ class HostMemory:
             import resource
 
             resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
-            self._limits_before = None
+            self._limits_before = self._limit_bytes = None
+
+    def begin(self) -> None:
+        self.release()
+        if self._limit_bytes is not None:
+            self.enforce(self._limit_bytes)
+            self._base_bytes = _fields(_STATUS).get("VmRSS", self._base_bytes)
 
     def _warmed_up_bytes(self) -> int:
-        """Resident bytes once torch's thread pools exist, whose stacks would otherwise count as the model's."""
-        left = torch.randn(256, 256, requires_grad=True)
-        torch.autograd.backward((left @ left).sum())
+        """Resident bytes once what torch's first step sets up exists, which would otherwise count as the model's."""
+        layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
+        )
+        optimizer = torch.optim.AdamW(layers.parameters())
+        with torch.random.fork_rng(devices=[]):
+            torch.nn.functional.cross_entropy(
+                layers(torch.randn(8, 3, 8, 8)), torch.zeros(8, dtype=torch.long)
+            ).backward()
+        optimizer.step()
+        with tempfile.TemporaryFile() as file:
+            torch.save(optimizer.state_dict(), file)
+        del layers, optimizer
         self.release()
         return _fields(_STATUS).get("VmRSS", 0)
 
@@ -243,6 +275,14 @@ class HostMemory:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed pages otherwise; musl has none
             if trim is not None:
                 trim(0)
+
+
+def _map_large_blocks() -> None:
+    """Has glibc map every block of a mebibyte or more for itself, so that freeing it gives the address space back."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if set_option is not None:
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            set_option(option, _LARGE_BLOCK_BYTES)
 
 
 def _fields(path: Path) -> dict[str, int]:

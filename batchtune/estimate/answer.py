@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache, partial
 from typing import Any
 
-from batchtune.estimate.allocator import ExpandableAllocator
-from batchtune.estimate.capacity import TracedStep, largest_batch
+from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
+from batchtune.estimate.capacity import TracedStep, largest_allocated, largest_batch
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.overheads import Confidence, capacity_bytes, confidence
 
@@ -50,7 +48,7 @@ def answer(
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
         ops = tracer.ops
-        search = cache(partial(largest_batch, step))
+        search = _Search(step)
         rows = [
             _row(
                 step,
@@ -66,16 +64,32 @@ def answer(
         return {"refused": str(refusal)}
 
 
-def _row(step: Step, search: Callable[..., int], capacity: int, sure: Confidence) -> dict[str, Any]:
-    within = _rounded_down(capacity)
-    expected = search(within)
+class _Search:
+    """Largest batches of one step by capacity: each is sought once, and near the share at which the last was found."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._found: dict[tuple[int, type[CachingAllocator]], int] = {}
+        self._near: dict[type[CachingAllocator], float] = {}
+
+    def __call__(self, capacity: int, allocator: type[CachingAllocator] = CachingAllocator) -> int:
+        within = _rounded_down(capacity)
+        if (within, allocator) not in self._found:
+            found = largest_batch(self._step, within, allocator, near=self._near.get(allocator, 1.0))
+            self._found[within, allocator] = found
+            self._near[allocator] = found / (largest_allocated(self._step, within) or 1)
+        return self._found[within, allocator]
+
+
+def _row(step: Step, search: _Search, capacity: int, sure: Confidence) -> dict[str, Any]:
+    expected = search(capacity)
     row: dict[str, Any] = {
         "capacity_bytes": capacity,
         "confidence": str(sure),
         "notes": list(sure.notes),
         "max_batch_size": expected,
-        "safe_max_batch_size": min(expected, search(_rounded_down(int(capacity / (1 + sure.band))))),
-        "expandable_segments_max_batch_size": max(expected, search(within, ExpandableAllocator)),
+        "safe_max_batch_size": min(expected, search(int(capacity / (1 + sure.band)))),
+        "expandable_segments_max_batch_size": max(expected, search(capacity, ExpandableAllocator)),
     }
     if expected:
         row["peak_bytes"] = peak_allocated_bytes(step, expected)

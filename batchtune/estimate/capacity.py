@@ -21,6 +21,7 @@ def largest_batch(
     allocator: Callable[[int | None], CachingAllocator] = CachingAllocator,
     *,
     resolution: int = _RESOLUTION,
+    near: float = 1.0,
 ) -> int:
     """The largest batch size whose replay stays within the capacity, to 1/256 of itself; 0 where 1 does not fit.
 
@@ -29,16 +30,20 @@ def largest_batch(
         capacity_bytes: what the allocator may reserve.
         allocator: CachingAllocator or ExpandableAllocator.
         resolution: the answer is less than 1/resolution below the largest that fits; sizes up to it are exact.
+        near: where to look first, as a share of what live storages alone would allow.
     """
     bound = largest_allocated(step, capacity_bytes)
-    if bound == 0 or _fits(step, bound, capacity_bytes, allocator):
-        return bound
-    finest = max(1, bound // resolution)
-    failing, fitting, gap = bound, bound - finest, finest
-    while fitting > 0 and not _fits(step, fitting, capacity_bytes, allocator):
+    gap = finest = max(1, bound // resolution)
+    fitting, failing = 0, bound + 1
+    size = min(bound, max(1, round(bound * near)))
+    while fitting < size < failing:  # away from the first look in ever larger strides, until the limit is passed
+        if _fits(step, size, capacity_bytes, allocator):
+            fitting, size = size, size + gap
+        else:
+            failing, size = size, size - gap
+        if fitting and failing <= bound:
+            break
         gap *= 2
-        failing, fitting = fitting, fitting - gap
-    fitting = max(fitting, 0)
     while failing - fitting > finest:
         middle = (fitting + failing) // 2
         if _fits(step, middle, capacity_bytes, allocator):

@@ -13,7 +13,8 @@ from batchtune.results import Estimate
 from batchtune.train.worker import Worker
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-_TRACED_AS = {"tf32": "fp32"}  # TF32 changes how matrix units multiply, not what is stored
+# TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16.
+_TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
 _ANSWER = "batchtune.estimate.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7

@@ -21,6 +21,7 @@ PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anyth
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
 WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may be unable to give back at the limit
 ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batch
+TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution, and its width in spreads
 DRIFT = 0.05  # how far off an extrapolation may be, per factor e
 BROAD, BENT, CURVED, FROM_PRIOR = 0.03, 0.15, 4.0, 6.0  # weights of guesses; that of a straight line is 1
 
@@ -43,7 +44,10 @@ class Guess(NamedTuple):
     spread: float
 
     def below(self, size: float) -> float:
-        return self.weight * 0.5 * math.erfc(math.log(self.size / size) / (self.spread * math.sqrt(2)))
+        off = math.log(size / self.size) / self.spread
+        # Once an attempt has contradicted a guess, its tail is all that is left: a normal one would hug that attempt.
+        normal, wide = 0.5 * math.erfc(-off / math.sqrt(2)), 0.5 + math.atan(off / TAIL_SPREAD) / math.pi
+        return self.weight * ((1 - TAIL) * normal + TAIL * wide)
 
 
 def measured_points(attempts: Sequence[Attempt]) -> list[Point]:

@@ -17,7 +17,7 @@ from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-_FIRST_BACKOFF = 0.02  # when the final check fails, the next size is this much smaller, then twice as much, and so on
+_FIRST_BACKOFF = 0.01  # when the final check fails, the next size is this much smaller, then twice as much, and so on
 
 
 @dataclass(frozen=True, kw_only=True)

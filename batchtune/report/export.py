@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from batchtune.report.pick import to_train_with
+from batchtune.report.pick import named_values, to_train_with
 from batchtune.report.trainers import EXPORTS
 from batchtune.report.units import duration, number, size
 from batchtune.results import Interval, Result
@@ -34,6 +34,9 @@ def snippet(result: Result) -> str:
     lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
+    lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    if found.total_steps is not None:
+        lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
     if found.precision in types:
         lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
@@ -59,13 +62,24 @@ def to_markdown(result: Result) -> str:
                 base.gradient_accumulation_steps if base else "",
             ),
             ("learning rate", number(found.learning_rate), number(base.learning_rate) if base else ""),
+            (
+                "optimizer",
+                named_values(found.optimizer_arguments),
+                named_values(base.optimizer_arguments) if base else "",
+            ),
             ("precision", found.precision, base.precision if base else ""),
             (
                 "time to target, s",
                 _text(found.time_to_target_seconds),
                 _text(base.time_to_target_seconds) if base else "",
             ),
+            (
+                "energy to target, J",
+                _text(found.energy_to_target_joules),
+                _text(base.energy_to_target_joules) if base else "",
+            ),
             ("speed-up", _text(found.speedup_over_baseline), ""),
+            ("energy saving", _text(found.energy_saving_over_baseline), ""),
         ]
         lines += [f"| {name} | {left} | {right} |" for name, left, right in rows if left != ""]
         lines += ["", found.reason, ""]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, facts, join, tag
-from batchtune.report.pick import probes_of
-from batchtune.report.terminal import batch_text, certificate
+from batchtune.report.pick import believed, named_values, probes_of
 from batchtune.report.units import duration, number, size
+from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
+
+_MOST_ESTIMATES = 20
 
 
 def answer(result: Result) -> Markup | None:
@@ -28,12 +30,14 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
     rows: list[tuple[str, object]] = [
         ("batch size", batch_text(found)),
         ("learning rate", number(found.learning_rate)),
+        ("optimizer", named_values(found.optimizer_arguments)),
         ("precision", found.precision),
     ]
+    rows = [row for row in rows if row[1]]
     speedup = found.speedup_over_baseline
     why = tag("p", _sentence(found.reason), class_="why")
     data = _data(result.probe) if result.probe else None
-    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), data]
+    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), *_prior(result), data]
     if speedup is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
     words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
@@ -42,6 +46,19 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") if text else ""
+
+
+def _prior(result: Result) -> list[Markup]:
+    """Why the search looked where it did."""
+    prior = result.prior
+    if prior is None:
+        return []
+    reasons = {
+        "Why these batch sizes: ": prior.batch_sizes_reason,
+        "Why this micro-batch: ": prior.micro_batch_reason,
+        "Why these learning rates: ": believed(prior),
+    }
+    return [tag("p", tag("b", name), f"{why}.", class_="target") for name, why in reasons.items() if why]
 
 
 def _target(result: Result) -> Markup | None:
@@ -163,34 +180,25 @@ def _estimated_on_several(rows: list[Estimate]) -> Markup:
 
 def notebook(result: Result) -> str:
     """A compact table for notebooks: the answer and the sentence why, without plots or styles."""
-    found, base = result.recommendation, result.baseline
     heading = tag("b", f"batchtune {result.kind}: {result.name or result.task.path}")
     state = tag("p", f"{result.status}: {result.error.message}" if result.error else result.status)
     parts: list[Markup | None] = [tag("p", heading), state if result.status != "complete" else None]
-    if found is not None:
-        names = ["batch size", "learning rate", "precision", "time to target", "speed-up"]
-        columns = [_column(each) for each in (found, base) if each is not None]
-        head = tag("tr", tag("th"), *(tag("th", name) for name in ("train with", "today")[: len(columns)]))
-        rows = [
-            tag("tr", tag("th", name), *(tag("td", cell) for cell in cells))
-            for name, *cells in zip(names, *columns, strict=True)
-            if any(cell != "-" for cell in cells)
-        ]
-        parts += [tag("table", tag("thead", head), tag("tbody", *rows)), tag("p", _sentence(found.reason))]
+    if result.recommendation is not None:
+        rows = configurations(result)
+        names = CONFIGURATIONS[: len(rows["batch size"])]
+        body = [tag("tr", tag("th", name), *(tag("td", cell) for cell in cells)) for name, cells in rows.items()]
+        head = tag("tr", tag("th"), *(tag("th", name) for name in names))
+        parts += [tag("table", tag("thead", head), tag("tbody", *body))]
+        parts += [tag("p", _sentence(result.recommendation.reason))]
     for probe in probes_of(result):
-        largest = "nothing fits" if probe.max_batch_size is None else f"largest batch {probe.max_batch_size:,}"
-        parts.append(tag("p", f"{probe.precision}: {largest} {certificate(probe)}."))
-    for row in (result.estimates or [])[:20]:
-        parts.append(tag("p", f"{row.gpu}, {row.precision}: {row.max_batch_size or 'nothing'} expected to fit."))
+        fits = probe.max_batch_size is not None
+        largest = f"largest batch {probe.max_batch_size:,} {certificate(probe)}" if fits else "nothing fits"
+        parts.append(tag("p", f"{probe.precision}: {largest}."))
+    estimates = result.estimates or []
+    for row in estimates[:_MOST_ESTIMATES]:
+        largest = "nothing" if row.max_batch_size is None else f"{row.max_batch_size:,}"
+        sure = f", confidence {row.confidence}" if row.confidence else ""
+        parts.append(tag("p", f"{row.gpu}, {row.precision}: {largest} expected to fit (estimated{sure})."))
+    left = len(estimates) - _MOST_ESTIMATES
+    parts.append(tag("p", f"{left} more are in to_frame().") if left > 0 else None)
     return tag("div", *parts)
-
-
-def _column(each: Recommendation) -> list[str]:
-    time, speed = each.time_to_target_seconds, each.speedup_over_baseline
-    return [
-        batch_text(each),
-        number(each.learning_rate),
-        each.precision,
-        f"{duration(time.median)} ({duration(time.low)} to {duration(time.high)})" if time else "-",
-        f"{number(speed.median)}× ({number(speed.low)} to {number(speed.high)})" if speed else "-",
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchtune.report.markup import Markup, table, tag
-from batchtune.report.pick import is_of, probes_of
+from batchtune.report.pick import is_of, named_values, probes_of
 from batchtune.report.units import duration, number, share, size
 from batchtune.results import ProbeResult, Result, Trial
 
@@ -61,7 +61,7 @@ def _run(trial: Trial) -> list[_Cell]:
         _sortable(number(trial.value, 4), trial.value),
         _sortable(duration(trial.training_seconds), trial.training_seconds),
         tag("span", trial.outcome or trial.state, class_=f"outcome {trial.outcome or trial.state}"),
-        trial.message or "-",
+        ", ".join(filter(None, [named_values(trial.optimizer_arguments), trial.message])) or "-",
     ]
 
 

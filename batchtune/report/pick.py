@@ -1,10 +1,15 @@
-"""Which parts of a result belong together: the probes of one run, the trials of one configuration."""
+"""Which parts of a result belong together: the probes of one run, the trials of one configuration, peaks and limit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from batchtune.results import ProbeResult, Recommendation, Result, Trial
+from batchtune.results import Attempt, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
+
+_CURVE_POINTS = 80
+_FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 
 
 def probes_of(result: Result) -> list[ProbeResult]:
@@ -19,8 +24,22 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
         and configuration.learning_rate is not None
         and trial.batch_size == configuration.global_batch_size
         and trial.precision == configuration.precision
+        and trial.optimizer_arguments == configuration.optimizer_arguments
         and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
     )
+
+
+def named_values(values: Mapping[str, Value]) -> str:
+    """Arguments as one writes them in a call."""
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )
+
+
+def believed(prior: Prior) -> str:
+    """Where the search for the learning rate started, and why."""
+    about = f"about {prior.learning_rate:.2g}, give or take {prior.learning_rate_decades:.1f} decades"
+    return f"{about}: {prior.learning_rate_reason}"
 
 
 def to_train_with(result: Result) -> Recommendation | None:
@@ -39,3 +58,43 @@ def to_train_with(result: Result) -> Recommendation | None:
         precision=probe.precision,
         reason="the largest batch that trains",
     )
+
+
+def peak_of(attempt: Attempt) -> int | None:
+    """The peak memory of an attempt that fits, in bytes: reserved, or allocated where that is not known."""
+    if not attempt.fits:
+        return None
+    return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRange:
+    """How far up a figure of peak memory reaches.
+
+    Attributes:
+        limit_bytes: the highest limit; 0 where there is none.
+        near: the limit is near enough to the peaks to be drawn with them.
+        ceiling_bytes: the highest peak, or the limit where it is near.
+    """
+
+    limit_bytes: int
+    near: bool
+    ceiling_bytes: int
+
+
+def memory_range(probes: Sequence[ProbeResult]) -> MemoryRange | None:
+    """Peaks and limit of some probes together; None where neither is known."""
+    peaks = [peak for probe in probes for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
+    limit = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
+    if not peaks and not limit:
+        return None
+    failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
+    near = bool(limit) and (failed or not peaks or limit <= _FAR_ABOVE * max(peaks))
+    return MemoryRange(limit, near, max([*peaks, limit if near else 0]))
+
+
+def fitted_speeds(fit: ThroughputFit, low: float, high: float) -> list[tuple[float, float]]:
+    """Points (batch size, samples per second) of the fitted curve between two batch sizes, equal ratios apart."""
+    sizes = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
+    steps = [(batch, fit.alpha_seconds + fit.beta_seconds_per_sample * batch) for batch in sizes]
+    return [(batch, batch / seconds) for batch, seconds in steps if seconds > 0]

@@ -8,8 +8,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from batchtune.report.pick import probes_of
+from batchtune.report.plots_of_landscape import landscape
 from batchtune.report.plots_of_probes import memory, throughput
-from batchtune.report.plots_of_trials import curves, landscape
+from batchtune.report.plots_of_trials import curves
 from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout
 from batchtune.report.units import size
 from batchtune.results import Estimate, Result, ThroughputPoint
@@ -32,11 +33,11 @@ def figures(result: Result) -> dict[str, go.Figure]:
     """Every figure that the result has the measurements for, by name, in reading order."""
     drawn = {
         "estimates": estimates(result),
-        "curves": curves(result),
-        "landscape": landscape(result),
         "memory": memory(result),
         "throughput": throughput(result),
         "sensors": sensors(result),
+        "curves": curves(result),
+        "landscape": landscape(result),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 

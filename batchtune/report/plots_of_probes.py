@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import fitted_speeds, memory_range, peak_of, probes_of
 from batchtune.report.theme import LIGHT, SERIES, axis, batch_axis, label, layout
-from batchtune.report.units import duration, number, size
-from batchtune.results import Attempt, ProbeResult, Result
+from batchtune.report.units import bytes_unit, duration, number, size
+from batchtune.results import ProbeResult, Result
 
-_FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
-_CURVE_POINTS = 80
 _TOP = 1.12  # room above the highest point
 _OUTCOMES = {
     "oom": "out of memory",
@@ -24,14 +22,11 @@ _OUTCOMES = {
 def memory(result: Result) -> go.Figure | None:
     """Peak memory against batch size: every attempt, the limit, what fitted and what did not."""
     probes = [probe for probe in probes_of(result) if probe.attempts]
-    peaks = [peak for probe in probes for attempt in probe.attempts if (peak := _peak(attempt)) is not None]
-    limit = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
-    if not peaks and not limit:
+    reach = memory_range(probes)
+    if reach is None:
         return None
-    failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
-    near = bool(limit) and (failed or not peaks or limit <= _FAR_ABOVE * max(peaks))
-    ceiling = max([*peaks, limit if near else 0])
-    unit, scale = ("GiB", 2**30) if ceiling >= 4 * 2**30 else ("MiB", 2**20)
+    limit, near, ceiling = reach.limit_bytes, reach.near, reach.ceiling_bytes
+    unit, scale = bytes_unit(ceiling)
     widest = max(attempt.batch_size for probe in probes for attempt in probe.attempts)
     figure = go.Figure()
     for probe, colour in zip(probes, SERIES, strict=False):
@@ -70,15 +65,9 @@ def memory(result: Result) -> go.Figure | None:
     return figure
 
 
-def _peak(attempt: Attempt) -> int | None:
-    if not attempt.fits:
-        return None
-    return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
-
-
 def _draw_fits(figure: go.Figure, probe: ProbeResult, scale: int, colour: str, name: str) -> None:
     fits = sorted(
-        ((attempt.batch_size, peak, attempt) for attempt in probe.attempts if (peak := _peak(attempt)) is not None),
+        ((attempt.batch_size, peak, attempt) for attempt in probe.attempts if (peak := peak_of(attempt)) is not None),
         key=lambda each: each[:2],
     )
     search = [each for each in fits if each[2].purpose == "search"]
@@ -157,12 +146,10 @@ def _draw_fitted(figure: go.Figure, probe: ProbeResult, ends: tuple[int, int], c
     fit = probe.throughput_fit
     if fit is None:
         return
-    ratio = max(ends[1] / ends[0], 1.0)
-    sizes = [ends[0] * ratio ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
-    step_seconds = [fit.alpha_seconds + fit.beta_seconds_per_sample * batch for batch in sizes]
+    curve = fitted_speeds(fit, *ends)
     figure.add_scatter(
-        x=sizes,
-        y=[batch / seconds if seconds > 0 else None for batch, seconds in zip(sizes, step_seconds, strict=True)],
+        x=[batch for batch, _ in curve],
+        y=[speed for _, speed in curve],
         mode="lines",
         name=f"{name}fitted t = α + β·B",
         line={"color": colour, "width": 1.5, "dash": "dot"},

@@ -1,261 +1,199 @@
-"""The report in a terminal: the answer first, then the evidence, then what to paste."""
+"""The report in a terminal: what stands in it, in which order; a screen of 80 by 24 holds the answer and its proof.
+
+The order is that of the HTML page, but for the lines to paste: they come near the end, where the prompt is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from textwrap import shorten
+from textwrap import wrap
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from batchtune.report import text_tables
 from batchtune.report.export import snippet
-from batchtune.report.precisions import comparison
-from batchtune.report.units import duration, number, share, size
-from batchtune.results import Attempt, Estimate, Interval, ProbeResult, Recommendation, Result, Trial
+from batchtune.report.pick import believed, probes_of
+from batchtune.report.stand_ins import written_in
+from batchtune.report.text_figures import Figures
+from batchtune.report.units import duration
+from batchtune.report.wording import CONFIGURATIONS, certificate, configurations
+from batchtune.results import ProbeResult, Result
 
-_COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
-_MAX_TRIALS = 12
-_MAX_WHY = 96  # of characters; the message of a failure that matters is told in full elsewhere
-_LIMITED_BY = {
-    "memory": "the next size runs out of memory",
-    "max": "that is the most that was allowed",
-    "dataset": "that is the whole training set",
-}
+_UNBOUNDED = 10_000
+_CONTINUED = " \\"
+_NARROW = 60  # columns below which a frame would take room that words need
 
 
 def render(result: Result) -> RenderableType:
     """The whole report of one result."""
-    return Group(*_parts(result))
+    return _Report(result)
+
+
+class _Report:
+    """Lines that neither trail blanks nor hold a character that the output cannot write."""
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        within = options.update(height=None)
+        within.encoding = "utf-8"  # what the output lacks is replaced here alone, not by Rich's other boxes
+        for part in _parts(self._result):
+            for line in console.render_lines(part, within, pad=False):
+                yield from _tidy(line, options.encoding)
+                yield Segment.line()
+
+
+def _tidy(line: list[Segment], encoding: str) -> list[Segment]:
+    kept = [Segment(written_in(encoding, text), style, control) for text, style, control in line]
+    while kept and not kept[-1].text.strip():
+        kept.pop()
+    if kept:
+        text, style, control = kept[-1]
+        kept[-1] = Segment(text.rstrip(), style, control)
+    return kept
 
 
 def _parts(result: Result) -> Iterator[RenderableType]:
+    """The report from top to bottom."""
     if result.status != "complete":
         reason = f": {result.error.message}" if result.error else ""
         yield Text(f"{result.status}{reason}", style="bold yellow" if result.status == "interrupted" else "bold red")
+    probes = probes_of(result)
+    chosen = result.probe or next(iter(probes), None)
     if result.recommendation is not None:
-        yield _recommendation(result)
-    yield from _evidence(result)
-    if result.recommendation is not None:
+        yield _Framed(result.name, [_Comparison(result), Text(result.recommendation.reason)])
+    if result.target is not None and result.target.value is not None:
+        target = result.target
+        sign = "at most" if target.goal == "minimize" else "at least"
+        yield Text.assemble(("target ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
+    if result.prior is not None:
+        yield Text.assemble(("why these batch sizes ", "bold"), result.prior.batch_sizes_reason)
+        if result.prior.micro_batch_reason:
+            yield Text.assemble(("why this micro-batch ", "bold"), result.prior.micro_batch_reason)
+        yield Text.assemble(("why these learning rates ", "bold"), believed(result.prior))
+    largest: list[RenderableType] = [_largest(probe) for probe in probes]
+    yield from [_Framed(result.name, largest)] if result.kind == "probe" and largest else largest
+    if chosen is not None:
+        yield Figures(chosen)
+        yield from _speed(chosen)
+    yield from _tables(result, probes, chosen)
+    yield from _rest(result)
+
+
+def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | None) -> Iterator[RenderableType]:
+    """Everything behind the answer, row by row."""
+    tables = [text_tables.precisions(probes, chosen=chosen)] if len(probes) > 1 else []
+    if result.kind == "probe":
+        for probe in probes:
+            tables += [text_tables.throughput(probe)] if probe.throughput else []
+            tables += [text_tables.attempts(probe)] if probe.attempts else []
+    tables += [text_tables.trials(result)] if result.trials else []
+    tables += [text_tables.estimates(result)] if result.estimates else []
+    for table in tables:
+        yield ""
+        yield table
+
+
+def _rest(result: Result) -> Iterator[RenderableType]:
+    """What to do with it, what to know about it, and where it comes from."""
+    notes = {note: None for estimate in result.estimates or [] for note in estimate.notes}
+    yield from (Text(f"note: {note}", style="dim") for note in notes)
+    lines = snippet(result)
+    if lines:
         yield Text("\npaste", style="bold")
-        yield Text(snippet(result), style="cyan")
-    for warning in result.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
+        yield from (_Code(line) for line in lines.splitlines())
+    if result.warnings or result.environment is not None:
+        yield ""
+    if result.warnings:
+        yield from (Text(f"warning: {warning}", style="yellow") for warning in result.warnings)
     if result.environment is not None:
         where = [result.environment.device, f"torch {result.environment.torch}"]
         where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
         yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
 
 
-def _evidence(result: Result) -> Iterator[RenderableType]:
-    """What the answer rests on: target, probe, runs, or estimates."""
-    if result.target is not None and result.target.value is not None:
-        target = result.target
-        sign = "at most" if target.goal == "minimize" else "at least"
-        yield Text.assemble(("target  ", "bold"), f"{target.metric} {sign} {target.value:.4g}: {target.reason}")
-    yield from _probes(result)
-    if result.trials:
-        yield _trials(result)
-    if result.estimates:
-        yield _estimates(result.estimates)
-        notes = {note: None for estimate in result.estimates for note in estimate.notes}
-        yield from (Text(f"note: {note}", style="dim") for note in notes)
+class _Framed:
+    """Parts under a title, in a frame where there is room for one."""
+
+    def __init__(self, title: str, parts: list[RenderableType]) -> None:
+        self._title, self._parts = Text(title or "batchtune", style="bold"), parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _NARROW:
+            yield from (self._title, *self._parts)
+        else:
+            yield Panel(Group(*self._parts), title=self._title, box=box.ROUNDED, expand=False)
 
 
-def _interval(value: Interval | None, unit: str = "") -> str:
-    if value is None:
-        return "-"
-    return f"{number(value.median)}{unit} ({number(value.low)} to {number(value.high)})"
+class _Code:
+    """A line of Python; where it is too long its comment goes, and then it is continued as Python allows."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [self._line]
+        if len(self._line) > options.max_width:
+            code = self._line.partition("  #")[0]
+            room = options.max_width if len(code) <= options.max_width else options.max_width - len(_CONTINUED)
+            lines = wrap(code, room, break_long_words=False, break_on_hyphens=False)
+        yield Text(f"{_CONTINUED}\n".join(lines), style="cyan", overflow="fold")
 
 
-def batch_text(recommendation: Recommendation) -> str:
-    """A batch size with how it is made up, where it is more than one micro-batch."""
-    text = str(recommendation.global_batch_size)
-    if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
-        text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
-        text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
-    return text
+class _Comparison:
+    """The recommended configuration beside what is run today, as far as each is known."""
+
+    def __init__(self, result: Result) -> None:
+        self._rows = configurations(result)
+        self._columns = CONFIGURATIONS[: len(self._rows["batch size"])]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table()
+        if Measurement.get(console, options.update(width=_UNBOUNDED), table).maximum > options.max_width:
+            table = self._table(broken=True)
+        yield table
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table())
+
+    def _table(self, *, broken: bool = False) -> Table:
+        """The rows; where `broken`, an interval stands below its median."""
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for name in self._columns:
+            table.add_column(name, style="bold green" if name == CONFIGURATIONS[0] else "")
+        for name, cells in self._rows.items():
+            table.add_row(Text(name), *(Text(cell.replace(" (", "\n(") if broken else cell) for cell in cells))
+        return table
 
 
-def _recommendation(result: Result) -> RenderableType:
-    found = result.recommendation
-    assert found is not None  # noqa: S101 - the caller looked
-    table = Table(box=None, show_header=True, header_style="bold", pad_edge=False)
-    table.add_column("")
-    table.add_column("train with", style="bold green")
-    rows = [
-        ("batch size", batch_text(found)),
-        ("learning rate", number(found.learning_rate)),
-        ("precision", found.precision),
-    ]
-    if found.time_to_target_seconds:
-        rows.append(("time to target", _interval(found.time_to_target_seconds, " s")))
-    if found.value:
-        rows.append((result.target.metric if result.target else "metric", _interval(found.value)))
-    if found.speedup_over_baseline:
-        rows.append(("speed-up", _interval(found.speedup_over_baseline, "×")))
-    base = result.baseline
-    if base is not None:
-        table.add_column("today")
-        today = [batch_text(base), number(base.learning_rate), base.precision]
-        today += [_interval(base.time_to_target_seconds, " s")] if base.time_to_target_seconds else []
-        today += [_interval(base.value)] if base.value else []
-        today += ["1×"] * (len(rows) - len(today))
-        for (name, value), other in zip(rows, today, strict=True):
-            table.add_row(name, value, other)
-    else:
-        for name, value in rows:
-            table.add_row(name, value)
-    title = f"[bold]{result.name or 'batchtune'}[/bold]" if "[" not in result.name else "batchtune"
-    return Panel(Group(table, Text(f"\n{found.reason}", style="italic")), title=title, box=box.ROUNDED, expand=False)
-
-
-def _probes(result: Result) -> Iterator[RenderableType]:
-    if result.probes and len(result.probes) > 1:
-        yield comparison(result.probes, chosen=result.probe)
-    for probe in result.probes or ([result.probe] if result.probe else []):
-        yield from _probe(probe, details=result.kind == "probe")
-
-
-def _probe(probe: ProbeResult, *, details: bool) -> Iterator[RenderableType]:
+def _largest(probe: ProbeResult) -> Text:
+    """The largest batch of a probe with its certificate."""
     if probe.max_batch_size is None:
-        yield Text(f"probe {probe.precision}: nothing fits", style="bold red")
-    else:
-        yield Text.assemble(
-            (f"probe {probe.precision}  ", "bold"),
-            ("largest batch ", ""),
-            (f"{probe.max_batch_size:,}", "bold green"),
-            f" {certificate(probe)}",
-        )
-    if details:
-        yield attempts_table(probe.attempts, probe.memory_limit_bytes)
-        if probe.throughput:
-            yield _throughput(probe)
-    yield from _speed(probe)
+        return Text(f"probe {probe.precision}: nothing fits", style="bold red")
+    return Text.assemble(
+        (f"probe {probe.precision} ", "bold"),
+        "largest batch ",
+        (f"{probe.max_batch_size:,}", "bold green"),
+        f" {certificate(probe)}",
+    )
 
 
-def _speed(probe: ProbeResult) -> Iterator[RenderableType]:
+def _speed(probe: ProbeResult) -> Iterator[Text]:
     fit = probe.throughput_fit
     if fit is not None:
-        line = f"step time {duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
-        if fit.saturation_batch_size:
-            line += f"; half of the peak speed at batch {fit.saturation_batch_size:.0f}"
-        yield Text(f"{line}; within 5 % of the best measured speed from batch {fit.batch_size_within_5_percent}")
+        line = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
+        if fit.saturation_batch_size is not None:
+            line += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
+        if fit.batch_size_within_5_percent is not None:
+            line += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
+        yield Text.assemble(("step time ", "bold"), line)
     if probe.input_pipeline is not None:
-        yield Text.assemble(("data  ", "bold"), probe.input_pipeline.verdict)
-
-
-def certificate(probe: ProbeResult) -> str:
-    """Why the largest batch can be relied on, as one sentence without its subject."""
-    parts = []
-    if probe.verified_in_fresh_process:
-        parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
-    else:
-        parts.append("not yet checked in a fresh process")
-    if probe.first_failing_batch_size is not None:
-        last = {attempt.batch_size: attempt.outcome for attempt in probe.attempts}
-        parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
-    elif probe.limited_by:
-        parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
-    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
-        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
-    return "; ".join(parts)
-
-
-def attempts_table(attempts: list[Attempt], limit_bytes: int | None) -> Table:
-    """Every attempt in order, its memory drawn against the limit."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("batch", "outcome", "peak", "of limit", "step"):
-        table.add_column(name, justify="left" if name in {"outcome", "of limit"} else "right", no_wrap=True)
-    table.add_column("why", max_width=48)  # the one column that gives way in a narrow terminal
-    for attempt in attempts:
-        peak = attempt.peak_reserved_bytes if attempt.fits else None
-        why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
-        outcome = Text(attempt.outcome, style=_COLOURS.get(attempt.outcome, "yellow"))
-        bar = _bar(peak / limit_bytes) if peak and limit_bytes else ""
-        step = duration(attempt.step_seconds) if attempt.fits else "-"
-        table.add_row(f"{attempt.batch_size:,}", outcome, size(peak), bar, step, Text(shorten(why, _MAX_WHY)))
-    return table
-
-
-def _throughput(probe: ProbeResult) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = {"batch": [f"{point.batch_size:,}" for point in probe.throughput]}
-    columns["samples/s"] = [number(point.samples_per_second) for point in probe.throughput]
-    best = max(point.samples_per_second for point in probe.throughput)
-    columns[" "] = [_bar(point.samples_per_second / best) for point in probe.throughput]
-    columns["step"] = [duration(point.step_seconds) for point in probe.throughput]
-    sensors = {
-        "MFU": [share(point.mfu) for point in probe.throughput],
-        "GPU": [share(point.gpu_utilization) for point in probe.throughput],
-        "memory bus": [share(point.memory_controller_utilization) for point in probe.throughput],
-        "memory": [size(point.memory_used_bytes) for point in probe.throughput],
-        "power": [f"{number(point.power_watts)} W" if point.power_watts else "-" for point in probe.throughput],
-        "°C": [number(point.temperature_celsius) for point in probe.throughput],
-        "J/sample": [number(point.joules_per_sample) for point in probe.throughput],
-        "held back by": [", ".join(point.throttle_reasons or []) or "-" for point in probe.throughput],
-    }
-    columns |= {name: values for name, values in sensors.items() if any(value != "-" for value in values)}
-    for name in columns:
-        table.add_column(name, justify="left" if name == " " else "right")
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
-
-
-def _estimates(estimates: list[Estimate]) -> Table:
-    """Largest batches by calculation, and how sure each is; nothing here was measured."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="estimated, not measured", title_justify="left")
-    for name in ("GPU", "memory", "precision", "largest batch", "safe", "samples/s", "sure"):
-        table.add_column(name, justify="left" if name in {"GPU", "precision", "sure"} else "right", no_wrap=True)
-    for each in sorted(estimates, key=lambda estimate: (estimate.memory_bytes, estimate.gpu)):
-        table.add_row(
-            each.gpu,
-            size(each.memory_bytes),
-            each.precision,
-            *("-" if most is None else f"{most:,}" for most in (each.max_batch_size, each.safe_max_batch_size)),
-            number(each.samples_per_second),
-            (each.confidence or "-").partition(" ")[0],
-        )
-    return table
-
-
-def _bar(fraction: float, width: int = 12) -> str:
-    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
-    return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
-
-
-def _trials(result: Result) -> Table:
-    trials = [trial for trial in result.trials or [] if trial.state != "waiting"]
-    timed = any(trial.time_to_target_seconds is not None for trial in trials)
-    minimize = result.target is None or result.target.goal == "minimize"
-
-    def rank(trial: Trial) -> float:
-        value = trial.time_to_target_seconds if timed else trial.value
-        return float("inf") if value is None else value if timed or minimize else -value
-
-    shown = sorted(trials, key=rank)[:_MAX_TRIALS]
-    columns = {
-        "run": [str(trial.number) for trial in shown],
-        "role": [trial.role for trial in shown],
-        "batch": [f"{trial.batch_size:,}" for trial in shown],
-        "learning rate": [number(trial.learning_rate) for trial in shown],
-        "precision": [trial.precision for trial in shown],
-        "time to target": [duration(trial.time_to_target_seconds) for trial in shown],
-        "best metric": [number(trial.value, 4) for trial in shown],
-        "outcome": [trial.outcome or trial.state for trial in shown],
-    }
-    if len({trial.precision for trial in shown}) == 1:
-        del columns["precision"]  # the recommendation names it
-    if not timed:
-        del columns["time to target"]
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title=f"{len(shown)} best of {len(trials)} runs", title_justify="left"
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name in {"role", "precision", "outcome"} else "right")
-    for trial, row in zip(shown, zip(*columns.values(), strict=True), strict=True):
-        table.add_row(*row[:-1], Text(row[-1], style=_COLOURS.get(trial.state, "")))
-    return table
+        yield Text.assemble(("data ", "bold"), probe.input_pipeline.verdict)

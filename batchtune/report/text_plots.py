@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Literal
 
@@ -16,8 +16,7 @@ Mark = Literal["fit", "checked", "oom", "failed", "limit", "curve"]
 MIN_WIDTH = 20
 """Columns below which there is no figure: its labels alone would fill it."""
 
-_UNICODE = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌", "curve": "⠒"}
-_ASCII = {"fit": "o", "checked": "@", "oom": "x", "failed": "!", "limit": "-", "curve": "."}
+_SIGNS = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌", "curve": "⠒"}
 _STYLES = {"fit": "green", "checked": "bold green", "oom": "red", "failed": "red", "limit": "red", "curve": "cyan"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a Braille cell's dots, by row and column
 _BLANK_DOTS = 0x2800
@@ -32,7 +31,7 @@ class Layer:
 
     Attributes:
         mark: one sign for each point, a horizontal line at the first point, or a curve through all of them.
-        name: what the legend calls it.
+        name: what the legend calls it; '' where it is not in the legend.
         points: (x, y); what is not finite is left out.
     """
 
@@ -49,16 +48,16 @@ class Axis:
         title: its name.
         log: equal distances are equal ratios; ticks at powers of two.
         from_zero: begins at 0 where all values are positive.
+        whole: its values are whole numbers, and so are its labels.
     """
 
     title: str
     log: bool = False
     from_zero: bool = False
+    whole: bool = False
 
 
-def draw(
-    layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6, ascii_only: bool = False
-) -> list[Text]:
+def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
     """Draws layers over one another.
 
     Args:
@@ -67,7 +66,6 @@ def draw(
         y_axis: the axis to the left; its title stands above.
         width: columns that no line exceeds.
         height: rows of the grid; axis, labels and legend come on top.
-        ascii_only: the output knows no other characters.
 
     Returns:
         The lines from top to bottom; none where there is no point, or no room.
@@ -77,27 +75,22 @@ def draw(
     if not layers or width < MIN_WIDTH:
         return []
     points = [point for each in layers for point in each.points]
-    ys = _Scale.over([y for _, y in points], y_axis)
+    xs, ys = _Scale.over([x for x, _ in points], x_axis), _Scale.over([y for _, y in points], y_axis)
     labels = {row: label for label, row in _labels_beside(ys, height)}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
-    xs = _Scale.over([x for x, _ in points], x_axis)
-    grid = _Grid(columns, height, ascii_only=ascii_only)
+    grid = _Grid(columns, height)
     for each in layers:
         grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.points])
     lines = [Text(line, style="bold") for line in wrap(y_axis.title, width)]
-    tick, plain, floor, corner = "++-+" if ascii_only else "┤│─┼"
-    if ascii_only:
-        plain = "|"
     for row, cells in enumerate(grid.rows()):
         beside = labels.get(row, "")
-        lines.append(_line([(f"{beside:>{gutter}} ", "dim"), (tick if beside else plain, "dim"), *cells]))
+        lines.append(_line([(f"{beside:>{gutter}} {'┤' if beside else '│'}", "dim"), *cells]))
     below, ticks = _labels_below(xs, columns)
-    rule = "".join(corner if column in ticks else floor for column in range(columns))
-    lines.append(_line([(f"{'':>{gutter}} ", ""), ("+" if ascii_only else "└", "dim"), (rule, "dim")]))
-    lines.append(_line([(f"{'':>{gutter}}  {below}", "dim")]))
-    lines += [Text(f"{'':>{gutter}}  {line}", style="dim") for line in wrap(x_axis.title, columns)]
-    return lines + list(_legend(layers, gutter + 2, width, ascii_only=ascii_only))
+    rule = "".join("┬" if column in ticks else "─" for column in range(columns))
+    margin = " " * (gutter + 2)
+    lines += [Text(f"{margin[:-1]}└{rule}", style="dim"), Text(margin + below, style="dim")]
+    return lines + [Text(margin).append(line) for line in _legend(layers, x_axis.title, columns)]
 
 
 def _drawable(points: Iterable[tuple[float, float]], x_axis: Axis, y_axis: Axis) -> list[tuple[float, float]]:
@@ -113,40 +106,35 @@ class _Scale:
 
     low: float
     high: float
-    log: bool
-    ticks: tuple[float, ...] = field(default=())
+    axis: Axis
 
     @classmethod
     def over(cls, values: Sequence[float], axis: Axis) -> _Scale:
-        low, high = min(values), max(values)
-        if axis.log:
-            return cls(math.log2(low), math.log2(high), log=True)
-        if axis.from_zero and low > 0:
-            low = 0.0
-        return cls(low, high, log=False)
+        low = min(values)
+        return cls(min(low, 0.0) if axis.from_zero and not axis.log else low, max(values), axis)
 
     def share(self, value: float) -> float:
-        at = math.log2(value) if self.log else value
-        room = self.high / 2 - self.low / 2  # halves: the difference of two large numbers may be infinite
-        return min(1.0, max(0.0, (at / 2 - self.low / 2) / room)) if room > 0 else 0.5
+        low, at, high = (math.log2(each) if self.axis.log else each / 2 for each in (self.low, value, self.high))
+        room = high - low  # of halves: the difference of two large numbers may be infinite
+        return min(1.0, max(0.0, (at - low) / room)) if room > 0 else 0.5
 
     def round_values(self, most: int) -> list[float]:
-        """Round values within the scale, at least one, ascending: powers of two where it is logarithmic."""
-        if self.log:
-            first, last = math.ceil(self.low), min(math.floor(self.high), sys.float_info.max_exp - 1)
-            step = max(1, math.ceil((last - first + 1) / most))
-            powers = [2.0**power for power in range(first, last + 1, step)]
-            return powers or [2.0**self.low]
-        return _round_values(self.low, self.high, most)
+        """Round values within the scale, ascending: powers of two where it is logarithmic; at least one value."""
+        if not self.axis.log:
+            return _round_values(self.low, self.high, most, least_step=float(self.axis.whole))
+        first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
+        step = max(1, math.ceil((last - first + 1) / most))
+        powers = [2.0**power for power in range(first, min(last + 1, sys.float_info.max_exp), step)]
+        return powers or [self.low]
 
 
-def _round_values(low: float, high: float, most: int) -> list[float]:
+def _round_values(low: float, high: float, most: int, *, least_step: float = 0.0) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten between two values; the values themselves where there are none."""
     spread = high / 2 - low / 2
     if not spread / most > 0:
         return [low, high]
     power = 10.0 ** math.floor(math.log10(spread / most))
-    for step in (power * factor for factor in (1, 2, 5, 10, 20, 50)):
+    for step in (max(power * factor, least_step) for factor in (1, 2, 5, 10, 20, 50)):
         if not 0 < step < math.inf or max(abs(low / step), abs(high / step)) > _MOST_STEPS:
             break
         first, last = math.ceil(low / step), math.floor(high / step)
@@ -163,8 +151,8 @@ def _number(value: float) -> str:
 
 
 def _labels_beside(scale: _Scale, height: int) -> Iterator[tuple[str, int]]:
-    """Labels of the left axis with their rows, about one for every other row."""
-    for value in scale.round_values(max(2, height // 2 + 1)):
+    """Labels of the left axis with their rows, at most one for every other row."""
+    for value in scale.round_values(max(2, height // 2)):
         yield _number(value), height - 1 - round(scale.share(value) * (height - 1))
 
 
@@ -184,13 +172,10 @@ def _labels_below(scale: _Scale, columns: int) -> tuple[str, set[int]]:
 class _Grid:
     """Cells that hold a sign each, and dots of curves where they hold none."""
 
-    def __init__(self, columns: int, rows: int, *, ascii_only: bool) -> None:
+    def __init__(self, columns: int, rows: int) -> None:
         self._columns, self._rows = columns, rows
         self._signs: dict[tuple[int, int], _Cell] = {}
         self._dots: dict[tuple[int, int], int] = {}
-        self._curve_style = _STYLES["curve"]
-        self._glyphs = _ASCII if ascii_only else _UNICODE
-        self._across, self._down = (1, 1) if ascii_only else (2, 4)  # dots of a cell
 
     def add(self, layer: Layer, shares: Sequence[tuple[float, float]]) -> None:
         """Draws a layer whose points are given as shares of both axes."""
@@ -198,7 +183,7 @@ class _Grid:
             for start, end in itertools.pairwise(shares) if len(shares) > 1 else [(shares[0], shares[0])]:
                 self._draw_line(start, end)
             return
-        sign = self._glyphs[layer.mark], _STYLES[layer.mark]
+        sign = _SIGNS[layer.mark], _STYLES[layer.mark]
         for across, up in shares[:1] if layer.mark == "limit" else shares:
             row = self._rows - 1 - round(up * (self._rows - 1))
             column = round(across * (self._columns - 1))
@@ -206,14 +191,14 @@ class _Grid:
                 self._signs[row, each] = sign
 
     def _draw_line(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        wide, high = self._columns * self._across - 1, self._rows * self._down - 1
+        wide, high = self._columns * len(_DOTS[0]) - 1, self._rows * len(_DOTS) - 1
         steps = max(1, math.ceil(max(abs(end[0] - start[0]) * wide, abs(end[1] - start[1]) * high)))
         for step in range(steps + 1):
             across, up = (first + (last - first) * step / steps for first, last in zip(start, end, strict=True))
             column, row = round(across * wide), high - round(up * high)
-            cell = row // self._down, column // self._across
-            dot = _DOTS[row % self._down][column % self._across]
-            self._dots[cell] = self._dots.get(cell, 0) | dot
+            cell = row // len(_DOTS), column // len(_DOTS[0])
+            dot = _DOTS[row % len(_DOTS)][column % len(_DOTS[0])]
+            self._dots[cell] = self._dots.get(cell, _BLANK_DOTS) | dot
 
     def rows(self) -> Iterator[list[_Cell]]:
         """The cells of each row, from the top."""
@@ -222,25 +207,23 @@ class _Grid:
 
     def _curve(self, row: int, column: int) -> _Cell:
         dots = self._dots.get((row, column))
-        if dots is None:
-            return " ", ""
-        return (chr(_BLANK_DOTS | dots) if self._down > 1 else self._glyphs["curve"]), self._curve_style
+        return (" ", "") if dots is None else (chr(dots), _STYLES["curve"])
 
 
-def _legend(layers: Sequence[Layer], indent: int, width: int, *, ascii_only: bool) -> Iterator[Text]:
-    """What each sign stands for, as many names on a line as have room."""
-    glyphs = _ASCII if ascii_only else _UNICODE
-    line = Text(" " * indent)
+def _legend(layers: Sequence[Layer], x_title: str, width: int) -> Iterator[Text]:
+    """The name of the axis below, then what each sign stands for, as much on a line as has room."""
+    *before, last = wrap(x_title, width) or [""]
+    yield from (Text(line, style="dim") for line in before)
+    line = Text.assemble((last, "dim"))
     for each in layers:
-        first, *rest = wrap(f"{glyphs[each.mark]} {each.name}", width - indent)
-        if line.cell_len > indent and line.cell_len + 2 + len(first) > width:
+        first, *rest = wrap(f"{_SIGNS[each.mark]} {each.name}", width) if each.name else [""]
+        if line and line.cell_len + 2 + len(first) > width:
             yield line
-            line = Text(" " * indent)
-        line.append("  " if line.cell_len > indent else "")
-        line.append(first[:1], style=_STYLES[each.mark]).append(first[1:])
+            line = Text()
+        line.append("  " if line and first else "").append(first[:1], style=_STYLES[each.mark]).append(first[1:])
         for more in rest:
             yield line
-            line = Text(" " * indent + more)
+            line = Text(more)
     yield line
 
 

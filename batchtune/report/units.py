@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
+from batchtune.results import Interval
+
+_TIMES = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_LARGE = 4 * _BYTES["GiB"]
+
 
 def size(number: float | None) -> str:
     """Bytes with a binary unit; '-' where not measured."""
@@ -40,3 +49,70 @@ def number(value: float | None, digits: int = 3) -> str:
 def share(value: float | None) -> str:
     """A share of one as per cent; '-' where not measured."""
     return "-" if value is None else f"{value:.0%}"
+
+
+def interval(value: Interval | None, unit: str = "") -> str:
+    """A median with its bounds, all with as many decimals; '-' where not measured."""
+    if value is None:
+        return "-"
+    median, low, high = _alike([value.median, value.low, value.high])
+    return f"{median}{unit} ({low} to {high})"
+
+
+def time_interval(value: Interval | None) -> str:
+    """Seconds with their bounds, in the unit that suits the median; '-' where not measured."""
+    if value is None:
+        return "-"
+    unit, scale = time_unit(value.median)
+    scaled = {name: each / scale for name, each in value.model_dump().items()}
+    return interval(Interval(**scaled), f" {unit}")
+
+
+def time_unit(typical_seconds: float) -> tuple[str, float]:
+    """The unit for times of about so many seconds, and how many seconds it is.
+
+    Minutes from ten on, hours from two on: below, seconds and minutes are what people count in.
+    """
+    if typical_seconds >= 10 * _TIMES["min"]:
+        unit = "h" if typical_seconds >= 2 * _TIMES["h"] else "min"
+    elif typical_seconds >= 1 or typical_seconds <= 0:
+        unit = "s"
+    else:
+        unit = "ms" if typical_seconds >= _TIMES["ms"] else "µs"
+    return unit, _TIMES[unit]
+
+
+def times(values: Sequence[float | None]) -> tuple[str, list[str]]:
+    """Seconds of a column in one unit, their decimal points under one another; gives the unit and the texts."""
+    known = [value for value in values if value is not None]
+    unit, scale = time_unit(statistics.median(known) if known else 1.0)
+    return unit, aligned([number(None if value is None else value / scale) for value in values])
+
+
+def bytes_unit(largest: float) -> tuple[str, int]:
+    """The unit for bytes of which these are the most, and how many bytes it is."""
+    unit = "GiB" if largest >= _LARGE else "MiB" if largest >= _BYTES["MiB"] else "KiB"
+    return unit, _BYTES[unit]
+
+
+def sizes(values: Sequence[float | None]) -> tuple[str, list[str]]:
+    """Bytes of a column in one unit, their decimal points under one another; gives the unit and the texts."""
+    unit, scale = bytes_unit(max((value for value in values if value is not None), default=0))
+    return unit, aligned([number(None if value is None else value / scale) for value in values])
+
+
+def aligned(texts: Sequence[str]) -> list[str]:
+    """Figures of a right-justified column with their decimal points under one another."""
+    if any("e" in text for text in texts):
+        return list(texts)
+    tails = [len(text.partition(".")[2]) + ("." in text) for text in texts]
+    return [text + " " * (max(tails, default=0) - tail) for text, tail in zip(texts, tails, strict=True)]
+
+
+def _alike(values: Sequence[float]) -> list[str]:
+    """Figures with as many decimals as the one with the most needs for three digits."""
+    texts = [number(value) for value in values]
+    if any("e" in text for text in texts):
+        return texts
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    return [f"{value:,.{decimals}f}" for value in values]

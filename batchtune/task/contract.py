@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import UserCodeError
+from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.adapted import Adapted
 
 NAMES = {
@@ -99,15 +99,40 @@ class Task:
             self._need("compute_loss")
         return model
 
-    def optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        """The user's optimizer, or AdamW."""
+    def optimizer(self, model: nn.Module, learning_rate: float, **arguments: Any) -> torch.optim.Optimizer:
+        """The user's optimizer, or AdamW, with whatever arguments of its maker are not left at their defaults."""
         if not self.has("build_optimizer"):
-            return torch.optim.AdamW(model.parameters(), lr=learning_rate)
-        optimizer = self.source.build_optimizer(model, learning_rate)
+            return torch.optim.AdamW(model.parameters(), lr=learning_rate, **arguments)
+        optimizer = self.source.build_optimizer(model, learning_rate, **arguments)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise ContractError(f"{self.where}: build_optimizer returned a {kind}, not a torch.optim.Optimizer")
         return optimizer
+
+    def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
+        """What these arguments of build_optimizer are today: their defaults.
+
+        Raises:
+            UsageError: it takes no such argument, or one that has no default, or one that is no plain value.
+        """
+        maker = self.source.build_optimizer if self.has("build_optimizer") else torch.optim.AdamW
+        what = "build_optimizer" if self.has("build_optimizer") else "torch.optim.AdamW (there is no build_optimizer)"
+        parameters = inspect.signature(maker).parameters
+        taken = [name for name, each in parameters.items() if isinstance(each.default, bool | int | float | str)]
+        found = {}
+        for name in names:
+            if name in taken:
+                found[name] = parameters[name].default
+            elif name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                raise UsageError(
+                    f"space.{name}: {what} has no number, switch or text as default of '{name}'; give it one, the "
+                    f"value you run today: def build_optimizer(model, lr, {name}=...)"
+                )
+            else:
+                known = ", ".join(each for each in taken if each not in {"lr", "maximize"})
+                remedy = f"it takes {known}" if known else f"write def build_optimizer(model, lr, {name}=...)"
+                raise UsageError(f"space.{name}: {what} takes no argument '{name}'; {remedy}")
+        return found
 
     def scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         """The user's scheduler, or None. It is stepped once after each optimizer step."""

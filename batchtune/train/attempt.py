@@ -111,7 +111,7 @@ def attempt(
         What came of it, and whether the process may be used for another attempt.
     """
     forget_compiled()
-    memory.release()
+    memory.begin()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
     try:

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,6 +60,7 @@ class Child:
         self._channel = channel
         self._task: Any = None
         self._memory: Any = None
+        self._sensors: Any = None
 
     def describe(self, *, device: str) -> dict[str, Any]:
         """The machine, without a task: what `batchtune env` shows."""
@@ -66,7 +68,15 @@ class Child:
         return {"environment": environment(memory, sensors, seen), "sensors": sensors.read()}
 
     def open(
-        self, *, task: str, device: str, purpose: str, memory_limit: int | None, margin: float, precision: list[str]
+        self,
+        *,
+        task: str,
+        device: str,
+        purpose: str,
+        memory_limit: int | None,
+        margin: float,
+        precision: list[str],
+        optimizer_arguments: list[str],
     ) -> dict[str, Any]:
         """Opens the device, imports the task, builds the model once, then sets the memory limit.
 
@@ -75,7 +85,7 @@ class Child:
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
-        self._memory, sensors, seen = _open(device)
+        self._memory, self._sensors, seen = _open(device)
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
@@ -83,12 +93,14 @@ class Child:
         self._task.require(purpose)
         facts = {
             "device": str(self._memory.device),
-            "environment": environment(self._memory, sensors, seen),
-            "nvml_uuid": sensors.uuid(),
+            "environment": environment(self._memory, self._sensors, seen),
+            "nvml_uuid": self._sensors.uuid(),
+            "counts_energy": self._sensors.joules() is not None,
             "precision": chosen,
             "train_size": self._task.train_size(),
             "has_train_dataset": self._task.has("train_dataset"),
             "memory_limit_bytes": limit,
+            "optimizer_defaults": self._task.optimizer_defaults(optimizer_arguments),
             "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         }
         if limit is not None:
@@ -128,6 +140,18 @@ class Child:
         self._lift_limit()
         return time_loader(self._task, self._memory, **arguments).model_dump()
 
+    def range_test(self, **arguments: Any) -> dict[str, Any]:
+        """Where training comes apart; see `batchtune.train.range_test`."""
+        from batchtune.train.range_test import range_test
+
+        return range_test(self._task, self._memory, **arguments).model_dump()
+
+    def noise_scale(self, **arguments: Any) -> dict[str, Any]:
+        """The gradient noise scale; see `batchtune.train.noise_scale`."""
+        from batchtune.train.noise_scale import noise_scale
+
+        return noise_scale(self._task, self._memory, **arguments).model_dump()
+
     def _lift_limit(self) -> None:
         if self._memory.device.type == "cpu":
             self._memory.lift()
@@ -137,7 +161,7 @@ class Child:
         from batchtune.train.loop import train
         from batchtune.train.run_spec import RunSpec
 
-        run = train(self._task, self._memory, RunSpec(**arguments))
+        run = train(self._task, self._memory, RunSpec(**arguments), self._sensors.joules)
         answer: bool | None = None
         try:
             while True:
@@ -145,7 +169,7 @@ class Child:
                 self._channel.send(event=point.model_dump())
                 answer = bool(self._channel.receive()["go_on"])
         except StopIteration as end:
-            return {"outcome": end.value}
+            return asdict(end.value)
 
 
 def _open(name: str) -> tuple[Any, Any, Any]:
@@ -211,7 +235,10 @@ def main() -> None:
     channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     child = Child(channel)
-    names = ("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader", "train")
+    names = (
+        *("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
+        *("range_test", "noise_scale", "train"),
+    )
     methods = {name: getattr(child, name) for name in names}
     while True:
         command = channel.receive()

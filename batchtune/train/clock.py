@@ -1,4 +1,4 @@
-"""Training time, and what of it was the machine's fault rather than the configuration's."""
+"""Training time and energy, and what of it was the machine's fault rather than the configuration's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class StepClock:
     def __init__(self, shape: Hashable, expected_step_seconds: float | None = None) -> None:
         self.seconds = 0.0
         self.measured_seconds = 0.0
+        self.joules: float | None = None
         self._paces = _paces[shape]
         self._expected = expected_step_seconds
 
@@ -38,6 +39,11 @@ class StepClock:
     def see(self, steps: int, seconds: float) -> None:
         """Learns from a stretch that is not counted, such as warm-up."""
         self._paces.append(seconds / steps)
+
+    def add_energy(self, before_joules: float | None, after_joules: float | None) -> None:
+        """Counts the energy between two readings of the device's counter; None where it has none."""
+        if self.joules is not None and before_joules is not None and after_joules is not None:
+            self.joules += after_joules - before_joules
 
     def add(self, steps: int, seconds: float) -> None:
         """Counts a stretch of so many optimizer steps that took so long."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
+from batchtune.train import checkpoint
 from batchtune.train.clock import StepClock
 from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
-from batchtune.train.run_spec import RunSpec
-from batchtune.train.step import Trainer, require_finite, training_batches
+from batchtune.train.run_spec import RunEnd, RunSpec
+from batchtune.train.step import Trainer, TrainingBatches, require_finite
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
 MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
+WORSE_SHARE = 0.2  # of the limit: a run that is worse than before training for so long has diverged…
+WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
 _WARM_UP_STEPS = 3
 _LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
 
@@ -38,61 +42,156 @@ def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) ->
     return min(spec.limit_seconds, seconds + gap)
 
 
-def train(task: Task, memory: DeviceMemory, spec: RunSpec) -> Generator[CurvePoint, bool, str]:
+def train(
+    task: Task, memory: DeviceMemory, spec: RunSpec, joules: Callable[[], float | None] = lambda: None
+) -> Generator[CurvePoint, bool, RunEnd]:
     """Trains one configuration, yielding each evaluation and being sent whether to go on.
 
-    Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not the
-    warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something else on the machine
-    slowed down counts at the usual pace; where that happened, a point has its measured seconds, too.
+    Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
+    checkpoints, not the warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something
+    else on the machine slowed down counts at the usual pace; a point then has its measured seconds, too.
+
+    The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
+    however soon its run is to end: at equal training time all are equally far in their schedules, so that a run which
+    is compared early is not taken for worse only because its learning rate has not come down yet.
+
+    Args:
+        task: the user's code.
+        memory: the device.
+        spec: the configuration, and when the run is over.
+        joules: the device's energy counter, None where it has none. Like seconds, energy is that of training alone.
 
     Returns:
-        `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
+        `reached`, `finished` (the limit came first), `pruned` (sent False; its state is kept where `spec.checkpoint`
+        says) or `diverged`.
     """
     forget_compiled()
     memory.release()
-    shape = (spec.micro_batch_size, spec.accumulation_steps, spec.precision)
-    clock = StepClock(shape, spec.expected_step_seconds)
+    clock = StepClock((spec.micro_batch_size, spec.accumulation_steps, spec.precision), spec.expected_step_seconds)
     _warm_up(task, memory, spec, clock)
-    total_steps = max(1, math.ceil(spec.limit_seconds / clock.step_seconds))
-    trainer = Trainer(
+    horizon = spec.horizon_seconds or spec.limit_seconds
+    total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
+    run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules)
+    if spec.resume:
+        run.restore()
+    outcome = None if spec.resume else (yield from run.evaluation())
+    while outcome is None:
+        if run.advance():
+            outcome = yield from run.evaluation()
+        else:
+            yield run.point(None)
+            outcome = "diverged"
+    kept = outcome == "pruned" and run.keep()
+    return RunEnd(outcome, total_steps if task.has("build_scheduler") else None, kept=kept)
+
+
+class _Run:
+    """A run at one moment: where its training stands, and how the next stretch of it goes."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        memory: DeviceMemory,
+        spec: RunSpec,
+        clock: StepClock,
+        joules: Callable[[], float | None],
+    ) -> None:
+        self._trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
+        self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
+        self._samples = 0
+        self._evaluation_seconds = 0.0
+        self._start_value: float | None = None
+        self._worse_since: float | None = None
+        self._worse_looks = 0
+        if joules() is not None:
+            clock.joules = 0.0
+
+    def evaluation(self) -> Generator[CurvePoint, bool, str | None]:
+        """Yields the next point of the curve; returns how the run has ended, None if it goes on."""
+        spec, clock = self._spec, self._clock
+        started = time.perf_counter()
+        value = metric_value(self._trainer, spec.metric, spec.evaluation_batch_size)
+        self._memory.synchronize()
+        self._evaluation_seconds = time.perf_counter() - started
+        go_on = yield self.point(value)
+        if spec.reached(value):
+            return "reached"
+        if not math.isfinite(value) or self._worse_for_long(value):
+            return "diverged"
+        if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
+            return "finished"
+        if clock.joules is not None and spec.limit_joules is not None and clock.joules >= spec.limit_joules:
+            return "finished"
+        return None if go_on else "pruned"
+
+    def advance(self) -> bool:
+        """Trains until the next evaluation is due; returns whether the loss is still a number."""
+        spec, clock = self._spec, self._clock
+        due = next_evaluation(clock.seconds, self._evaluation_seconds, spec)
+        before, finite = self._joules(), True
+        while finite and clock.seconds < due:
+            steps = _steps_until(due - clock.seconds, clock.step_seconds)
+            spent, finite = _timed_steps(self._trainer, self._memory, self._batches, steps, spec.accumulation_steps)
+            clock.add(steps, spent)
+            self._samples += steps * spec.batch_size
+        clock.add_energy(before, self._joules())
+        return finite
+
+    def point(self, value: float | None) -> CurvePoint:
+        """The curve's point as things stand."""
+        clock = self._clock
+        measured = clock.measured_seconds if clock.measured_seconds > clock.seconds else None
+        return CurvePoint(
+            seconds=clock.seconds, samples=self._samples, value=value, measured_seconds=measured, joules=clock.joules
+        )
+
+    def keep(self) -> bool:
+        """Saves all that the run needs to go on later, if it was asked to; returns whether that was done."""
+        spec, clock = self._spec, self._clock
+        if spec.checkpoint is None:
+            return False
+        progress = {
+            "samples": self._samples,
+            "evaluation_seconds": self._evaluation_seconds,
+            "start_value": self._start_value,
+            "seconds": clock.seconds,
+            "measured_seconds": clock.measured_seconds,
+            "joules": clock.joules,
+        }
+        return checkpoint.save(Path(spec.checkpoint), self._trainer, self._batches, progress)
+
+    def restore(self) -> None:
+        """Takes up a run where `keep` left it."""
+        assert self._spec.checkpoint is not None  # noqa: S101 - to resume without one is a programming error
+        progress = checkpoint.load(Path(self._spec.checkpoint), self._trainer, self._batches)
+        self._samples, self._evaluation_seconds = progress["samples"], progress["evaluation_seconds"]
+        self._start_value = progress["start_value"]
+        for name in ("seconds", "measured_seconds", "joules"):
+            setattr(self._clock, name, progress[name])
+
+    def _worse_for_long(self, value: float) -> bool:
+        """Whether the run has been worse than before training for so long that it will hardly come back."""
+        if self._start_value is None:
+            self._start_value = value
+        sign, now = (1 if self._spec.goal == "minimize" else -1), self._clock.seconds
+        if sign * value <= sign * self._start_value:
+            self._worse_since, self._worse_looks = None, 0
+            return False
+        self._worse_since = now if self._worse_since is None else self._worse_since
+        self._worse_looks += 1
+        return self._worse_looks >= WORSE_LOOKS and now - self._worse_since >= WORSE_SHARE * self._spec.limit_seconds
+
+
+def _trainer(task: Task, memory: DeviceMemory, spec: RunSpec, total_steps: int | None = None) -> Trainer:
+    return Trainer(
         task,
         memory.device,
         spec.precision,
         learning_rate=spec.learning_rate,
         seed=spec.seed,
         total_steps=total_steps,
+        optimizer_arguments=spec.optimizer_arguments,
     )
-    batches = training_batches(task, spec.micro_batch_size, spec.seed)
-    samples = 0
-    while True:
-        started = time.perf_counter()
-        value = metric_value(trainer, spec.metric, spec.evaluation_batch_size)
-        memory.synchronize()
-        evaluation_seconds = time.perf_counter() - started
-        go_on = yield _point(clock, samples, value)
-        if spec.reached(value):
-            return "reached"
-        if not math.isfinite(value):
-            return "diverged"
-        if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
-            return "finished"
-        if not go_on:
-            return "pruned"
-        due = next_evaluation(clock.seconds, evaluation_seconds, spec)
-        while clock.seconds < due:
-            steps = _steps_until(due - clock.seconds, clock.step_seconds)
-            spent, finite = _timed_steps(trainer, memory, batches, steps, spec.accumulation_steps)
-            clock.add(steps, spent)
-            samples += steps * spec.batch_size
-            if not finite:
-                yield _point(clock, samples, None)
-                return "diverged"
-
-
-def _point(clock: StepClock, samples: int, value: float | None) -> CurvePoint:
-    slowed = clock.measured_seconds > clock.seconds
-    measured = clock.measured_seconds if slowed else None
-    return CurvePoint(seconds=clock.seconds, samples=samples, value=value, measured_seconds=measured)
 
 
 def _steps_until(seconds: float, step_seconds: float) -> int:
@@ -102,7 +201,7 @@ def _steps_until(seconds: float, step_seconds: float) -> int:
 
 
 def _timed_steps(
-    trainer: Trainer, memory: DeviceMemory, batches: Iterator[Any], steps: int, accumulation_steps: int
+    trainer: Trainer, memory: DeviceMemory, batches: TrainingBatches, steps: int, accumulation_steps: int
 ) -> tuple[float, bool]:
     """Training seconds of so many optimizer steps, and whether the last loss is finite."""
     memory.synchronize()
@@ -115,8 +214,8 @@ def _timed_steps(
 
 def _warm_up(task: Task, memory: DeviceMemory, spec: RunSpec, clock: StepClock) -> None:
     """A few steps on a model that is thrown away: caches fill, kernels load, and the clock learns the pace."""
-    trainer = Trainer(task, memory.device, spec.precision, learning_rate=spec.learning_rate, seed=spec.seed)
-    batches = training_batches(task, spec.micro_batch_size, spec.seed)
+    trainer: Any = _trainer(task, memory, spec)
+    batches = TrainingBatches(task, spec.micro_batch_size, spec.seed)
     require_finite(trainer.forward_backward(next(batches)), spec.micro_batch_size)
     trainer.update()
     for _ in range(_WARM_UP_STEPS):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,12 @@ class RunSpec:
         evaluate_every: training seconds between evaluations; None for the automatic pace.
         evaluation_batch_size: samples in one forward pass of the default evaluation.
         expected_step_seconds: an optimizer step as foretold from other runs; None where there were none.
+        optimizer_arguments: what else is handed to the user's build_optimizer, by name.
+        limit_joules: energy in training after which the run ends; None for no such limit.
+        horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.
+        total_steps: the same in steps, where an earlier run of the configuration has settled it.
+        checkpoint: the file in which the run is kept when it is told to stop; None: it is not.
+        resume: go on from `checkpoint`.
     """
 
     micro_batch_size: int
@@ -31,6 +37,12 @@ class RunSpec:
     evaluate_every: float | None
     evaluation_batch_size: int
     expected_step_seconds: float | None = None
+    optimizer_arguments: dict[str, Any] = field(default_factory=dict)
+    limit_joules: float | None = None
+    horizon_seconds: float | None = None
+    total_steps: int | None = None
+    checkpoint: str | None = None
+    resume: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -42,3 +54,18 @@ class RunSpec:
         if self.target is None or not math.isfinite(value):
             return False
         return value <= self.target if self.goal == "minimize" else value >= self.target
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        outcome: `reached`, `finished`, `pruned` or `diverged`.
+        total_steps: the horizon that the user's scheduler was given; None without one.
+        kept: the run can go on from its checkpoint.
+    """
+
+    outcome: str
+    total_steps: int | None = None
+    kept: bool = False

@@ -54,6 +54,7 @@ class Trainer:
         learning_rate: handed to the user's `build_optimizer`.
         seed: weights and data order follow from it.
         total_steps: the horizon handed to the user's `build_scheduler`.
+        optimizer_arguments: handed to the user's `build_optimizer` on top.
     """
 
     def __init__(
@@ -65,13 +66,15 @@ class Trainer:
         learning_rate: float = 1e-3,
         seed: int = 0,
         total_steps: int | None = None,
+        optimizer_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
         self.precision = Precision(precision, device)
         self.model: nn.Module = task.model().to(device).train()
-        self.optimizer = task.optimizer(self.model, learning_rate)
+        self.optimizer = task.optimizer(self.model, learning_rate, **optimizer_arguments or {})
         self.scheduler = task.scheduler(self.optimizer, total_steps) if total_steps else None
+        self.scheduled_steps = total_steps or 0
 
     def forward_backward(self, batch: Any, accumulation_steps: int = 1) -> Tensor:
         """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps.
@@ -94,7 +97,8 @@ class Trainer:
         self.precision.scaler.step(self.optimizer)
         self.precision.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
+        if self.scheduler is not None and self.scheduled_steps > 0:  # some raise when stepped past their horizon
+            self.scheduled_steps -= 1
             self.scheduler.step()
 
     def step(self, batches: Iterator[Any], accumulation_steps: int = 1) -> Tensor:
@@ -143,16 +147,65 @@ def training_loader(
     )
 
 
-def training_batches(task: Task, micro_batch_size: int, seed: int) -> Iterator[Any]:
-    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
-    loader = training_loader(task, micro_batch_size, seed)
-    for _epoch in itertools.count():
-        empty = True
-        for batch in loader:
-            empty = False
+class TrainingBatches(Iterator[Any]):
+    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out.
+
+    Its place can be kept and found again without loading what was trained on already; a data set that can only be read
+    from its start is read up to there. Where the user's own sampler gives the order, that starts anew.
+    """
+
+    def __init__(self, task: Task, micro_batch_size: int, seed: int) -> None:
+        self._where = task.where
+        self._loader = training_loader(task, micro_batch_size, seed)
+        self._generator = self._loader.generator or torch.Generator()
+        self._order, self._taken = self._generator.get_state(), 0
+        self._batches = self._epochs()
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def _epochs(self) -> Iterator[Any]:
+        for _epoch in itertools.count():
+            batches = iter(self._loader)
+            self._order, self._taken = self._generator.get_state(), 0  # the order is drawn with the first batch
+            yield from self._counted(batches)
+            if not self._taken:
+                raise UserCodeError(f"{self._where}: train_dataset yields no samples")
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._taken += 1
             yield batch
-        if empty:
-            raise UserCodeError(f"{task.where}: train_dataset yields no samples")
+
+    def state(self) -> dict[str, Any]:
+        """The place: the state from which the epoch's order is drawn, and the batches taken of it."""
+        return {"order": self._order, "taken": self._taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to a place that `state` gave."""
+        loader, taken = self._loader, int(state["taken"])
+        self._generator.set_state(state["order"])
+        if not taken:  # nothing was drawn yet
+            self._batches = self._epochs()
+            return
+        if isinstance(loader.dataset, IterableDataset):
+            rest = iter(loader)
+            for _ in itertools.islice(rest, taken):
+                pass
+        else:
+            order = list(loader.sampler)
+            rest = iter(
+                DataLoader(
+                    loader.dataset,
+                    batch_size=loader.batch_size,
+                    sampler=order[taken * (loader.batch_size or 1) :],
+                    drop_last=loader.drop_last,
+                    collate_fn=loader.collate_fn,
+                    generator=torch.Generator(),
+                )
+            )
+        self._order, self._taken = state["order"], taken
+        self._batches = itertools.chain(self._counted(rest), self._epochs())
 
 
 def require_finite(loss: Tensor, micro_batch_size: int) -> None:

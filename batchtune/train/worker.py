@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -45,6 +45,7 @@ class WorkerSettings:
     memory_limit: int | None = None
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)
+    optimizer_arguments: tuple[str, ...] = ()
 
 
 class Worker:
@@ -79,9 +80,8 @@ class Worker:
         if self._process is None:
             self._spawn()
             if self.settings is not None:
-                values = {**vars(self.settings), "precision": list(self.settings.precision)}
                 try:
-                    self.facts = self._ask("open", values, START_TIMEOUT_SECONDS, None)
+                    self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
                 except WorkerLost as lost:
                     doing = f"{self.settings.task}: importing it and building the model once"
                     raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.results import ThroughputFit, Trial
+from batchtune.tune.cost import Cost
 from batchtune.tune.records import to_record
 
 Role = Literal["baseline", "search", "confirm"]
@@ -19,11 +21,11 @@ class Ledger:
 
     Args:
         study: whose trials.
-        timed: the objective is a time to target, so values are seconds.
+        cost: what its values are; None: values of the metric.
     """
 
-    def __init__(self, study: Study, *, timed: bool) -> None:
-        self._study, self._timed = study, timed
+    def __init__(self, study: Study, cost: Cost | None) -> None:
+        self._study, self._cost = study, cost
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document."""
@@ -45,12 +47,26 @@ class Ledger:
         trials = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         return any(trial.user_attrs.get("role") == role for trial in trials)
 
-    def best_seconds(self) -> float | None:
-        """The shortest time to target so far; None where nothing got there, or nothing is timed."""
-        if not self._timed:
+    def best_cost(self) -> float | None:
+        """The least cost of the target so far; None where nothing got there, or there is no target."""
+        if self._cost is None:
             return None
-        times = [trial.value for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]
+        costs = [trial.value for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]
+        return min((value for value in costs if value is not None), default=None)
+
+    def best_seconds(self, role: Role | None = None) -> float | None:
+        """The shortest time to target so far (of one role); None where nothing got there, or there is no target."""
+        times = [trial.time_to_target_seconds for trial in self.records() if role in {None, trial.role}]
         return min((value for value in times if value is not None), default=None)
+
+    def total_steps(self, params: Mapping[str, Any]) -> int | None:
+        """The horizon that an earlier run of this configuration gave to the user's scheduler; None: there is none."""
+        settled: list[int] = [
+            trial.user_attrs["total_steps"]
+            for trial in self._study.get_trials(deepcopy=False)
+            if "total_steps" in trial.user_attrs and trial.params == params
+        ]
+        return settled[0] if settled else None
 
     def searched(self) -> int:
         """Runs of the search so far, failed ones included, so that a search in which all fail ends, too."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.results import ProbeResult
-from batchtune.tune.surface import Prior
+from batchtune.results import NoiseScale, ProbeResult, RangeTest, ThroughputPoint
+from batchtune.tune.surface import Prior as SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
 _MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
+_MOST_SPLITS = 4  # of a fixed global batch are timed
+_TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
+_MEASURED_RATE_SPREAD = 0.6  # …and between the rule for edge and noise scale and the best: 0.1 to 1.0 off on six tasks
+_OPEN_EDGE_SPREAD = 0.8  # …where the edge lies beyond the rates searched
+_UNKNOWN_SPREAD = 1.0
 _ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lion", "Adafactor", "RMSprop")
 
 
@@ -28,6 +34,39 @@ def split_batch(batch_size: int, max_micro_batch_size: int) -> tuple[int, int]:
         if batch_size % steps == 0:
             return batch_size // steps, steps
     return 1, batch_size
+
+
+def splits_to_time(batch_size: int, probe: ProbeResult) -> list[int]:
+    """The micro-batch sizes worth timing for a fixed global batch, largest first.
+
+    The largest divisor that fits wins where a step's fixed time counts, a smaller one where caches do: so it is the
+    largest, and those down to an octave below the size with the best measured throughput.
+    """
+    largest = min(probe.max_batch_size or 1, batch_size)
+    fitting = [size for size in range(largest, 0, -1) if batch_size % size == 0]
+    best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
+    if best is None:
+        return fitting[:1]
+    return fitting[:1] + [size for size in fitting[1:_MOST_SPLITS] if 2 * size >= best.batch_size]
+
+
+def fastest_split(batch_size: int, timed: Sequence[ThroughputPoint]) -> tuple[int, str]:
+    """The micro-batch size that trains a fixed global batch fastest, and why; of two within 1 % the larger.
+
+    Args:
+        batch_size: the global batch size.
+        timed: whole optimizer steps of it, one point for each micro-batch size; samples a second are what counts.
+    """
+    best = max(point.samples_per_second for point in timed)
+    chosen = max(
+        (point for point in timed if point.samples_per_second >= 0.99 * best), key=lambda point: point.batch_size
+    )
+    speeds = ", ".join(
+        f"{point.samples_per_second:.4g} samples/s as {point.batch_size} x {batch_size // point.batch_size}"
+        for point in sorted(timed, key=lambda point: -point.samples_per_second)
+    )
+    reason = f"global batch {batch_size} is kept; measured {speeds}"
+    return chosen.batch_size, reason
 
 
 def candidate_batch_sizes(
@@ -68,18 +107,52 @@ def candidate_batch_sizes(
     return Candidates(tuple(sorted(sizes)), reason)
 
 
-def surface_prior(probe: ProbeResult, *, optimizer: str, baseline_batch_size: int, baseline_rate: float) -> Prior:
-    """The response surface's prior: measured step time, and the user's learning rate as a hint at their batch size.
+def rate_belief(
+    *,
+    optimizer: str,
+    batch_size: int,
+    rate_today: float,
+    range_tests: Sequence[RangeTest] = (),
+    noise: NoiseScale | None = None,
+) -> tuple[float, float, str]:
+    """The learning rate believed best at a batch size, how sure that is, and why.
 
-    Baselines are more often too low than too high, since a rate that is too high is noticed, so the middle lies a
-    little above. Of other optimizers than the SGD and Adam families less is assumed.
+    Two weak hints are weighed against each other. The rate of today is more often too low than too high, since a rate
+    that is too high is noticed. The range test gives the edge of stability, and the noise scale B how much of it a
+    batch b can use: edge / (1 + B/b) for SGD, edge / 3 / sqrt(1 + B/b) for the Adam family (McCandlish et al. 2018).
+    For other optimizers there is no such rule, and the belief is wide.
+
+    Returns:
+        The rate, the standard deviation in decades, and the sentence why.
     """
+    hint, spread = math.log10(2 * rate_today), _TODAY_SPREAD
+    why = f"today's {rate_today:g} is more often too low than too high"
+    if optimizer != "SGD" and optimizer not in _ADAM_FAMILY:
+        return 10**hint, _UNKNOWN_SPREAD, f"{why}; nothing more is known about {optimizer}"
+    if not range_tests:
+        return 10**hint, spread, why
+    last = max(range_tests, key=lambda test: (test.edge_learning_rate is not None, test.batch_size))
+    edge = last.edge_learning_rate or last.highest_learning_rate
+    scale = noise.samples if noise is not None and noise.samples is not None else float(batch_size)
+    share = 1 / (1 + scale / batch_size) if optimizer == "SGD" else 1 / 3 / math.sqrt(1 + scale / batch_size)
+    measured = math.log10(edge * share)
+    sure = _MEASURED_RATE_SPREAD if last.edge_learning_rate else _OPEN_EDGE_SPREAD
+    weight = sure**-2 / (sure**-2 + spread**-2)
+    apart = measured - hint
+    both = math.hypot((sure**-2 + spread**-2) ** -0.5, apart / 2)  # hints that disagree make nobody surer
+    came = f"came apart at {edge:.2g}" if last.edge_learning_rate else f"was stable up to {edge:.2g}"
+    of_noise = f"gradient noise scale of {scale:.0f} samples" if noise and noise.samples else "noise scale unknown"
+    why += f"; in the range test training {came}, which with a {of_noise} points to {10**measured:.2g}"
+    return 10 ** (hint + weight * apart), both, why
+
+
+def surface_prior(probe: ProbeResult, *, baseline_batch_size: int, rate: float, spread_decades: float) -> SurfacePrior:
+    """The response surface's prior: the measured step time, and the belief about the rate at the baseline's batch."""
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
-    known = optimizer == "SGD" or optimizer in _ADAM_FAMILY
-    return Prior(
+    return SurfacePrior(
         saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
         saturation_spread=_MEASURED_SPREAD if saturation is not None else 1.2,
         anchor_batch_size=baseline_batch_size,
-        anchor_learning_rate=baseline_rate * 2,
-        spread=0.7 if known else 1.0,
+        anchor_learning_rate=rate,
+        spread=spread_decades,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from optuna import Study
@@ -9,6 +10,8 @@ from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.tune.recommend import time_to_value
+
+MILLISECOND = 1e-3
 
 
 class TimeToValuePruner(BasePruner):
@@ -22,22 +25,45 @@ class TimeToValuePruner(BasePruner):
         goal: the direction of the reported metric.
         factor: how many times slower than the best is hopeless.
         patience: share of the best time to target before which no run is judged.
+        step: what a reported step is worth in the study's unit: a millisecond where its values are seconds.
     """
 
-    def __init__(self, goal: Literal["minimize", "maximize"], *, factor: float = 2.5, patience: float = 0.3) -> None:
+    def __init__(
+        self,
+        goal: Literal["minimize", "maximize"],
+        *,
+        factor: float = 2.5,
+        patience: float = 0.3,
+        step: float = MILLISECOND,
+    ) -> None:
         self._sign = 1.0 if goal == "minimize" else -1.0
-        self._factor, self._patience = factor, patience
+        self._factor, self._patience, self._step = factor, patience, step
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        best = self._best(study)
+        if best is None or trial.last_step is None or trial.last_step * self._step < self._patience * best[0]:
+            return False
+        return self._behind(best[1], trial) > self._factor
+
+    def behind(self, study: Study, trial: FrozenTrial) -> float:
+        """How many times as long as the best trial a run took for the best value that it reached; infinite if unknown.
+
+        Args:
+            study: of both.
+            trial: the run, stopped or not.
+        """
+        best = self._best(study)
+        return self._behind(best[1], trial) if best is not None else math.inf
+
+    def _best(self, study: Study) -> tuple[float, FrozenTrial] | None:
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        timed = [each for each in finished if each.value is not None and each.intermediate_values]
-        if not timed or trial.last_step is None:
-            return False
-        best = min(timed, key=lambda each: each.value or 0.0)
-        now = trial.last_step / 1000
-        if now < self._patience * (best.value or 0.0):
-            return False
+        timed = [(each.value, each) for each in finished if each.value is not None and each.intermediate_values]
+        return min(timed, key=lambda pair: pair[0], default=None)
+
+    def _behind(self, best: FrozenTrial, trial: FrozenTrial) -> float:
+        if trial.last_step is None:
+            return math.inf
         reached = min(self._sign * value for value in trial.intermediate_values.values())
-        curve = [(step / 1000, self._sign * value) for step, value in sorted(best.intermediate_values.items())]
+        curve = [(step * self._step, self._sign * value) for step, value in sorted(best.intermediate_values.items())]
         same = time_to_value(curve, reached)
-        return same is not None and now > self._factor * max(same, curve[0][0], 1e-3)
+        return 0.0 if same is None else trial.last_step * self._step / max(same, curve[0][0], MILLISECOND)

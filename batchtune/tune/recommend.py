@@ -8,15 +8,17 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from batchtune.results import CurvePoint, Interval, Recommendation, Trial
+from batchtune.results import CurvePoint, Interval, Recommendation, Trial, Value
+from batchtune.tune.cost import JOULES, SECONDS, Cost, Kind, cost_of
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
+TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 _RESAMPLES = 4000
 _MAX_ENUMERATED = 5**5
 Goal = Literal["minimize", "maximize"]
-Config = tuple[int, float, str]
+Config = tuple[int, float, str, tuple[tuple[str, Value], ...]]
 
 
 def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float | None:
@@ -51,36 +53,37 @@ def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, st
 
 def config_of(trial: Trial) -> Config:
     """What makes two trials the same configuration, whatever their seed."""
-    return trial.batch_size, trial.learning_rate, trial.precision
+    return trial.batch_size, trial.learning_rate, trial.precision, tuple(sorted(trial.optimizer_arguments.items()))
 
 
-def score(trial: Trial, *, timed: bool, goal: Goal) -> float | None:
+def score(trial: Trial, *, kind: Kind, goal: Goal) -> float | None:
     """A trial's result, lower is better; None where it has none.
 
     Args:
         trial: a finished trial.
-        timed: the objective is a time; otherwise the metric itself.
+        kind: the objective: what the target costs, or the metric itself.
         goal: the direction of the metric.
     """
-    if timed:
-        return trial.time_to_target_seconds
+    cost = cost_of(kind)
+    if cost is not None:
+        return cost.of(trial)
     if trial.value is None or trial.outcome == "diverged":
         return None
     return trial.value if goal == "minimize" else -trial.value
 
 
-def finalists(trials: Sequence[Trial], top: int, *, timed: bool, goal: Goal) -> list[Trial]:
+def finalists(trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal) -> list[Trial]:
     """The best `top` configurations of the search, the baseline's own left out, best first."""
     base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
     best: dict[Config, Trial] = {}
     for trial in trials:
-        value = score(trial, timed=timed, goal=goal)
+        value = score(trial, kind=kind, goal=goal)
         if trial.role != "search" or trial.state != "complete" or value is None or config_of(trial) == base:
             continue
         held = best.get(config_of(trial))
-        if held is None or value < (score(held, timed=timed, goal=goal) or 0.0):
+        if held is None or value < (score(held, kind=kind, goal=goal) or 0.0):
             best[config_of(trial)] = trial
-    return sorted(best.values(), key=lambda trial: score(trial, timed=timed, goal=goal) or 0.0)[:top]
+    return sorted(best.values(), key=lambda trial: score(trial, kind=kind, goal=goal) or 0.0)[:top]
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -116,11 +119,12 @@ def _interval(median: float, resampled: list[float]) -> Interval:
 
 
 def recommend(
-    trials: Sequence[Trial], *, timed: bool, goal: Goal
+    trials: Sequence[Trial], *, kind: Kind, goal: Goal
 ) -> tuple[Recommendation | None, Recommendation | None]:
     """The recommendation and the baseline, from confirmation runs where there are any.
 
-    Of configurations whose intervals over seeds overlap, the one with the smallest batch is taken. Where none beats
+    Of configurations that are level, within 5 % and within the noise of their seeds, the one with the smallest batch
+    is taken. Where none beats
     the baseline beyond noise, the baseline is recommended, and the reason says so.
 
     Returns:
@@ -132,21 +136,21 @@ def recommend(
             groups.setdefault(config_of(trial), []).append(trial)
     base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
-        return _unconfirmed(trials, timed=timed, goal=goal), None
-    scores = {config: _confirmed(group, timed=timed, goal=goal) for config, group in groups.items()}
+        return _unconfirmed(trials, kind=kind, goal=goal), None
+    scores = {config: _confirmed(group, kind=kind, goal=goal) for config, group in groups.items()}
     usable = {config: values for config, values in scores.items() if values and config != base}
     best = min(usable, key=lambda config: statistics.median(usable[config]), default=None)
     if best is None:
-        return _of(groups[base], scores[base], timed=timed, goal=goal, reason="no other configuration was usable"), None
-    ties = [config for config in usable if _overlap(usable[config], usable[best])]
+        return _of(groups[base], scores[base], kind=kind, goal=goal, reason="no other configuration was usable"), None
+    ties = [config for config in usable if _tied(usable[config], usable[best])]
     winner = min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
     baseline = (
-        _of(groups[base], scores[base], timed=timed, goal=goal, reason="what you run today") if scores[base] else None
+        _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
     if not scores[base]:
         reason = "the baseline failed on fresh seeds, so there is no speed-up to give"
-        return _of(groups[winner], usable[winner], timed=timed, goal=goal, reason=reason), None
-    return _verdict(groups, scores, winner, base, timed=timed, goal=goal), baseline
+        return _of(groups[winner], usable[winner], kind=kind, goal=goal, reason=reason), None
+    return _verdict(groups, scores, winner, base, kind=kind, goal=goal), baseline
 
 
 def _verdict(
@@ -155,65 +159,66 @@ def _verdict(
     winner: Config,
     base: Config | None,
     *,
-    timed: bool,
+    kind: Kind,
     goal: Goal,
 ) -> Recommendation:
     assert base is not None  # noqa: S101 - the caller has its runs
     seeds = len(groups[winner])
-    found = _of(groups[winner], scores[winner], timed=timed, goal=goal, reason="")
-    if not timed:
+    found = _of(groups[winner], scores[winner], kind=kind, goal=goal, reason="")
+    cost = cost_of(kind)
+    if cost is None:
         better = statistics.median(scores[winner]) < min(scores[base])
         reason = f"best median over {seeds} fresh seeds" if better else "the baseline does as well on fresh seeds"
-        chosen = found if better else _of(groups[base], scores[base], timed=timed, goal=goal, reason="")
+        chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
-    speedup = ratio_interval(scores[base], scores[winner])
-    at_least = any(trial.time_to_target_seconds is None for trial in groups[base])
-    times = f"{'at least ' if at_least else ''}{speedup.median:.2f} times as fast as the baseline"
-    interval = f"{CONFIDENCE:.0%} interval {speedup.low:.2f} to {speedup.high:.2f} over {seeds} fresh seeds each"
-    if speedup.low <= 1:
-        reason = f"no better than your baseline beyond noise: the best contender was {times} ({interval})"
-        return _of(groups[base], scores[base], timed=timed, goal=goal, reason=reason)
+    gain = ratio_interval(scores[base], scores[winner])
+    at_least = any(cost.of(trial) is None for trial in groups[base])
+    times = f"{'at least ' if at_least else ''}{gain.median:.2f} times as {cost.adverb} as the baseline"
+    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each"
+    if gain.low <= 1:
+        reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
+        return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {times} ({interval})"
-    return found.model_copy(update={"speedup_over_baseline": speedup, "reason": reason})
+    return found.model_copy(update={cost.gain: gain, "reason": reason})
 
 
-def _confirmed(group: Sequence[Trial], *, timed: bool, goal: Goal) -> list[float]:
-    """Scores of one configuration's runs; a run that missed the target counts with the time it was given.
+def _confirmed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
+    """Scores of one configuration's runs; a run that missed the target counts with what it was given.
 
     For the baseline that makes the speed-up a lower bound; a contender that misses is worth less than it seems.
     """
-    values = [score(trial, timed=timed, goal=goal) for trial in group]
-    if timed:
-        values = [
-            trial.training_seconds if value is None else value for trial, value in zip(group, values, strict=True)
-        ]
+    values = [score(trial, kind=kind, goal=goal) for trial in group]
+    cost = cost_of(kind)
+    if cost is not None:
+        values = [cost.spent(trial) if value is None else value for trial, value in zip(group, values, strict=True)]
     return [value for value in values if value is not None]
 
 
-def _overlap(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether two configurations tie: one's interval of the ratio of medians includes 1, or they are 2 % apart."""
+def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
+    """Whether a configuration is level with the best: 2 % apart, or `TIED` and the ratio's interval includes 1."""
     if any(value <= 0 for value in (*left, *right)):
         return statistics.median(left) <= max(right)
     ratio = ratio_interval(left, right)
-    return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1) < 0.02  # noqa: PLR2004
+    return ratio.median < 1.02 or (ratio.median <= TIED and ratio.low <= 1.0)  # noqa: PLR2004
 
 
-def _unconfirmed(trials: Sequence[Trial], *, timed: bool, goal: Goal) -> Recommendation | None:
+def _unconfirmed(trials: Sequence[Trial], *, kind: Kind, goal: Goal) -> Recommendation | None:
     """The best single run of search or baseline, said to be just that."""
-    runs = [trial for trial in trials if trial.role != "confirm" and score(trial, timed=timed, goal=goal) is not None]
+    runs = [trial for trial in trials if trial.role != "confirm" and score(trial, kind=kind, goal=goal) is not None]
     if not runs:
         return None
-    best = min(runs, key=lambda trial: score(trial, timed=timed, goal=goal) or 0.0)
+    best = min(runs, key=lambda trial: score(trial, kind=kind, goal=goal) or 0.0)
     count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     reason = f"{count}, not confirmed on fresh seeds"
-    value = score(best, timed=timed, goal=goal)
-    return _of([best], [value] if value is not None else [], timed=timed, goal=goal, reason=reason)
+    value = score(best, kind=kind, goal=goal)
+    return _of([best], [value] if value is not None else [], kind=kind, goal=goal, reason=reason)
 
 
-def _of(group: Sequence[Trial], values: Sequence[float], *, timed: bool, goal: Goal, reason: str) -> Recommendation:
+def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Goal, reason: str) -> Recommendation:
     first = group[0]
     interval = median_interval(values) if values else None
-    if interval is not None and not timed and goal == "maximize":
+    cost = cost_of(kind)
+    if interval is not None and cost is None and goal == "maximize":
         interval = Interval(median=-interval.median, low=-interval.high, high=-interval.low)
     return Recommendation(
         micro_batch_size=first.micro_batch_size or first.batch_size,
@@ -221,7 +226,16 @@ def _of(group: Sequence[Trial], values: Sequence[float], *, timed: bool, goal: G
         global_batch_size=first.batch_size,
         learning_rate=first.learning_rate,
         precision=first.precision,
-        time_to_target_seconds=interval if timed else None,
-        value=None if timed else interval,
+        optimizer_arguments=first.optimizer_arguments,
+        total_steps=first.total_steps,
+        time_to_target_seconds=interval if cost is SECONDS else _other(group, SECONDS),
+        energy_to_target_joules=interval if cost is JOULES else _other(group, JOULES),
+        value=interval if cost is None else None,
         reason=reason,
     )
+
+
+def _other(group: Sequence[Trial], cost: Cost) -> Interval | None:
+    """What is not the objective, where every run has it."""
+    costs = [found for trial in group if (found := cost.of(trial)) is not None]
+    return median_interval(costs) if len(costs) == len(group) else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.results import CurvePoint, Trial
+from batchtune.results import CurvePoint, Target, Trial, Value
+from batchtune.tune.cost import JOULES, SECONDS
 
 _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "waiting"]] = {
     TrialState.COMPLETE: "complete",
@@ -16,11 +18,15 @@ _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "wait
     TrialState.WAITING: "waiting",
 }
 
+_OURS = {"batch_size", "learning_rate", "precision"}
+FAILED = {"oom", "crash", "timeout", "user_error"}
+
 
 def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study."""
     attributes: dict[str, Any] = trial.user_attrs
-    params = trial.params or trial.system_attrs.get("fixed_params", {})
+    params: dict[str, Any] = trial.params or trial.system_attrs.get("fixed_params", {})
+    arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     return Trial(
         number=trial.number,
         state=_STATES[trial.state],
@@ -31,17 +37,57 @@ def to_record(trial: FrozenTrial) -> Trial:
         gradient_accumulation_steps=attributes.get("gradient_accumulation_steps"),
         learning_rate=float(params.get("learning_rate", 0.0)),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
+        optimizer_arguments=arguments,
         seed=int(attributes.get("seed", 0)),
         time_to_target_seconds=attributes.get("time_to_target_seconds"),
         samples_to_target=attributes.get("samples_to_target"),
+        energy_to_target_joules=attributes.get("energy_to_target_joules"),
         training_seconds=attributes.get("training_seconds"),
         measured_training_seconds=attributes.get("measured_training_seconds"),
         value=attributes.get("best_value"),
-        curve=[CurvePoint(seconds=s, samples=n, value=v) for s, n, v in attributes.get("curve", [])],
+        total_steps=attributes.get("total_steps"),
+        continues=attributes.get("continues"),
+        curve=to_curve(attributes.get("curve", [])),
         message=attributes.get("message"),
     )
 
 
-def curve_attribute(curve: list[CurvePoint]) -> list[tuple[float, int, float | None]]:
-    """A curve as a trial's attribute keeps it: (seconds, samples, value)."""
-    return [(round(point.seconds, 6), point.samples, point.value) for point in curve]
+def curve_attribute(curve: list[CurvePoint]) -> list[tuple[float | int | None, ...]]:
+    """A curve as a trial's attribute keeps it: (seconds, samples, value), and joules where they are counted."""
+    rows = [(round(point.seconds, 6), point.samples, point.value, point.joules) for point in curve]
+    return [row if row[3] is not None else row[:3] for row in rows]
+
+
+def to_curve(rows: list[tuple[Any, ...]]) -> list[CurvePoint]:
+    """The curve that `curve_attribute` made rows of."""
+    return [CurvePoint(seconds=s, samples=n, value=v, joules=j[0] if j else None) for s, n, v, *j in rows]
+
+
+def measured(curve: list[CurvePoint], outcome: str, target: Target) -> dict[str, Any]:
+    """A trial's attributes that follow from its curve; a curve that meets the target has reached it.
+
+    Args:
+        curve: its evaluations.
+        outcome: how the run ended.
+        target: the metric's direction and, where there is one, the value to meet.
+    """
+    values = [point.value for point in curve if point.value is not None]
+    attributes: dict[str, Any] = {"training_seconds": curve[-1].seconds if curve else 0.0}
+    if curve and curve[-1].measured_seconds is not None:
+        attributes["measured_training_seconds"] = curve[-1].measured_seconds
+    if values:
+        attributes["best_value"] = min(values) if target.goal == "minimize" else max(values)
+    for point in curve if outcome not in FAILED else []:
+        if meets(point.value, target):
+            attributes |= {SECONDS.attribute: point.seconds, "samples_to_target": point.samples}
+            if point.joules is not None:
+                attributes[JOULES.attribute] = point.joules
+            return attributes | {"outcome": "reached"}
+    return attributes | {"outcome": outcome}
+
+
+def meets(value: float | None, target: Target) -> bool:
+    """Whether a value of the metric is as good as the target; never where there is none."""
+    if value is None or target.value is None or not math.isfinite(value):
+        return False
+    return value <= target.value if target.goal == "minimize" else value >= target.value

@@ -13,11 +13,12 @@ from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.result_file import load_result
-from batchtune.results import Attempt, Environment, Failure, ProbeResult, Result, TaskInfo, Trial
+from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, TaskInfo, Trial
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
-from batchtune.tune.prior import candidate_batch_sizes
+from batchtune.tune.prepare import prepare, require
+from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
@@ -84,7 +85,9 @@ def _earlier_result(folder: RunFolder) -> Result | None:
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     with Worker(_settings(config), observer.printed) as worker:
-        return worker.start()
+        facts = worker.start()
+        require(config, facts)
+        return facts
 
 
 def _settings(config: Config) -> WorkerSettings:
@@ -96,6 +99,7 @@ def _settings(config: Config) -> WorkerSettings:
         memory_limit=config.memory.limit,
         margin=config.memory.margin,
         precision=tuple(precision),
+        optimizer_arguments=tuple(config.space),
     )
 
 
@@ -138,6 +142,7 @@ class _Tuning:
         self._facts: dict[str, Any] = {}
         self._probe: Probe | None = None
         self._probed: ProbeResult | None = None
+        self._prior: Prior | None = None
         self._precision = ""
         self._study: TuneStudy | None = None
         self.earlier: Result | None = None
@@ -150,13 +155,18 @@ class _Tuning:
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
         with Worker(settings, self._observer.printed) as worker:
             self._facts = worker.start()
+            require(self._config, self._facts)
             precisions = [name for name, _ in self._facts["precision"]]
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
                 self._observer.note(f"precision {name}: {reason}")
             self._probed = self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")
-            plan = self._plan(self._probed, precisions)
+            self._prior = self._earlier_prior() or prepare(
+                self._config, self._probed, self._facts, worker, self._observer
+            )
+            self.save("interrupted")
+            plan = self._plan(self._probed, self._prior, precisions)
             storage = open_storage(self._config.storage, self.folder.path)
             self._study = TuneStudy(plan, worker, storage, self._observer)
             self._study.run()
@@ -185,11 +195,14 @@ class _Tuning:
         earlier = self.earlier.probe if self.earlier else None
         return earlier if earlier and earlier.verified_in_fresh_process and earlier.throughput else None
 
+    def _earlier_prior(self) -> Prior | None:
+        return self.earlier.prior if self.earlier else None
+
     def _run_probe(self, worker: Worker, known: list[dict[str, Any]]) -> ProbeResult:
         sizes = self._config.batch_size
         options = ProbeOptions(
             minimum=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
-            maximum=None if sizes.max == "auto" else sizes.max,
+            maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
             multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
             max_step_seconds=self._config.budget.run / MIN_STEPS,
             useful_size=USEFUL_FACTOR * self._config.baseline.batch_size,
@@ -202,26 +215,16 @@ class _Tuning:
         self._probe = Probe(worker, options, self._precision, self._observer, attempts)
         return self._probe.run()
 
-    def _plan(self, probe: ProbeResult, precisions: list[str]) -> Plan:
-        sizes, base = self._config.batch_size, self._config.baseline.batch_size
-        data_size = self._facts["train_size"]
-        if data_size is not None and base > data_size:
-            raise UsageError(f"baseline.batch_size {base} is more than the {data_size} samples of train_dataset")
-        candidates = candidate_batch_sizes(
-            probe,
-            minimum=sizes.min,
-            maximum=None if sizes.max == "auto" else sizes.max,
-            baseline=base,
-            multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
-            data_size=data_size,
-        )
-        self._observer.note(f"batch sizes {', '.join(map(str, candidates.batch_sizes))}: {candidates.reason}")
+    def _plan(self, probe: ProbeResult, prior: Prior, precisions: list[str]) -> Plan:
         return Plan(
             config=self._config,
             probe=probe,
-            candidates=candidates,
+            candidates=Candidates(tuple(prior.batch_sizes), prior.batch_sizes_reason),
             precisions=precisions,
             optimizer=self._facts["optimizer"],
+            optimizer_defaults=self._facts["optimizer_defaults"],
+            prior=prior,
+            checkpoints=self.folder.path / "checkpoints",
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
@@ -230,8 +233,8 @@ class _Tuning:
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
-            goal = self._config.objective.goal
-            recommendation, baseline = recommend(trials, timed=study.timed, goal=goal)
+            objective = self._config.objective
+            recommendation, baseline = recommend(trials, kind=objective.kind, goal=objective.goal)
         return Result(
             kind="tune",
             status=status,
@@ -241,8 +244,10 @@ class _Tuning:
             warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
+            prior=self._prior or (self.earlier.prior if self.earlier else None),
             target=study.target if study else None,
             trials=trials,
+            landscape=study.landscape() if study and status == "complete" else None,
             recommendation=recommendation,
             baseline=baseline,
         )

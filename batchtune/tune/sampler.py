@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.tune.surface import Array, Prior, Run, Surface
 
-LOWER_BOUND = "lower_bound_seconds"
+LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
@@ -25,8 +25,8 @@ class TimeToTargetSampler(BaseSampler):
     """Proposes the batch size and learning rate that promise the largest cut in time to target.
 
     Works on any study that minimises seconds and has a batch-size and a learning-rate parameter. Completed trials are
-    times; a pruned trial is a lower bound: its user attribute `lower_bound_seconds`, or else its last reported step,
-    read as milliseconds. Other parameters of the trial are left to `independent`.
+    times; a pruned trial is a lower bound: its user attribute `lower_bound` (in seconds), or else its last reported
+    step, read as milliseconds. Other parameters of the trial are left to `independent`.
 
     Args:
         prior: step time and the learning rate believed in; without it both come from the first trial.
@@ -34,6 +34,8 @@ class TimeToTargetSampler(BaseSampler):
         learning_rate: the name of the learning-rate parameter (float, log).
         seed: makes proposals reproducible.
         independent: samples every other parameter, and these two before the first trial has finished.
+        resumable: the numbers of pruned trials that can go on where they were stopped. These alone may be proposed
+            again, in exactly their parameters; whoever runs the study then goes on with them.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class TimeToTargetSampler(BaseSampler):
         learning_rate: str = "learning_rate",
         seed: int | None = None,
         independent: BaseSampler | None = None,
+        resumable: Callable[[], Container[int]] = tuple,
     ) -> None:
         self.prior = prior
         self.last_expected_improvement: float | None = None
         self._batch_size, self._learning_rate = batch_size, learning_rate
         self._seed = 0 if seed is None else seed
         self._independent = independent or RandomSampler(seed=seed)
+        self._resumable = resumable
         self._space = IntersectionSearchSpace(include_pruned=True)
 
     def reseed_rng(self) -> None:
@@ -69,21 +73,38 @@ class TimeToTargetSampler(BaseSampler):
         runs = self.runs(finished)
         if not runs:
             return {}
+        surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
         batch_sizes = _batch_sizes(search_space[self._batch_size])
         rates = _log10_rates(search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
-        surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
-        best = min((math.log(run.seconds) for run in runs if not run.censored), default=math.log(runs[0].seconds))
-        gain = surface.expected_improvement(grid_batch, grid_rate, best)
+        gain = surface.expected_improvement(grid_batch, grid_rate)
         for run in runs:
             near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < _TOO_NEAR)
             gain = np.where(near, 0.0, gain)
         chosen = int(np.argmax(gain))
         self.last_expected_improvement = float(gain[chosen])
+        resumed = self._most_promising(surface, finished, search_space)
+        if resumed is not None and resumed[0] >= gain[chosen]:
+            self.last_expected_improvement = resumed[0]
+            return {name: resumed[1].params[name] for name in search_space}
         return {
             self._batch_size: int(grid_batch[chosen]),
             self._learning_rate: float(f"{10 ** grid_rate[chosen]:.3g}"),
         }
+
+    def _most_promising(
+        self, surface: Surface, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]
+    ) -> tuple[float, FrozenTrial] | None:
+        """Of the stopped runs that can go on, the one that promises most, and how much."""
+        resumable = self._resumable()
+        chosen_here = search_space.keys()  # what another sampler chooses would not be the same again
+        stopped = [trial for trial in finished if trial.number in resumable and trial.params.keys() <= chosen_here]
+        batches = np.array([float(trial.params[self._batch_size]) for trial in stopped])
+        rates = np.log10(np.array([float(trial.params[self._learning_rate]) for trial in stopped]))
+        if not stopped:
+            return None
+        gains = surface.expected_improvement(batches, rates)
+        return float(gains.max()), stopped[int(gains.argmax())]
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

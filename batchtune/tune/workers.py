@@ -18,12 +18,14 @@ _SILENCE_SECONDS = 600.0  # between two evaluations; a run that says nothing for
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """What one trial came to. `wall_seconds` counts everything, evaluation included."""
+    """What one trial came to. `wall_seconds` counts everything, evaluation included; for the last two see `RunEnd`."""
 
     outcome: Outcome
     curve: list[CurvePoint]
     wall_seconds: float
     message: str | None = None
+    total_steps: int | None = None
+    kept: bool = False
 
     @property
     def training_seconds(self) -> float:
@@ -48,12 +50,16 @@ def run_trial(
 
     timeout = max(_SILENCE_SECONDS, 2 * spec.limit_seconds)
     message: str | None = None
+    end: dict[str, Any] = {}
     try:
-        outcome = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))["outcome"]
+        end = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))
+        outcome = end["outcome"]
     except WorkerLost as lost:
         outcome, message = lost.outcome, str(lost)
     except UserCodeError as error:
         if not tolerant:
             raise
         outcome, message = "user_error", str(error)
-    return TrialRun(outcome, curve, time.perf_counter() - started, message)
+    return TrialRun(
+        outcome, curve, time.perf_counter() - started, message, end.get("total_steps"), end.get("kept", False)
+    )

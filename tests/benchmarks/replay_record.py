@@ -30,7 +30,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from batchtune.task.contract import Task
 from batchtune.train.evaluate import metric_value
 from batchtune.train.loop import EVALUATION_GROWTH
-from batchtune.train.step import Trainer, seed_everything, training_batches
+from batchtune.train.step import Trainer, TrainingBatches, seed_everything
 
 TIMES = DATA / "times.json"
 BATCH_SIZES = tuple(round(2 ** (half / 2)) for half in range(6, 19))  # 8 to 512 in half octaves
@@ -227,7 +227,7 @@ def record_times(task: ReplayTask) -> dict[str, Any]:
     """
     contract = Task(task, task.name)
     trainer = Trainer(contract, torch.device("cpu"), "fp32")
-    batches = {size: training_batches(contract, size, 0) for size in BATCH_SIZES}
+    batches = {size: TrainingBatches(contract, size, 0) for size in BATCH_SIZES}
     stretches: dict[int, list[float]] = {size: [] for size in BATCH_SIZES}
     evaluations = []
     for _ in range(TIMED_STRETCHES):

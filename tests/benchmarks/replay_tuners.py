@@ -95,7 +95,7 @@ def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:
     trials = batchtune_trials(record, seed)
     story = []
     for number, trial in enumerate(trials):
-        found, _ = recommend(trials[: number + 1], timed=True, goal="minimize")
+        found, _ = recommend(trials[: number + 1], kind="time_to_target", goal="minimize")
         answer = (found.global_batch_size, found.learning_rate) if found else None
         what = trial.role if trial.role != "search" else f"search, {trial.outcome}"
         story.append(Spent(what, trial.training_seconds or 0.0, trial.batch_size, trial.learning_rate, answer))

@@ -1,10 +1,6 @@
 """Made-up results, so that what is drawn can be checked figure by figure."""
 
-import importlib.util
-import json
-import sys
-from pathlib import Path
-
+import documents
 import pytest
 
 from batchtune.results import (
@@ -23,22 +19,16 @@ from batchtune.results import (
 
 GIB = 1 << 30
 
-# importlib mode puts no folder of tests on the path
-_spec = importlib.util.spec_from_file_location("documents", Path(__file__).parent / "documents.py")
-documents = importlib.util.module_from_spec(_spec)
-sys.modules["documents"] = documents
-_spec.loader.exec_module(documents)
-
 
 @pytest.fixture(params=list(documents.DOCUMENTS))
 def any_result(request) -> Result:
-    return Result.model_validate_json(json.dumps(documents.DOCUMENTS[request.param]))
+    return documents.result(request.param)
 
 
 @pytest.fixture
 def result_of():
     """Builds the result of a named document, with keys laid over it."""
-    return lambda name, **more: Result.model_validate_json(json.dumps(documents.DOCUMENTS[name] | more))
+    return documents.result
 
 
 @pytest.fixture

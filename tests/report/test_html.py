@@ -7,6 +7,7 @@ import re
 import sys
 from html.parser import HTMLParser
 
+import documents
 import pytest
 from documents import HOSTILE
 
@@ -125,6 +126,37 @@ def test_hostile_text_is_harmless_in_a_notebook(result_of, name):
     assert {element for element, _ in Page(result_of(name)._repr_html_()).elements} <= ELEMENTS
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tune", ["3.0× (2.7 to 3.3)", "10 s (9 to 11)", "30 s (27 to 33)", "Reaches the target 3 times"]),
+        ("tune without a baseline", ["train with", "10 s (9 to 11)"]),
+        ("probe at two precisions", ["bf16: largest batch 176 ran 20 steps", "fp32: largest batch 176"]),
+        ("probe where nothing fits", ["failed: nothing fits", "bf16: nothing fits."]),
+        ("estimate", ["RTX 4090, bf16: 288 expected to fit (estimated, confidence high (±4% of memory))."]),
+        ("failed at once", ["failed: model.py: no build_model"]),
+        ("interrupted in its study", ["interrupted", "bf16: largest batch 176"]),
+    ],
+)
+def test_a_notebook_shows_the_answer_of_every_kind_and_state(result_of, name, said):
+    shown = " ".join(Page(result_of(name)._repr_html_()).shown)
+    assert [text for text in said if text not in shown] == []
+
+
+def test_a_notebook_shows_the_metric_where_no_time_counts(result_of):
+    best = documents.choice(128, 0.004, 1.0, "best", time_to_target_seconds=None)
+    best["value"] = {"median": 0.41, "low": 0.4, "high": 0.43}
+    shown = Page(result_of("tune", recommendation=best, baseline=None)._repr_html_()).shown
+    assert shown[shown.index("val_loss") + 1] == "0.41 (0.40 to 0.43)"
+
+
+def test_a_notebook_counts_the_estimates_that_it_leaves_out(result_of):
+    row = documents.estimate("H200", 141)
+    shown = " ".join(Page(result_of("estimate", estimates=[row] * 25)._repr_html_()).shown)
+    assert shown.count("H200") == 20
+    assert "5 more are in to_frame()." in shown
+
+
 def test_a_study_reads_from_the_answer_to_the_circumstances(result_of):
     page = to_html(result_of("tune", warnings=["the GPU was shared"]))
     assert "3×" in page
@@ -150,7 +182,7 @@ def test_an_estimate_says_that_it_is_one(result_of):
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [
-        ("tune", ["curves", "landscape", "memory", "throughput", "sensors"]),
+        ("tune", ["memory", "throughput", "sensors", "curves", "landscape"]),
         ("probe", ["memory", "throughput", "sensors"]),
         ("probe without sensors", ["memory", "throughput"]),
         ("probe where nothing fits", ["memory"]),

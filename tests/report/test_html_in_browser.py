@@ -142,6 +142,19 @@ def test_figures_follow_the_colours_of_the_screen_and_paper_is_white(opened, res
     assert all(panel.is_visible() for panel in made.page.locator(".panel").all())
 
 
+def test_a_prediction_says_that_it_is_none_of_the_measurements(opened, result_of):
+    made = opened(result_of("tune"))
+    place = made.page.locator("[data-figure=landscape]")
+    place.scroll_into_view_if_needed()
+    assert "predicted time, s (response surface, 7 runs)" in place.locator(".legendtext").all_text_contents()
+    assert place.locator(".contourlayer path").count() > 2
+    area = place.locator(".nsewdrag").bounding_box()
+    made.page.mouse.move(area["x"] + area["width"] * 0.3, area["y"] + area["height"] * 0.3)
+    place.locator(".hoverlayer .hovertext").first.wait_for()
+    assert "not measured" in " ".join(place.locator(".hoverlayer .hovertext").all_text_contents())
+    assert made.problems == []
+
+
 def test_it_reads_without_scripts(chromium, result_of, tmp_path):
     file = tmp_path / "report.html"
     file.write_text(to_html(result_of("tune")), encoding="utf-8")

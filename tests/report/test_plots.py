@@ -11,6 +11,8 @@ from batchtune.report.plots import figures
 from batchtune.report.theme import DARK, LIGHT, label
 from batchtune.results import Result
 
+PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]
+
 
 def traces(figure):
     return {trace.name: trace for trace in figure.data}
@@ -101,6 +103,29 @@ def test_the_landscape_has_one_point_for_each_configuration_coloured_by_its_medi
     assert (shown["recommended"].x, shown["what you run today"].x) == ((128,), (32,))
 
 
+def test_the_landscape_draws_what_the_surface_predicts_as_an_estimate_under_the_runs(result_of):
+    figure = result_of("tune").plot_landscape()
+    lines = figure.data[0]
+    assert (lines.type, lines.name) == ("contour", "predicted time, s (response surface, 7 runs)")
+    assert lines.z[2][2] == 9.0  # at rate 0.004 and batch 128
+    assert lines.z[2][0] == 9.0 * 5
+    assert lines.text[2][2] == "predicted 9.0 s (4.5 to 18.0), 90% band"
+    assert lines.hovertemplate.endswith("<extra>not measured</extra>")
+    assert lines.contours.start >= 9.0
+    assert lines.contours.end <= 4 * 9.0
+
+
+@pytest.mark.parametrize("cut", [{"batch_sizes": [8]}, {"learning_rates": [0.1]}])
+def test_a_prediction_along_one_axis_only_draws_no_lines(result_of, cut):
+    field = DOCUMENTS["tune"]["landscape"]
+    for name in ("median_seconds", "low_seconds", "high_seconds"):
+        rows = field[name][:1] if "batch_sizes" in cut else field[name]
+        cut = cut | {name: [row[:1] for row in rows] if "learning_rates" in cut else rows}
+    figure = result_of("tune", landscape=field | cut).plot_landscape()
+    assert not any(trace.type == "contour" for trace in figure.data)
+    assert not any(trace.type == "contour" for trace in result_of("tune", landscape=None).plot_landscape().data)
+
+
 def test_estimates_of_equal_names_each_get_their_bar():
     long = "RTX PRO 6000 Blackwell Workstation Edition"
     made = Result.model_validate_json(json.dumps(estimated((f"{long} A", 96), (f"{long} B", 90))))
@@ -116,16 +141,19 @@ def test_many_estimates_with_one_answer_share_a_bar():
     assert figure.layout.yaxis.ticktext == ("card 0 +29", "H200")
 
 
-@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
+@pytest.mark.parametrize("name", PLOTS)
 def test_a_plot_without_measurements_is_refused_by_name(result_of, name):
     plot = getattr(result_of("failed at once"), f"plot_{name}")
     with pytest.raises(UsageError, match=f"no measurements for plot_{name}"):
         plot()
 
 
-@pytest.mark.parametrize("name", ["memory", "throughput", "curves", "landscape"])
-def test_a_study_plots_everything(result_of, name):
-    assert isinstance(getattr(result_of("tune"), f"plot_{name}")(), go.Figure)
+@pytest.mark.parametrize("name", PLOTS)
+def test_whatever_the_page_draws_a_notebook_can_draw_alone(result_of, name):
+    result = result_of("estimate" if name == "estimates" else "tune")
+    figure = getattr(result, f"plot_{name}")()
+    assert isinstance(figure, go.Figure)
+    assert figure.to_json() == figures(result)[name].to_json()
 
 
 def test_light_and_dark_name_the_same_colours_each_light_one_only_once():

@@ -1,19 +1,27 @@
 """The report that people read: the answer first, the evidence after it, and nothing that was not measured."""
 
+import ast
 import io
 import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from batchtune.report.units import duration, number, share, size
 from batchtune.results import Attempt, Failure, Interval
 
+WIDTHS = [40, 60, 80, 120]
 
-def shown(result, width=100):
+
+def shown(result, width=100, **more):
     page = io.StringIO()
-    Console(file=page, width=width).print(result)
+    Console(file=page, width=width, **more).print(result)
     return page.getvalue()
+
+
+def words(result, width=100):
+    """The text without line breaks and frames."""
+    return " ".join(shown(result, width).replace("│", " ").split())
 
 
 def row(text, start):
@@ -22,16 +30,110 @@ def row(text, start):
     return re.split(r"\s{2,}", line.strip(" │"))
 
 
+def figures_of(result):
+    """Every number of a result that a reader must find whole, as the report writes it."""
+    found, base = result.recommendation, result.baseline
+    for each in (found, base):
+        if each is not None:
+            yield from (f"{each.global_batch_size}", f"{each.learning_rate:.3g}")
+    for probe in result.probes or [result.probe] if result.probe else []:
+        yield from (f"{attempt.batch_size:,}" for attempt in probe.attempts)
+        yield from (f"{point.samples_per_second:,.0f}" for point in probe.throughput if result.kind == "probe")
+    for trial in result.trials or []:
+        yield from (f"{trial.batch_size:,}", f"{trial.learning_rate:.3g}")
+        yield from [f"{trial.time_to_target_seconds:.3g}"] if trial.time_to_target_seconds else []
+    for estimate in result.estimates or []:
+        yield from (f"{estimate.max_batch_size:,}", f"{estimate.safe_max_batch_size:,}")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_wider_than_the_terminal_or_trails_blanks(any_result, width):
+    lines = shown(any_result, width).splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["tune", "probe", "probe at two precisions", "estimate", "interrupted in its study"])
+def test_no_figure_is_cut_however_narrow_the_terminal(result_of, name, width):
+    result = result_of(name)
+    text = shown(result, width)
+    numbers = set(re.findall(r"[\d.,]*\d", text))
+    assert "…" not in text
+    if name in {"tune", "interrupted in its study"}:
+        result = result.model_copy(update={"probe": None})  # its attempts are drawn, and listed by `batchtune probe`
+    assert set(figures_of(result)) <= numbers
+
+
+@pytest.mark.parametrize("name", ["tune", "probe"])
+def test_one_screen_holds_the_answer_its_proof_and_the_figures(result_of, name):
+    screen = "\n".join(shown(result_of(name), 80).splitlines()[:24])
+    answer = "speed-up" if name == "tune" else "largest batch 176"
+    order = [answer, "177 did not (oom)", "peak memory, MiB", "◉ checked"]
+    places = [screen.index(each) for each in order]
+    assert places == sorted(places)
+    assert "throughput, samples/s" in screen
+
+
+def test_the_order_is_that_of_the_page_and_what_to_paste_stands_where_the_prompt_is(result_of):
+    text = shown(result_of("tune", warnings=["the GPU was shared"]), 80)
+    order = [
+        "train with", "3.0× (2.7 to 3.3)", "reaches the target 3 times", "largest batch", "peak memory", "all runs",
+        "batch_size = 128", "warning: the GPU was shared", "measured on NVIDIA H200",
+    ]  # fmt: skip
+    places = [text.index(each) for each in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_to_paste_is_python_at_every_width(result_of, width):
+    for name, precision in [("tune", "bf16"), ("probe", "bf16"), ("probe", "tf32")]:
+        result = result_of(name)
+        probe = result.probe.model_copy(update={"precision": precision})
+        pasted = shown(result.model_copy(update={"probe": probe}), width).split("\npaste\n")[1].split("\n\n")[0]
+        names = [
+            target.id for each in ast.parse(pasted).body for target in each.targets if isinstance(target, ast.Name)
+        ]
+        assert names[0] == "batch_size"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+def test_an_output_that_cannot_write_a_character_gets_one_that_says_the_same(any_result, encoding):
+    page = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+    Console(file=page, width=80).print(any_result)
+    page.flush()
+    text = page.buffer.getvalue().decode(encoding)
+    assert max(map(len, text.splitlines())) <= 80
+    if any_result.probe is not None and any_result.probe.throughput:
+        assert "o measured" in text
+        assert "?" not in text
+        assert re.search(r"[o.]\.+o", text)  # dots of the curve between two points
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(tuned, monkeypatch):
+    assert "\x1b[" in shown(tuned, force_terminal=True, color_system="standard")
+    assert "\x1b[" not in shown(tuned)
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = shown(tuned, force_terminal=True, color_system="standard")
+    assert not re.search(r"\x1b\[[\d;]*3\d", plain)
+
+
 def test_the_recommendation_stands_first_beside_what_is_run_today(tuned):
     text = shown(tuned)
     assert text.startswith("╭")
     assert "digits" in text.splitlines()[0]
-    assert row(text, "batch size")[1:] == ["256 = 128 × 2 accumulated", "32"]
+    assert row(text, "batch size ")[1:] == ["256 = 128 × 2 accumulated", "32"]
     assert row(text, "learning rate  ")[1:] == ["0.0003", "0.001"]
     assert row(text, "precision ")[1:] == ["bf16", "bf16"]
     assert row(text, "time to target  ")[1:] == ["41 s (39 to 44)", "127 s (120 to 130)"]
     assert row(text, "speed-up")[1:] == ["3.1× (2.8 to 3.4)", "1×"]
-    assert text.index("reaches the target 3.10 times") < text.index("target  val_loss at most 0.4123")
+    assert text.index("reaches the target 3.10 times") < text.index("target val_loss at most 0.4123")
+
+
+def test_an_interval_stays_in_one_piece_below_its_median_where_room_is_short(result_of):
+    text = shown(result_of("tune"), 48)
+    assert row(text, "time to target")[1:] == ["10 s", "30 s"]
+    assert row(text, "(9 to 11)") == ["(9 to 11)", "(27 to 33)"]
 
 
 def test_the_best_metric_is_shown_where_no_time_counts(tuned):
@@ -40,60 +142,16 @@ def test_the_best_metric_is_shown_where_no_time_counts(tuned):
         update={"time_to_target_seconds": None, "speedup_over_baseline": None, "value": value}
     )
     result = tuned.model_copy(update={"recommendation": best, "baseline": None})
-    assert row(shown(result), "val_loss ")[1:] == ["0.41 (0.4 to 0.43)"]
+    assert row(shown(result), "val_loss ")[1:] == ["0.41 (0.40 to 0.43)"]
     assert "today" not in shown(result).split("╰")[0]
 
 
-def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):
-    text = shown(tuned)
-    assert "3 best of 3 runs" in text
-    runs = [line.split() for line in text.splitlines() if re.match(r" +\d +(baseline|search)", line)]
-    assert [cells[0] for cells in runs] == ["1", "0", "2"]
-    assert runs[0][-1] == "reached"
-    assert runs[2][-1] == "capped"
-
-
-def test_what_to_paste_and_the_warnings_come_after_the_evidence(tuned):
-    text = shown(tuned)
-    assert text.index("best of 3 runs") < text.index("batch_size = 128") < text.index("warning: batch size 300")
-    assert "accumulation_steps = 2" in text
-
-
 def test_a_probe_is_certified_from_both_sides(probed):
-    text = " ".join(shown(probed).split())
+    text = words(probed)
     assert "largest batch 176 ran 20 steps, evaluation and saving in a fresh process" in text
     assert "177 did not (oom)" in text
     assert "peak 15.0 GiB of 20.0 GiB" in text
     assert "measured on NVIDIA H200, torch 2.13.0, CUDA 13.0" in text
-
-
-def test_every_attempt_is_listed_with_its_memory_drawn_against_the_limit(probed):
-    lines = shown(probed).splitlines()
-    (first,) = [line for line in lines if re.match(r" +1 +fit", line)]
-    (last,) = [line for line in lines if re.match(r" +176 +fit", line)]
-    (failed,) = [line for line in lines if re.match(r" +177 +oom", line)]
-    assert first.count("█") == 3  # a quarter of twelve
-    assert last.count("█") == 9
-    assert last.rstrip().endswith("final check")
-    assert "█" not in failed
-    assert "out of memory [while allocating] 2 GiB" in failed
-
-
-def test_figures_stay_readable_on_a_narrow_terminal_whatever_the_message(probed):
-    long = Attempt(batch_size=123456, outcome="kernel_limit", message="a reason of many words, and then some " * 6)
-    probe = probed.probe.model_copy(update={"attempts": [*probed.probe.attempts, long]})
-    text = shown(probed.model_copy(update={"probe": probe}), width=80)
-    assert all(word in text for word in ("123,456", "kernel_limit", "15.0 GiB", "outcome"))
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_a_sensor_that_the_device_lacks_has_no_column(probed):
-    text = shown(probed)
-    assert "samples/s" in text
-    assert not any(name in text for name in ("power", "J/sample", "°C"))
-    points = [point.model_copy(update={"power_watts": 312.0}) for point in probed.probe.throughput]
-    warm = probed.model_copy(update={"probe": probed.probe.model_copy(update={"throughput": points})})
-    assert "312 W" in shown(warm)
 
 
 def test_a_run_that_did_not_complete_says_so_at_the_top(probed):
@@ -113,25 +171,5 @@ def test_nothing_fits_is_no_batch_of_zero(probed):
     assert "largest batch" not in text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (2e-5, "20 µs"),
-        (0.25, "250 ms"),
-        (41.04, "41 s"),
-        (125, "2 min 05 s"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_durations_are_written_with_the_unit_that_fits(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_figures_that_were_not_measured_are_a_dash():
-    assert [size(None), duration(None), number(None), share(None)] == ["-", "-", "-", "-"]
-
-
-def test_figures_are_rounded_to_what_a_reader_can_use():
-    assert [size(3 << 20), size(18.26 * (1 << 30))] == ["3 MiB", "18.3 GiB"]
-    assert [number(12345.6), number(0.12345), share(0.42)] == ["12,346", "0.123", "42%"]
+def test_a_name_is_text_and_no_markup(result_of):
+    assert "[bold]x[/bold]" in shown(result_of("tune").model_copy(update={"name": "[bold]x[/bold]"}))

@@ -48,6 +48,9 @@ class FakeDevice(TorchDispatchMode):
     def enforce(self, limit_bytes):
         self.limit = limit_bytes
 
+    def begin(self):
+        self.release()
+
     def reset_peaks(self):
         self.peak = sum(self.live.values())
 

@@ -1,5 +1,6 @@
 """A training run against the clock; the clock is the test's own, and a sample takes 1/128 second: sums are exact."""
 
+import dataclasses
 import itertools
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchtune.train import checkpoint, loop
 from batchtune.train import clock as clock_module
-from batchtune.train import loop
 from batchtune.train.loop import EVALUATION_SHARE, next_evaluation, train
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import NonFiniteLossError
@@ -55,7 +56,9 @@ def clock(monkeypatch):
 def run(clock, linear_task, fake_device):
     """Runs to the end: the points, and how it ended. Evaluating takes `evaluation_seconds`."""
 
-    def to_the_end(spec, *, go_on=lambda _point: True, evaluation_seconds=0.125, slow=None, **functions):
+    def to_the_end(
+        spec, *, go_on=lambda _point: True, evaluation_seconds=0.125, slow=None, joules=lambda: None, **functions
+    ):
         own_loss = functions.pop("compute_loss", linear_task().source.compute_loss)
         steps = itertools.count()
 
@@ -67,13 +70,13 @@ def run(clock, linear_task, fake_device):
             return own_loss(model, batch)
 
         task = linear_task(compute_loss=compute_loss, **functions)
-        running, points = train(task, fake_device(), spec), []
+        running, points = train(task, fake_device(), spec, joules), []
         try:
             points.append(next(running))
             while True:
                 points.append(running.send(go_on(points[-1])))
         except StopIteration as end:
-            return SimpleNamespace(points=points, outcome=end.value)
+            return SimpleNamespace(points=points, outcome=end.value.outcome, end=end.value)
 
     return to_the_end
 
@@ -120,6 +123,95 @@ class TestEndings:
         with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 8"):
             run(spec_of(), compute_loss=lambda model, batch: model(batch[0]).sum() * float("nan"))
 
+    def test_a_run_that_is_worse_than_before_training_for_a_fifth_of_its_limit_has_diverged(self, run):
+        values = itertools.chain([1.0, 0.5], itertools.count(2.0))
+        done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
+        assert (done.outcome, done.points[-1].seconds) == ("diverged", 6.0)
+
+    def test_a_run_that_comes_back_from_above_its_start_goes_on(self, run):
+        values = itertools.chain([1.0, 2.0, 3.0, 2.0], itertools.repeat(0.9))
+        done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
+        assert done.outcome == "finished"
+
+
+@pytest.fixture
+def meter(clock):
+    """A device's energy counter: 10 W, whatever it does, and 3 J from before."""
+    return lambda: 3.0 + 10.0 * clock.now
+
+
+class TestEnergy:
+    def test_only_training_is_counted(self, run, meter):
+        done = run(spec_of(limit_seconds=3.0), evaluation_seconds=100.0, joules=meter)
+        assert [point.joules for point in done.points] == [0, 10, 20, 30]
+
+    def test_a_run_ends_at_its_limit_of_energy(self, run, meter):
+        done = run(spec_of(limit_joules=20.0), joules=meter)
+        assert (done.outcome, done.points[-1].joules) == ("finished", 20)
+
+    def test_a_device_that_does_not_count_has_no_figure(self, run):
+        assert {point.joules for point in run(spec_of(limit_joules=1.0)).points} == {None}
+
+
+def dropping_out():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+
+
+def adam(model, lr):
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def cosine(optimizer, total_steps):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize("stop_after", [0.0, 1.0, 3.0, 7.0])
+    def test_a_run_laid_aside_goes_on_as_if_it_had_never_stopped(self, run, tmp_path, meter, stop_after):
+        parts = {"build_model": dropping_out, "build_optimizer": adam, "build_scheduler": cosine}
+        spec = spec_of(checkpoint=str(tmp_path / "run" / "0.pt"), micro_batch_size=12, limit_seconds=10.0)
+        whole = run(spec, joules=meter, **parts)
+        first = run(spec, go_on=lambda point: point.seconds < stop_after, joules=meter, **parts)
+        assert (first.outcome, first.end.kept) == ("pruned", True)
+        torch.manual_seed(1234)  # something else is trained meanwhile
+        rest = run(dataclasses.replace(spec, resume=True), joules=meter, **parts)
+        assert rest.outcome == "finished"
+        assert first.points + rest.points == whole.points
+
+    def test_a_data_set_that_is_read_from_its_start_is_read_up_to_there(self, run, tmp_path):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                generator = torch.Generator().manual_seed(3)
+                for _ in range(50):
+                    point = torch.randn(4, generator=generator)
+                    yield point, point.sum(0, keepdim=True)
+
+        spec = spec_of(checkpoint=str(tmp_path / "0.pt"), limit_seconds=6.0)
+        whole = run(spec, train_dataset=Stream)
+        first = run(spec, go_on=lambda point: point.seconds < 2, train_dataset=Stream)
+        rest = run(dataclasses.replace(spec, resume=True), train_dataset=Stream)
+        assert first.points + rest.points == whole.points
+
+    def test_a_run_that_was_not_told_to_stop_keeps_nothing(self, run, tmp_path):
+        done = run(spec_of(checkpoint=str(tmp_path / "0.pt"), limit_seconds=1.0))
+        assert (done.outcome, done.end.kept) == ("finished", False)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_run_that_cannot_be_saved_is_only_pruned(self, run, tmp_path):
+        class Odd:
+            def __init__(self, *_):
+                self.step = lambda: None
+
+        spec = spec_of(checkpoint=str(tmp_path / "0.pt"))
+        done = run(spec, go_on=lambda point: point.seconds < 1, build_scheduler=Odd)
+        assert (done.outcome, done.end.kept) == ("pruned", False)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_nearly_full_disk_is_left_alone(self, run, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(total=100, free=10))
+        done = run(spec_of(checkpoint=str(tmp_path / "0.pt")), go_on=lambda point: point.seconds < 1)
+        assert not done.end.kept
+
 
 class TestTime:
     def test_evaluation_is_not_counted(self, run, clock):
@@ -151,8 +243,31 @@ class TestTime:
         def build_scheduler(_optimizer, total_steps):
             horizons.append(total_steps)
 
-        run(spec_of(limit_seconds=4.0), build_scheduler=build_scheduler)
+        done = run(spec_of(limit_seconds=4.0), build_scheduler=build_scheduler)
         assert horizons == [4 * 128 / 8]
+        assert done.end.total_steps == 4 * 128 / 8
+
+    def test_a_run_that_is_to_end_soon_has_the_horizon_of_a_whole_one(self, run):
+        horizons = []
+        spec = spec_of(limit_seconds=1.0, horizon_seconds=4.0)
+        run(spec, build_scheduler=lambda _optimizer, total_steps: horizons.append(total_steps))
+        assert horizons == [4 * 128 / 8]
+
+    def test_a_horizon_that_is_settled_does_not_depend_on_the_pace(self, run):
+        horizons = []
+        spec = spec_of(limit_seconds=1.0, horizon_seconds=4.0, total_steps=99)
+        run(spec, build_scheduler=lambda _optimizer, total_steps: horizons.append(total_steps))
+        assert horizons == [99]
+
+    def test_a_run_that_goes_on_beyond_its_horizon_leaves_the_scheduler_at_its_end(self, run):
+        def one_cycle(optimizer, total_steps):
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps + 1)  # raises when stepped beyond
+
+        done = run(spec_of(limit_seconds=3.0, horizon_seconds=1.0), build_scheduler=one_cycle)
+        assert done.points[-1].seconds == 3.0
+
+    def test_without_a_scheduler_there_is_no_horizon(self, run):
+        assert run(spec_of(limit_seconds=1.0)).end.total_steps is None
 
 
 class TestDeterminism:

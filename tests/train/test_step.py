@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from batchtune.errors import UserCodeError
-from batchtune.train.step import Trainer, move, seed_everything, training_batches
+from batchtune.train.step import Trainer, TrainingBatches, move, seed_everything
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 
 def batch_of(task, size):
-    return next(training_batches(task, size, 0))
+    return next(TrainingBatches(task, size, 0))
 
 
 class TestSteps:
@@ -45,7 +45,7 @@ class TestSteps:
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
     def test_training_lowers_the_loss_in_every_precision(self, trainer, precision):
         learning = trainer(precision)
-        batches = training_batches(learning.task, 16, 0)
+        batches = TrainingBatches(learning.task, 16, 0)
         losses = [float(learning.step(batches)) for _ in range(40)]
         assert losses[-1] < losses[0] / 10
 
@@ -70,7 +70,7 @@ class TestSteps:
             return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
 
         scheduled = trainer(total_steps=10, build_scheduler=build_scheduler)
-        batches = training_batches(scheduled.task, 4, 0)
+        batches = TrainingBatches(scheduled.task, 4, 0)
         for _ in range(5):
             scheduled.step(batches, 3)
         assert horizons == [10]
@@ -111,25 +111,25 @@ class TestBatches:
 
     @staticmethod
     def _epochs(task, size, count):
-        batches = training_batches(task, size, 0)
+        batches = TrainingBatches(task, size, 0)
         return [list(islice(batches, 10 // size)) for _ in range(count)]
 
     def test_the_order_follows_from_the_seed(self, linear_task):
         task = linear_task(train_dataset=lambda: list(range(100)))
-        orders = [torch.cat(list(islice(training_batches(task, 10, seed), 10))).tolist() for seed in (1, 1, 2)]
+        orders = [torch.cat(list(islice(TrainingBatches(task, 10, seed), 10))).tolist() for seed in (1, 1, 2)]
         assert orders[0] == orders[1] != orders[2]
 
     def test_incomplete_batches_are_left_out(self, linear_task):
         task = linear_task(train_dataset=lambda: list(range(10)))
-        assert {len(batch) for batch in islice(training_batches(task, 4, 0), 12)} == {4}
+        assert {len(batch) for batch in islice(TrainingBatches(task, 4, 0), 12)} == {4}
 
     def test_a_set_smaller_than_the_batch_is_given_whole(self, linear_task):
         task = linear_task(train_dataset=lambda: list(range(3)))
-        assert {len(batch) for batch in islice(training_batches(task, 4, 0), 3)} == {3}
+        assert {len(batch) for batch in islice(TrainingBatches(task, 4, 0), 3)} == {3}
 
     def test_the_users_collate_makes_the_batches(self, linear_task):
         task = linear_task(train_dataset=lambda: list(range(8)), collate=sum)
-        assert sum(islice(training_batches(task, 4, 0), 2)) == sum(range(8))
+        assert sum(islice(TrainingBatches(task, 4, 0), 2)) == sum(range(8))
 
     def test_a_stream_starts_again_when_it_ends(self, linear_task):
         class Stream(IterableDataset):
@@ -137,7 +137,7 @@ class TestBatches:
                 return iter(range(4))
 
         task = linear_task(train_dataset=Stream)
-        assert [batch.tolist() for batch in islice(training_batches(task, 2, 0), 3)] == [[0, 1], [2, 3], [0, 1]]
+        assert [batch.tolist() for batch in islice(TrainingBatches(task, 2, 0), 3)] == [[0, 1], [2, 3], [0, 1]]
 
     def test_a_stream_without_samples_is_an_error_and_no_endless_loop(self, linear_task):
         class Empty(IterableDataset):
@@ -145,7 +145,7 @@ class TestBatches:
                 return iter(())
 
         with pytest.raises(UserCodeError, match="train_dataset yields no samples"):
-            next(training_batches(linear_task(train_dataset=Empty), 2, 0))
+            next(TrainingBatches(linear_task(train_dataset=Empty), 2, 0))
 
 
 class TestMove:
@@ -165,4 +165,4 @@ class TestMove:
 
 def test_a_plain_tensor_dataset_works_too(linear_task):
     task = linear_task(train_dataset=lambda: TensorDataset(torch.arange(6.0)))
-    assert len(next(training_batches(task, 2, 0))[0]) == 2
+    assert len(next(TrainingBatches(task, 2, 0))[0]) == 2

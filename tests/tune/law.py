@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 from batchtune.results import CurvePoint
 
@@ -9,6 +10,7 @@ ALPHA, BETA = 2e-3, 1e-4  # seconds
 E_MIN, B_CRITICAL = 20_000, 128  # samples
 BEST_RATE, BEST_BATCH = 0.02, 64
 START, FLOOR = 2.0, 0.1
+FIXED_JOULES, SAMPLE_JOULES = 0.02, 0.01  # of a step: large batches save hardly any energy
 
 
 def best_rate(batch_size):
@@ -27,10 +29,13 @@ def seconds_to_target(batch_size, rate, *, target=0.5, noise=0.0, seed=0):
 
 
 class LawWorker:
-    """Stands in for a child process: `train` follows the law, on a clock that takes no time."""
+    """Stands in for a child process: `train` follows the law, on a clock that takes no time.
 
-    def __init__(self, noise=0.0, fail_at=()):
-        self.noise, self.fail_at, self.specs = noise, set(fail_at), []
+    Energy is counted as well; a run told to stop is kept where its spec says.
+    """
+
+    def __init__(self, noise=0.0, fail_at=(), slower=lambda arguments: 1.0):
+        self.noise, self.fail_at, self.slower, self.specs = noise, set(fail_at), slower, []
 
     def call(self, command, *, timeout, on_event, **spec):
         assert command == "train"
@@ -40,17 +45,26 @@ class LawWorker:
             raise KeyboardInterrupt
         batch = spec["micro_batch_size"] * spec["accumulation_steps"]
         needed = seconds_to_target(batch, spec["learning_rate"], noise=self.noise, seed=spec["seed"])
+        needed *= self.slower(spec["optimizer_arguments"])
         rate = 0.0 if math.isinf(needed) else math.log((START - FLOOR) / 0.4) / needed
-        seconds = 0.0
+        file = Path(spec["checkpoint"]) if spec["checkpoint"] else None
+        seconds = self._next(float(file.read_text()), spec) if spec["resume"] else 0.0
         while True:
             value = FLOOR + (START - FLOOR) * math.exp(-rate * seconds) if rate else START * (1 + seconds)
-            per_second = batch / (ALPHA + BETA * batch)
-            point = CurvePoint(seconds=seconds, samples=int(seconds * per_second), value=value)
+            steps = seconds / (ALPHA + BETA * batch)
+            joules = steps * (FIXED_JOULES + SAMPLE_JOULES * batch)
+            point = CurvePoint(seconds=seconds, samples=int(steps * batch), value=value, joules=joules)
             go_on = on_event(point.model_dump())
             if spec["target"] is not None and value <= spec["target"]:
                 return {"outcome": "reached"}
-            if seconds >= spec["limit_seconds"]:
+            if seconds >= spec["limit_seconds"] or joules >= (spec["limit_joules"] or math.inf):
                 return {"outcome": "finished"}
             if not go_on:
-                return {"outcome": "pruned"}
-            seconds = min(spec["limit_seconds"], seconds * 1.05 + 0.02)
+                if file:
+                    file.parent.mkdir(exist_ok=True)
+                    file.write_text(str(seconds))
+                return {"outcome": "pruned", "kept": file is not None}
+            seconds = self._next(seconds, spec)
+
+    def _next(self, seconds, spec):
+        return min(spec["limit_seconds"], seconds * 1.05 + 0.02)

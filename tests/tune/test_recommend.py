@@ -68,11 +68,13 @@ def test_finalists_are_the_fastest_distinct_configurations_without_the_baseline(
         trial(4, "search", 128, 1e-2, 5.0),
         trial(5, "search", 256, 1e-2, None, state="pruned"),
     ]
-    assert [each.number for each in finalists(trials, 2, timed=True, goal="minimize")] == [3, 4]
+    assert [each.number for each in finalists(trials, 2, kind="time_to_target", goal="minimize")] == [3, 4]
 
 
 def test_a_clear_winner_comes_with_its_interval():
-    found, base = recommend(confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6))), timed=True, goal="minimize")
+    found, base = recommend(
+        confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6))), kind="time_to_target", goal="minimize"
+    )
     assert (found.global_batch_size, base.global_batch_size) == (64, 32)
     assert found.speedup_over_baseline.low > 1
     assert found.speedup_over_baseline.median == pytest.approx(11 / 5)
@@ -81,12 +83,14 @@ def test_a_clear_winner_comes_with_its_interval():
 
 def test_a_tie_goes_to_the_smaller_batch():
     groups = (((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (5.0, 5.2, 5.4)), ((256, 1e-2), (4.9, 5.1, 5.5)))
-    found, _ = recommend(confirmed(*groups), timed=True, goal="minimize")
+    found, _ = recommend(confirmed(*groups), kind="time_to_target", goal="minimize")
     assert found.global_batch_size == 64
 
 
 def test_no_better_than_the_baseline_is_an_answer():
-    found, _ = recommend(confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (9, 11, 13))), timed=True, goal="minimize")
+    found, _ = recommend(
+        confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (9, 11, 13))), kind="time_to_target", goal="minimize"
+    )
     assert found.global_batch_size == 32
     assert found.speedup_over_baseline is None
     assert found.reason.startswith("no better than your baseline")
@@ -95,14 +99,14 @@ def test_no_better_than_the_baseline_is_an_answer():
 def test_a_baseline_that_missed_the_target_makes_the_speedup_a_lower_bound():
     trials = confirmed(((64, 1e-2), (4, 5, 6)))
     trials += [trial(10 + n, "confirm", 32, 1e-3, None, used=20.0) for n in range(3)]
-    found, _ = recommend(trials, timed=True, goal="minimize")
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert "at least" in found.reason
     assert found.speedup_over_baseline.median == pytest.approx(4.0)
 
 
 def test_without_confirmation_the_best_single_run_is_said_to_be_just_that():
     trials = [trial(0, "baseline", 32, 1e-3, 10.0), trial(1, "search", 64, 1e-2, 4.0)]
-    found, base = recommend(trials, timed=True, goal="minimize")
+    found, base = recommend(trials, kind="time_to_target", goal="minimize")
     assert found.global_batch_size == 64
     assert "not confirmed" in found.reason
     assert base is None
@@ -112,7 +116,7 @@ def test_a_metric_to_maximize_is_compared_the_right_way_round():
     trials = [trial(0, "baseline", 32, 1e-3, None, value=0.8)]
     trials += [trial(1 + n, "confirm", 32, 1e-3, None, value=v) for n, v in enumerate((0.80, 0.81, 0.79))]
     trials += [trial(4 + n, "confirm", 64, 1e-2, None, value=v) for n, v in enumerate((0.90, 0.91, 0.89))]
-    found, _ = recommend(trials, timed=False, goal="maximize")
+    found, _ = recommend(trials, kind="best_metric", goal="maximize")
     assert found.global_batch_size == 64
     assert (found.value.low, found.value.median, found.value.high) == (0.89, 0.90, 0.91)
 

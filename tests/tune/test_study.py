@@ -1,3 +1,7 @@
+import contextlib
+import dataclasses
+import itertools
+
 import law
 import optuna
 import pytest
@@ -5,7 +9,8 @@ import pytest
 from batchtune.config import Baseline, Budget, Config, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError
 from batchtune.progress import Observer
-from batchtune.results import ProbeResult, ThroughputFit
+from batchtune.results import Prior, ProbeResult, ThroughputFit
+from batchtune.tune import study as study_module
 from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
@@ -30,16 +35,18 @@ def plan(**changes):
     )
 
 
-def study(folder, worker=None, **changes):
+def study(folder, worker=None, *, settled=None, **changes):
+    """A study on the law; `settled` is what else the plan says, and the rest are keys of the configuration."""
     folder.mkdir(exist_ok=True)
     worker = worker or law.LawWorker(noise=0.05)
-    return TuneStudy(plan(**changes), worker, open_storage(None, folder), Observer())
+    planned = dataclasses.replace(plan(**changes), **settled or {})
+    return TuneStudy(planned, worker, open_storage(None, folder), Observer())
 
 
 def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_path):
     tuned = study(tmp_path)
     tuned.run()
-    found, base = recommend(tuned.records(), timed=True, goal="minimize")
+    found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")
     assert found.speedup_over_baseline.low > 1
     best = min(law.seconds_to_target(b, law.best_rate(b)) for b in (8, 16, 32, 64, 128, 256, 512))
     assert law.seconds_to_target(found.global_batch_size, found.learning_rate) <= 1.25 * best
@@ -128,9 +135,168 @@ def test_a_baseline_that_never_improves_is_said_to_be_the_problem(tmp_path):
 def test_the_best_metric_within_a_budget_can_be_the_objective(tmp_path):
     tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=Budget(run=5.0, total=3600.0, trials=12))
     tuned.run()
-    found, base = recommend(tuned.records(), timed=False, goal="minimize")
+    found, base = recommend(tuned.records(), kind="best_metric", goal="minimize")
     assert found.value.median < base.value.median
     assert found.time_to_target_seconds is None
+
+
+def test_the_least_energy_can_be_the_objective(tmp_path):
+    tuned = study(tmp_path, objective=Objective(kind="energy_to_target"))
+    tuned.run()
+    found, base = recommend(tuned.records(), kind="energy_to_target", goal="minimize")
+    assert found.energy_saving_over_baseline.low > 1
+    assert found.energy_to_target_joules.median < base.energy_to_target_joules.median
+    assert "sparingly" in found.reason
+    # a sample costs the same energy in any batch, so that the least takes a smaller batch than the least time does
+    timed = study(tmp_path / "timed")
+    timed.run()
+    fastest, _ = recommend(timed.records(), kind="time_to_target", goal="minimize")
+    assert found.global_batch_size < fastest.global_batch_size
+
+
+def test_no_run_of_the_search_uses_much_more_energy_than_the_best(tmp_path):
+    worker = law.LawWorker(noise=0.05)
+    tuned = study(tmp_path, worker, objective=Objective(kind="energy_to_target"))
+    tuned.run()
+    best = None
+    for record, spec in zip(tuned.records(), worker.specs, strict=True):
+        if record.role == "search":
+            assert spec["limit_joules"] == pytest.approx(1.2 * best)
+            assert record.curve[-1].joules <= 1.3 * best  # looked at every 5 %
+        if record.role != "confirm" and record.energy_to_target_joules is not None:
+            best = min(best or 1e9, record.energy_to_target_joules)
+
+
+def test_arguments_of_the_optimizer_are_searched_recorded_and_confirmed(tmp_path):
+    space = {"weight_decay": {"min": 1e-3, "max": 1.0, "log": True}, "nesterov": {"choices": [True]}}
+    worker = law.LawWorker(slower=lambda arguments: 1.0 if arguments["nesterov"] else 3.0)
+    tuned = study(
+        tmp_path, worker, space=space, settled={"optimizer_defaults": {"weight_decay": 0.01, "nesterov": False}}
+    )
+    tuned.run()
+    records = tuned.records()
+    assert records[0].optimizer_arguments == {"weight_decay": 0.01, "nesterov": False}  # as it is run today
+    for record, spec in zip(records, worker.specs, strict=True):
+        assert spec["optimizer_arguments"] == record.optimizer_arguments
+    found, base = recommend(records, kind="time_to_target", goal="minimize")
+    assert found.optimizer_arguments["nesterov"] is True
+    assert base.optimizer_arguments == records[0].optimizer_arguments
+    assert tuned.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
+
+
+def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_path):
+    worker = law.LawWorker(noise=0.05)
+    prior = Prior(
+        batch_sizes=[512],
+        batch_sizes_reason="kept",
+        learning_rate=0.01,
+        learning_rate_decades=0.7,
+        learning_rate_reason="for the test",
+        micro_batch_size=128,
+    )
+    settled = {"prior": prior, "candidates": Candidates((512,), "kept")}
+    tuned = study(tmp_path, worker, settled=settled, batch_size={"global": 512}, baseline={"learning_rate": 1e-3})
+    tuned.run()
+    assert {(spec["micro_batch_size"], spec["accumulation_steps"]) for spec in worker.specs} == {(128, 4)}
+    assert len({spec["learning_rate"] for spec in worker.specs}) > 3
+    assert tuned.study.user_attrs["prior"]["micro_batch_size"] == 128
+
+
+def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tmp_path):
+    class Scheduled(law.LawWorker):
+        def call(self, command, **spec):
+            return super().call(command, **spec) | {"total_steps": spec["total_steps"] or 1000 + len(self.specs)}
+
+    worker = Scheduled(noise=0.05)
+    tuned = study(tmp_path, worker)
+    tuned.run()
+    assert {spec["horizon_seconds"] for spec in worker.specs} == {120.0}
+    horizons = {}
+    for record in tuned.records():
+        horizons.setdefault((record.batch_size, record.learning_rate), set()).add(record.total_steps)
+    assert len(horizons) < len(worker.specs)
+    assert all(len(each) == 1 for each in horizons.values())
+    found, _ = recommend(tuned.records(), kind="time_to_target", goal="minimize")
+    assert found.total_steps in horizons[found.global_batch_size, found.learning_rate]
+
+
+class Watch:
+    """Stands in for the `time` module: every look at it takes a second."""
+
+    def __init__(self):
+        self.looks = itertools.count()
+
+    def perf_counter(self):
+        return float(next(self.looks))
+
+
+@pytest.mark.parametrize("total", [10.0, 60.0, 150.0, 400.0, 900.0])
+def test_no_more_than_a_rung_is_trained_once_the_budget_is_used_up(tmp_path, monkeypatch, total):
+    watch = Watch()
+    monkeypatch.setattr(study_module, "time", watch)
+    tuned = study(tmp_path, budget=Budget(run=10.0, total=total, trials=100))
+    with contextlib.suppress(NothingFitsError):  # too short for a target
+        tuned.run()
+    assert next(watch.looks) <= total + 8  # an evaluation, and what is looked at around it
+    cut = [trial for trial in tuned.records() if trial.role == "confirm" and trial.state == "fail"]
+    assert all(trial.message == "budget.total was used up" for trial in cut)
+
+
+def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module, "time", Watch())
+    tuned = study(tmp_path, budget=Budget(run=10.0, total=700.0, trials=4), confirm=Confirm(seeds=3, top=2))
+    monkeypatch.setattr(tuned, "_reserve", lambda: 0.0)
+    tuned.run()
+    unconfirmed = sum(1 for trial in tuned.records() if trial.role == "confirm" and trial.state == "complete")
+    assert unconfirmed < 9
+    monkeypatch.setattr(study_module, "time", __import__("time"))
+    study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2)).run()
+    again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2))
+    confirmed = [
+        trial for trial in again.records() if trial.role == "confirm" and trial.state in {"complete", "pruned"}
+    ]
+    assert len(confirmed) >= 9
+
+
+def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(tmp_path):
+    worker = law.LawWorker(noise=0.05, fail_at=[5])
+    tuned = study(tmp_path, worker)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.run()
+    assert len(worker.specs) == 5
+    assert {trial.role for trial in tuned.records()} == {"baseline", "search"}
+    found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")
+    assert "not confirmed" in found.reason
+    assert base is None
+
+
+def test_every_trial_says_of_itself_what_ran_and_how(tmp_path):
+    tuned = study(tmp_path)
+    tuned.run()
+    for trial in tuned.study.trials:
+        told = trial.user_attrs
+        assert told["micro_batch_size"] * told["gradient_accumulation_steps"] == trial.params["batch_size"]
+        assert {"role", "seed", "precision", "outcome", "curve", "training_seconds", "wall_seconds"} <= told.keys()
+        assert trial.params["learning_rate"] > 0
+        if told["outcome"] == "reached":
+            assert told["samples_to_target"] > 0
+            assert trial.value == told["time_to_target_seconds"]
+        seconds, samples = (told["curve"][-1][index] for index in (0, 1))
+        assert trial.last_step == pytest.approx(1000 * seconds, abs=1)
+        assert samples > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["history", "param_importances", "parallel_coordinate", "slice", "contour", "intermediate"]
+)
+def test_the_study_can_be_drawn_by_optuna(tmp_path, name):
+    from optuna import visualization
+
+    tuned = study(tmp_path, budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
+    tuned.run()
+    plots = {"history": "optimization_history", "intermediate": "intermediate_values"}
+    figure = getattr(visualization, f"plot_{plots.get(name, name)}")(tuned.study)
+    assert any(len(trace.x if trace.x is not None else trace.dimensions) for trace in figure.data)
 
 
 def test_the_study_opens_as_any_optuna_study(tmp_path):
@@ -150,3 +316,21 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     study(tmp_path)
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
+
+
+def test_a_baseline_that_takes_a_large_part_of_the_budget_leaves_room_to_search(tmp_path):
+    tuned = study(tmp_path, budget=Budget(run=120.0, total=600.0))
+    tuned.run()
+    (baseline,) = (trial for trial in tuned.records() if trial.role == "baseline")
+    assert 12 * baseline.time_to_target_seconds > 600  # what confirming it and two contenders may take, with a reserve
+    assert sum(trial.role == "search" for trial in tuned.records()) >= 4
+
+
+def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
+    tuned = study(tmp_path)
+    assert tuned.landscape() is None
+    tuned.run()
+    found = tuned.landscape()
+    assert found.runs == len([trial for trial in tuned.records() if trial.state in {"complete", "pruned"}])
+    assert found.batch_sizes == [8, 16, 32, 64, 128, 256, 512]
+    assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).landscape() is None

@@ -1,5 +1,10 @@
 """Result documents of every kind and state, made by hand, and one in which every text means harm."""
 
+import json
+from math import log2, log10
+
+from batchtune.results import Result
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
 FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}
 LAW = {"alpha_seconds": 0.004, "beta_seconds_per_sample": 0.0005, "saturation_batch_size": 8.0}
@@ -83,6 +88,23 @@ def choice(batch_size, learning_rate, seconds, reason, **more):
     } | more
 
 
+def predicted(fastest=9.0):
+    """A landscape with its valley at batch 128 and rate 0.004, half and twice the median for a band."""
+    sizes, rates = [8, 32, 128, 512], [0.0001, 0.001, 0.004, 0.03, 0.5]
+    median = [
+        [fastest * (1 + log2(size / 128) ** 2 / 4 + log10(rate / 0.004) ** 2) for rate in rates] for size in sizes
+    ]
+    return {
+        "batch_sizes": sizes,
+        "learning_rates": rates,
+        "median_seconds": median,
+        "low_seconds": [[seconds / 2 for seconds in row] for row in median],
+        "high_seconds": [[seconds * 2 for seconds in row] for row in median],
+        "band": 0.9,
+        "runs": 7,
+    }
+
+
 def document(kind, **more):
     return {
         "schema": "batchtune.result/1",
@@ -112,6 +134,7 @@ def tuned():
             trial(5, 128, 0.004, 10.0, role="confirm"),
             trial(6, 8, 0.004, 110.0),
         ],
+        landscape=predicted(),
         recommendation=choice(128, 0.004, 10.0, reason, speedup_over_baseline=speedup),
         baseline=choice(32, 0.001, 30.0, "what you run today"),
     )
@@ -175,3 +198,8 @@ DOCUMENTS = {
     "hostile": hostile(),
     "hostile estimate": hostile_estimate(),
 }
+
+
+def result(name, **more):
+    """The result of a named document, with keys laid over it."""
+    return Result.model_validate_json(json.dumps(DOCUMENTS[name] | more))

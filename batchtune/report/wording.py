@@ -1,0 +1,65 @@
+"""The answer in words that every report shares: a configuration as rows, and why a largest batch can be relied on."""
+
+from __future__ import annotations
+
+from batchtune.report.pick import named_values
+from batchtune.report.units import interval, number, size, time_interval
+from batchtune.results import ProbeResult, Recommendation, Result
+
+_LIMITED_BY = {
+    "memory": "the next size runs out of memory",
+    "max": "that is the most that was allowed",
+    "dataset": "that is the whole training set",
+}
+
+
+def configurations(result: Result) -> dict[str, list[str]]:
+    """The recommended configuration and, where it was measured, today's: a row for each fact known of the first."""
+    found, base = result.recommendation, result.baseline
+    shown = [each for each in (found, base) if each is not None]
+    if found is None:
+        return {}
+    metric = result.target.metric if result.target else "metric"
+    rows = {
+        "batch size": [batch_text(each) for each in shown],
+        "learning rate": [number(each.learning_rate) for each in shown],
+        "optimizer": [named_values(each.optimizer_arguments) or "-" for each in shown],
+        "schedule": [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown],
+        "precision": [each.precision for each in shown],
+        "time to target": [time_interval(each.time_to_target_seconds) for each in shown],
+        "energy to target": [interval(each.energy_to_target_joules, " J") for each in shown],
+        metric: [interval(each.value) for each in shown],
+        "speed-up": [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)],
+        "energy saving": [interval(found.energy_saving_over_baseline, "×"), "1×"][: len(shown)],
+    }
+    return {name: cells for name, cells in rows.items() if cells[0] != "-"}
+
+
+CONFIGURATIONS = ("train with", "today")
+"""What the columns of `configurations` are called."""
+
+
+def batch_text(recommendation: Recommendation) -> str:
+    """A batch size with how it is made up, where it is more than one micro-batch."""
+    text = str(recommendation.global_batch_size)
+    if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
+        text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
+        text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
+    return text
+
+
+def certificate(probe: ProbeResult) -> str:
+    """Why the largest batch can be relied on, as one sentence without its subject."""
+    parts = []
+    if probe.verified_in_fresh_process:
+        parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
+    else:
+        parts.append("not yet checked in a fresh process")
+    if probe.first_failing_batch_size is not None:
+        last = {attempt.batch_size: attempt.outcome for attempt in probe.attempts}
+        parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
+    elif probe.limited_by:
+        parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
+    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
+        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
+    return "; ".join(parts)

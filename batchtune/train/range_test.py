@@ -1,0 +1,91 @@
+"""The range test: at which learning rate, rising from step to step, training comes apart (Smith 2017).
+
+It finds the edge of stability and no optimum: how far below the edge the best rate lies, a run of seconds cannot say.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from batchtune.device.memory import DeviceMemory
+from batchtune.results import RangeTest
+from batchtune.task.contract import Task
+from batchtune.train.step import Trainer, TrainingBatches
+
+APART = 2.0  # times the least smoothed loss: so high, and above the start, training has come apart
+_FIRST = 5  # losses that say where training starts; the rate is still harmless there
+_SMOOTHING = 0.7  # weight of the past: about three steps, a fifth of a decade of the rate
+
+
+class Edge:
+    """Watches a loss while the learning rate rises."""
+
+    def __init__(self) -> None:
+        self._weighted = self._weight = 0.0
+        self._first: list[float] = []
+        self._least = math.inf
+
+    def is_past(self, loss: float) -> bool:
+        """Takes in the next step's loss; returns whether training has come apart."""
+        if not math.isfinite(loss):
+            return True
+        self._weighted = _SMOOTHING * self._weighted + (1 - _SMOOTHING) * loss
+        self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
+        smoothed = self._weighted / self._weight
+        if len(self._first) < _FIRST:
+            self._first.append(loss)
+            return False
+        self._least = min(self._least, smoothed)
+        return smoothed > max(APART * self._least, sum(self._first) / _FIRST)
+
+
+def range_test(
+    task: Task,
+    memory: DeviceMemory,
+    *,
+    batch_size: int,
+    precision: str,
+    lowest_rate: float,
+    highest_rate: float,
+    steps: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RangeTest:
+    """Trains a new model for some steps while the learning rate rises by the same factor each time.
+
+    Args:
+        task: the user's code; the rates of all groups of parameters rise together.
+        memory: the device.
+        batch_size: the micro-batch size.
+        precision: bf16, fp16, fp32 or tf32.
+        lowest_rate: of the first step.
+        highest_rate: of the last.
+        steps: optimizer steps from one to the other.
+        seconds: after which it ends in any case.
+        clock: for the seconds.
+    """
+    memory.release()
+    started = clock()
+    trainer = Trainer(task, memory.device, precision, learning_rate=lowest_rate)
+    batches, edge = TrainingBatches(task, batch_size, 0), Edge()
+    ratio = (highest_rate / lowest_rate) ** (1 / max(1, steps - 1))
+    found, rate, taken = None, lowest_rate, 0
+    while taken < steps:
+        taken += 1
+        if edge.is_past(float(trainer.step(batches))):
+            found = rate
+            break
+        if clock() - started > seconds:
+            break
+        rate *= ratio
+        for group in trainer.optimizer.param_groups:
+            group["lr"] *= ratio
+    return RangeTest(
+        batch_size=batch_size,
+        edge_learning_rate=found,
+        highest_learning_rate=min(rate, highest_rate),
+        steps=taken,
+        seconds=clock() - started,
+    )

@@ -1,0 +1,80 @@
+"""What a worker is asked for: how long a run of each role may train, and how its batch is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchtune.train.run_spec import RunSpec
+from batchtune.tune.cost import JOULES, SECONDS, cost_of
+from batchtune.tune.ledger import Ledger, Role
+from batchtune.tune.plan import Plan
+from batchtune.tune.prior import split_batch
+from batchtune.tune.space import Space
+
+CAP_FACTOR = 1.2  # a run that takes so much more than the best is not the answer
+CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
+_MAX_EVALUATION_BATCH = 1024
+
+
+class Limits:
+    """Makes the run of each trial.
+
+    Args:
+        plan: configuration and probe.
+        space: what the parameters mean.
+        ledger: the trials so far: the best time is what caps the others.
+    """
+
+    def __init__(self, plan: Plan, space: Space, ledger: Ledger) -> None:
+        self._plan, self._space, self._ledger = plan, space, ledger
+        self._cost = cost_of(plan.config.objective.kind)
+
+    def spec(self, params: Mapping[str, Any], role: Role, seed: int, target: float | None) -> RunSpec:
+        """The run of a trial.
+
+        Args:
+            params: of the search space.
+            role: what the trial is for.
+            seed: of weights and data order.
+            target: the metric value at which it ends; None: it runs to its limit.
+        """
+        config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
+        max_micro = probe.max_batch_size or 1
+        chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
+        micro, steps = split_batch(params["batch_size"], chosen or max_micro)
+        cap = self._cap(params, role)
+        longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
+        return RunSpec(
+            micro_batch_size=micro,
+            accumulation_steps=steps,
+            learning_rate=params["learning_rate"],
+            precision=self._space.precision(params),
+            seed=seed,
+            metric=objective.metric,
+            goal=objective.goal,
+            target=target,
+            limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
+            limit_joules=cap if self._cost is JOULES else None,
+            evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
+            evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
+            expected_step_seconds=self._ledger.step_seconds(params["batch_size"], probe.throughput_fit),
+            optimizer_arguments=self._space.optimizer_arguments(params),
+            horizon_seconds=config.budget.run,
+            total_steps=self._ledger.total_steps(params),
+        )
+
+    def is_capped(self, spec: RunSpec, seconds: float) -> bool:
+        """Whether a run that ended without the target, after so long, had less than a whole run's time."""
+        given = spec.limit_seconds if spec.limit_joules is None else seconds
+        return self._cost is not None and given < self._plan.config.budget.run
+
+    def _cap(self, params: Mapping[str, Any], role: Role) -> float | None:
+        """What a run may cost before it is not the answer; None where nothing says so."""
+        best = self._ledger.best_cost()
+        if role == "search" and best is not None:
+            return CAP_FACTOR * best
+        if role == "confirm" and params != self._space.baseline:  # a contender twice as slow as the baseline has lost
+            costs = [trial.value for trial in self._ledger.finished("baseline") if trial.value is not None]
+            return min((CONFIRM_CAP_FACTOR * cost for cost in costs), default=None)
+        return None

@@ -1,0 +1,79 @@
+"""The metric value that a study must reach: set by the user or by the baseline's run, and whether it makes sense."""
+
+from __future__ import annotations
+
+from optuna import Study
+
+from batchtune.config import Config
+from batchtune.errors import NothingFitsError, UsageError, UserCodeError
+from batchtune.results import CurvePoint, Target
+from batchtune.tune.cost import cost_of
+from batchtune.tune.ledger import Ledger
+from batchtune.tune.recommend import automatic_target
+from batchtune.tune.records import meets, to_record
+
+
+class Targets:
+    """The target of one study, kept as an attribute of it once it is known.
+
+    Args:
+        study: the study.
+        config: its objective.
+    """
+
+    def __init__(self, study: Study, config: Config) -> None:
+        self._study, self._config, self._objective = study, config, config.objective
+        self._counted = cost_of(config.objective.kind) is not None
+
+    @property
+    def current(self) -> Target:
+        """The target as far as it is known."""
+        metric, goal, value = self._objective.metric, self._objective.goal, self._objective.target
+        if not self._counted:
+            return Target(metric=metric, goal=goal, reason="the best value within budget.run counts")
+        if value != "auto":
+            return Target(metric=metric, goal=goal, value=value, reason="set in the configuration")
+        found, reason = self._study.user_attrs.get("target") or (None, "not known before the baseline has run")
+        return Target(metric=metric, goal=goal, value=found, reason=reason)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the baseline's run sets it."""
+        return self._counted and self._objective.target == "auto"
+
+    def derive(self, curve: list[CurvePoint]) -> None:
+        """Sets the automatic target by the baseline's whole run, before that run is told to the study."""
+        if self.is_automatic and "target" not in self._study.user_attrs:
+            found = automatic_target(curve, self._objective.goal)
+            if found is not None:
+                self._study.set_user_attr("target", found)
+
+    def check(self, ledger: Ledger) -> None:
+        """Refuses a study in which nothing could be compared.
+
+        Raises:
+            NothingFitsError: the baseline could not be trained, or did not improve.
+            UserCodeError: the metric is no number before training.
+            UsageError: the target is met before training.
+        """
+        if not self._counted:
+            return
+        baselines, metric = ledger.finished("baseline"), self._objective.metric
+        if not baselines:
+            failed = [trial for trial in ledger.records() if trial.role == "baseline" and trial.state == "fail"]
+            why = failed[-1].message if failed else "it did not run"
+            raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
+        curve = to_record(baselines[0]).curve
+        if all(point.value is None for point in curve):
+            raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
+        target = self.current
+        if target.value is None:
+            raise NothingFitsError(
+                f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
+                "no target; raise budget.run, mend the baseline, or set objective.target"
+            )
+        if meets(curve[0].value, target):
+            raise UsageError(
+                f"objective.target {target.value:g} is met before training ({metric} starts at {curve[0].value:.4g}); "
+                "set a harder one, or check objective.goal"
+            )

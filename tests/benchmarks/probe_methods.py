@@ -1,0 +1,243 @@
+"""One way of finding the largest batch, in a process of its own: it tells each attempt as it is made, then the answer.
+
+`probe_peers.py` and `probe_endurance.py` start it. All ways train the same task for STEPS optimizer steps an attempt,
+under the same limit, which counts from the process as it is when torch, the way's own package and the task are
+imported and warm. Lines of JSON on standard output; what a package prints itself goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from probe_tasks import TASKS, Task
+
+from batchtune.device.failures import classify
+from batchtune.device.memory import find_device, open_device
+
+TASK_FILE = Path(__file__).with_name("probe_tasks.py")
+STEPS = 3
+TOLERANCE = 0.01
+LIGHTNING = {"steps_per_trial": STEPS, "init_val": 2, "max_trials": 60, "margin": 0.0, "max_val": 1 << 22}
+
+_answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+def tell(**facts: Any) -> None:
+    print(json.dumps(facts), file=_answers, flush=True)
+
+
+class Job:
+    """What to search: a task, a device and its limit.
+
+    Args:
+        name: of a class in `probe_tasks.py`.
+        device: as on batchtune's command line.
+        limit_bytes: None: no limit is set.
+        size: where to start, or what to try.
+        steps: optimizer steps of an attempt.
+    """
+
+    def __init__(self, name: str, device: str, limit_bytes: int, size: int, steps: int) -> None:
+        self.name, self.limit_bytes, self.size, self.steps = name, limit_bytes, size, steps
+        self.task: Task = TASKS[name]()
+        self.device = find_device(device)
+
+    def limit_this_process(self) -> None:
+        """Sets the limit once what every training loads is loaded, as batchtune's own child does."""
+        memory = open_device(str(self.device))
+        self.task.build_optimizer(self.task.build_model(), 1e-3)
+        gc.collect()
+        memory.enforce(self.limit_bytes)
+
+    def train(self, size: int) -> None:
+        """Plain PyTorch, as in a tutorial."""
+        model = self.task.build_model().to(self.device).train()
+        optimizer = self.task.build_optimizer(model, 1e-3)
+        batch = tuple(part.to(self.device) for part in self.task.make_batch(size))
+        for _ in range(self.steps):
+            optimizer.zero_grad()
+            self.task.compute_loss(model, batch).backward()
+            optimizer.step()
+
+
+@contextlib.contextmanager
+def told(size: int) -> Iterator[None]:
+    """Tells what came of the attempt in the block."""
+    try:
+        yield
+    except Exception as error:
+        tell(size=size, outcome=classify(error))
+        raise
+    tell(size=size, outcome="fit")
+
+
+def try_one(job: Job) -> None:
+    job.limit_this_process()
+    with contextlib.suppress(Exception), told(job.size):
+        job.train(job.size)
+
+
+def by_batchtune(job: Job) -> int | None:
+    import batchtune
+    from batchtune.progress import Observer
+    from batchtune.results import Attempt
+
+    class Teller(Observer):
+        def attempted(self, attempt: Attempt) -> None:
+            tell(size=attempt.batch_size, outcome=attempt.outcome, final=attempt.purpose == "verify")
+
+    found = batchtune.probe(
+        f"{TASK_FILE}:{job.name}",
+        device=str(job.device),
+        precision="fp32",
+        memory_limit=job.limit_bytes,
+        tolerance=TOLERANCE,
+        steps=job.steps,
+        throughput=False,
+        observer=Teller(),
+    )
+    return found.probe.max_batch_size if found.probe else None
+
+
+def by_doubling_and_bisecting(job: Job) -> int:
+    """In batchtune's worker, from 2 samples on as Lightning does, to the same tolerance as batchtune."""
+    from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+
+    task = f"{TASK_FILE}:{job.name}"
+    settings = WorkerSettings(task=task, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))
+    low, high, size = 0, None, 2
+    with Worker(settings) as worker:
+        while high is None or high - low > max(1, int(TOLERANCE * low)):
+            arguments = {"batch_size": size, "steps": job.steps, "precision": "fp32"}
+            try:
+                outcome = worker.call("attempt", timeout=120, **arguments)["attempt"]["outcome"]
+            except WorkerLost as lost:
+                outcome = lost.outcome
+            tell(size=size, outcome=outcome)
+            low, high = (size, high) if outcome == "fit" else (low, size)
+            size = 2 * low if high is None else (low + high) // 2
+    return low
+
+
+def by_accelerate(job: Job) -> int:
+    """`job.size` is where it starts, from which it only goes down."""
+    from accelerate.utils import find_executable_batch_size
+
+    @find_executable_batch_size(starting_batch_size=job.size)
+    def train(batch_size: int) -> int:
+        with told(batch_size):
+            job.train(batch_size)
+        return batch_size
+
+    job.limit_this_process()
+    found: int = train()
+    return found
+
+
+def by_lightning(job: Job, mode: str) -> int | None:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.tuner import Tuner, batch_size_scaling
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    kind = "gpu" if job.device.type == "cuda" else job.device.type
+    new_trainer = functools.partial(
+        lightning.Trainer, accelerator=kind, devices=1, enable_model_summary=False, default_root_dir=folder(), **quiet
+    )
+    began = time.perf_counter()
+    new_trainer(max_steps=1).fit(lightning_module(job.task, 2))  # loads what it loads late, before the limit is set
+    tell(warm_up_seconds=time.perf_counter() - began)
+    job.limit_this_process()
+    trial = batch_size_scaling._try_loop_run
+
+    def counted(trainer: Any, params: dict[str, Any]) -> None:
+        with told(trainer.lightning_module.batch_size):
+            trial(trainer, params)
+
+    batch_size_scaling._try_loop_run = counted
+    tuner = Tuner(new_trainer(max_epochs=1))
+    found: int | None = tuner.scale_batch_size(lightning_module(job.task, 2), mode=mode, **LIGHTNING)
+    return found
+
+
+def folder() -> str:
+    return tempfile.mkdtemp(prefix="lightning-")
+
+
+def lightning_module(task: Task, size: int) -> Any:
+    """The task as a LightningModule; its data are one batch of `batch_size`, again and again, as in the other ways."""
+    import lightning.pytorch as lightning
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Batches(IterableDataset):
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __iter__(self) -> Iterator[Any]:
+            batch = task.make_batch(self.size)  # here, where the trial's own guard sees it fail
+            while True:
+                yield batch
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size, self.model = size, task.build_model()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return task.compute_loss(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return task.build_optimizer(self.model, 1e-3)
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Batches(self.batch_size), batch_size=None)
+
+    return Module()
+
+
+METHODS: dict[str, Callable[[Job], int | None]] = {
+    "batchtune": by_batchtune,
+    "Lightning binsearch": functools.partial(by_lightning, mode="binsearch"),
+    "Lightning power": functools.partial(by_lightning, mode="power"),
+    "Accelerate": by_accelerate,
+    "doubling + bisection": by_doubling_and_bisecting,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("method", choices=[*METHODS, "try"])
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("device")
+    parser.add_argument("limit_bytes", type=int)
+    parser.add_argument("--size", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    job = Job(given.task, given.device, given.limit_bytes, given.size, given.steps)
+    if given.method == "try":
+        try_one(job)
+        return
+    try:
+        tell(answer=METHODS[given.method](job))
+    except Exception as error:  # noqa: BLE001 - how a method ends is what is measured
+        tell(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""batchtune's probe against other batch-size finders, side by side: attempts, OOMs, seconds, and whether answers hold.
+
+    pip install -c constraints.txt . lightning==2.6.6 accelerate==1.15.0
+    python tests/benchmarks/probe_peers.py                    # eight models on a CPU; run it on an idle machine
+    python tests/benchmarks/probe_peers.py --models Mlp,Jump  # a part, which is printed but not kept
+    python tests/benchmarks/probe_peers.py --device cuda      # three models at 8, 24, 80 GiB and the whole card
+
+writes tests/benchmarks/results/probe_peers.md (…_cuda.md). Every method runs in a process of its own with nothing
+beside it, for at most CAP_SECONDS; afterwards the true boundary is found by bisection and every answer trains on, each
+size in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from probe_methods import LIGHTNING, METHODS, STEPS, TOLERANCE
+from probe_tasks import ON_CPU, ON_GPU, TASKS
+
+from batchtune import __version__
+
+HERE = Path(__file__).parent
+MIB, GIB = 1 << 20, 1 << 30
+CAP_SECONDS = 300
+BOUNDARY_STEPS, LATER_STEPS = 5, 200
+RESOLUTION = 0.0025  # how near the bisection in fresh processes comes to the true boundary
+GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
+WHOLE = 0.95  # share of a card
+ONE_ARENA = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2"}
+FIXED_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+HEADER = f"""\
+# The largest batch: batchtune and its peers
+
+{{facts}} · `python {{command}}`
+
+Each method in a process of its own, one after the other; {STEPS} AdamW steps an attempt in fp32, one batch again and
+again. The limit counts from the process as it is once torch and the task are imported and warm: on a CPU its address
+space (RLIMIT_AS), with two threads and {{allocator}}.
+
+- attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
+- seconds: the whole process with its imports; batchtune's with its children and the final check.
+- true: the largest size that trains {BOUNDARY_STEPS} steps in a fresh process of plain PyTorch, by bisection to
+  {RESOLUTION:.2%}, twice.
+- later: whether the answer trains {LATER_STEPS} steps in such a process.
+- Lightning: {{lightning}}. Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2
+  samples on to {TOLERANCE:.0%}, is in our own worker, without a final check. What takes over {CAP_SECONDS} s
+  did not finish.
+
+| model, limit | method | attempts | OOMs | seconds | answer | true | within 1 % | later |
+|---|---|---:|---:|---:|---:|---:|---|---|"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task at one memory limit, and where it runs."""
+
+    task: str
+    limit: str
+    limit_bytes: int
+    device: str
+    environment: dict[str, str]
+
+
+@dataclass
+class Found:
+    """What became of one method on one case."""
+
+    method: str
+    seconds: float = 0.0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    answer: int | None = None
+    trouble: str = ""
+    later: str = ""
+
+    @property
+    def ooms(self) -> int:
+        return sum(each["outcome"] == "oom" for each in self.attempts)
+
+
+def call(case: Case, method: str, *options: object, cap: float = CAP_SECONDS) -> tuple[list[dict[str, Any]], float]:
+    """What a fresh process told, and how long it lived; one that is stopped at the cap told less."""
+    command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | case.environment
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=cap,
+            check=False,
+        )
+        told = done.stdout
+    except subprocess.TimeoutExpired as stopped:
+        told = stopped.stdout or b""
+    return [json.loads(line) for line in told.splitlines() if line.endswith(b"}")], time.perf_counter() - began
+
+
+def search(case: Case, method: str, start: int) -> Found:
+    """One method, from the start of its process to its end; Lightning's warm-up, which is ours, is left out."""
+    told, seconds = call(case, method, "--size", start)
+    found = Found(method, seconds, [each for each in told if "outcome" in each])
+    last = told[-1] if told else {}
+    found.seconds -= sum(each.get("warm_up_seconds", 0.0) for each in told)
+    found.answer = last.get("answer")
+    if "answer" not in last:
+        found.trouble = last.get("error") or ("did not finish" if seconds >= CAP_SECONDS else "died")
+    return found
+
+
+def outcome(case: Case, size: int, steps: int) -> str:
+    """What training at one size comes to in a fresh process."""
+    told, _ = call(case, "try", "--size", size, "--steps", steps, cap=10 * CAP_SECONDS)
+    return told[-1]["outcome"] if told else "died"
+
+
+def boundary(fits: Callable[[int], bool], hint: int) -> int:
+    """The largest size that fits, to RESOLUTION, looking around `hint` first; 0: none does."""
+    low, high, size, step = 0, None, hint, max(1, hint // 50)
+    while high is None or high - low > max(1, int(RESOLUTION * low)):
+        low, high = (size, high) if fits(size) else (low, size)
+        if high is None:
+            size, step = low + step, 2 * step
+        elif low == 0:
+            size, step = max(1, high - step), 2 * step
+        else:
+            size = (low + high) // 2
+    return low
+
+
+def compare(case: Case, pool: ThreadPoolExecutor) -> tuple[list[Found], tuple[int, int]]:
+    """All methods on one case, and the true boundary as two bisections found it (equal, unless memory is not)."""
+    first = search(case, "batchtune", 0)
+
+    def bisect(hint: int) -> int:
+        return boundary(lambda size: outcome(case, size, BOUNDARY_STEPS) == "fit", hint)
+
+    near = first.answer or 64
+    low, high = sorted(pool.map(bisect, (near, near + max(1, near // 7))))
+    start = 1 << high.bit_length()  # the power of two above: as good a start as a user can name
+    found = [first, *(search(case, method, start) for method in METHODS if method != "batchtune")]
+    answers = sorted({each.answer for each in found if each.answer})
+    later = dict(zip(answers, pool.map(lambda size: outcome(case, size, LATER_STEPS), answers), strict=True))
+    for each in found:
+        each.later = later[each.answer] if each.answer else ""
+    return found, (low, high)
+
+
+def is_right(answer: int | None, truth: tuple[int, int]) -> bool:
+    low, high = truth
+    return answer is not None and low - max(1, TOLERANCE * low) <= answer <= high + max(1, TOLERANCE * high)
+
+
+def rows(case: Case, found: list[Found], truth: tuple[int, int]) -> Iterator[str]:
+    true = f"{truth[0]:,}" if truth[0] == truth[1] else f"{truth[0]:,} to {truth[1]:,}"
+    for each in found:
+        final = sum(attempt.get("final", False) for attempt in each.attempts)
+        cells = [
+            f"{case.task}, {case.limit}",
+            each.method,
+            f"{len(each.attempts) - final} + {final}" if final else f"{len(each.attempts)}",
+            f"{each.ooms}",
+            f"{each.seconds:.1f}",
+            f"{each.answer:,}" if each.answer is not None else each.trouble.replace("|", "/"),
+            true,
+            "yes" if is_right(each.answer, truth) else "**no**",
+            {"": "", "fit": "yes"}.get(each.later, f"**{each.later}**"),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def goals(results: list[tuple[Case, list[Found], tuple[int, int]]]) -> Iterator[str]:
+    """The goals, each with the figures that meet or miss it."""
+
+    def goal(met: bool, text: str) -> str:
+        return f"- {'met' if met else '**not met**'}: {text}"
+
+    ours = [found[0] for _, found, _ in results]
+    right = sum(is_right(found[0].answer, truth) for _, found, truth in results)
+    yield goal(right == len(results), f"within the tolerance of the true boundary on {right} of {len(results)}")
+    attempts, ooms = median(len(each.attempts) for each in ours), median(each.ooms for each in ours)
+    searched = median(sum(not attempt["final"] for attempt in each.attempts) for each in ours)
+    text = f"median attempts {attempts:g} (goal 6; {searched:g} without the final check) and OOMs {ooms:g} (goal 2)"
+    yield goal(attempts <= 6 and ooms <= 2, text)
+    theirs = [next(each for each in found if each.method == "Lightning binsearch") for _, found, _ in results]
+    ratios = sorted(their.seconds / our.seconds for our, their in zip(ours, theirs, strict=True))
+    text = f"{ratios[0]:.1f} to {ratios[-1]:.1f}, median {median(ratios):.1f}"
+    yield goal(ratios[0] >= 3, f"Lightning's binsearch took so many times batchtune's wall time: {text} (goal 3)")
+    smaller = sum((our.answer or 0) < (their.answer or 0) for our, their in zip(ours, theirs, strict=True))
+    yield goal(not smaller, f"a smaller answer than Lightning's binsearch on {smaller}")
+    failed = sum(each.later != "fit" for each in ours)
+    yield goal(not failed, f"answers that did not live through {LATER_STEPS} steps: {failed}")
+
+
+def header(device: str, allocator: str) -> str:
+    versions = [
+        f"batchtune {__version__}",
+        *(f"{name} {version(name)}" for name in ("torch", "lightning", "accelerate")),
+    ]
+    return HEADER.format(
+        facts=" · ".join(
+            [str(dt.datetime.now(tz=dt.UTC).date()), *versions, f"Python {platform.python_version()}", device]
+        ),
+        command=" ".join(sys.argv),
+        allocator=allocator,
+        lightning=", ".join(f"{name} {value}" for name, value in LIGHTNING.items()),
+    )
+
+
+def cases(given: argparse.Namespace, environment: dict[str, str]) -> Iterator[Case]:
+    names = given.models.split(",") if given.models else None
+    for task in ON_CPU if given.device == "cpu" else ON_GPU:
+        if names is not None and task.__name__ not in names:
+            continue
+        limits = {f"{task.limit_mib} MiB": task.limit_mib * MIB}
+        if given.device != "cpu":
+            import torch
+
+            whole = torch.cuda.mem_get_info(given.device)[1]
+            limits = {name: limit for name, limit in GPU_LIMITS.items() if limit < whole} | {
+                "whole": int(WHOLE * whole)
+            }
+        yield from (Case(task.__name__, name, limit, given.device, environment) for name, limit in limits.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--default-allocator", action="store_true", help="leave glibc's mmap threshold as it comes")
+    given = parser.parse_args()
+    allocator = "one arena and glibc's default, moving mmap threshold"
+    if not given.default_allocator:
+        allocator = "one arena and a fixed mmap threshold in glibc (without it the boundary itself moves)"
+    lines, results = [header(given.device, allocator)], []
+    print(*lines, flush=True)
+    with ThreadPoolExecutor(2 if given.device == "cpu" else 1) as pool:
+        for case in cases(given, ONE_ARENA | ({} if given.default_allocator else FIXED_THRESHOLD)):
+            found, truth = compare(case, pool)
+            results.append((case, found, truth))
+            lines += (new := list(rows(case, found, truth)))
+            print("\n".join(new), flush=True)
+    lines += (new := ["", *goals(results)])
+    print("\n".join(new))
+    if not given.models:
+        kind = "" if given.device == "cpu" else "_cuda"
+        kind += "_default_allocator" if given.default_allocator else ""
+        (HERE / "results" / f"probe_peers{kind}.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The tables of the terminal: what each row says, in which order, and what is no column at all."""
+
+import io
+import re
+
+from rich.console import Console
+
+from batchtune.report import text_tables
+from batchtune.report.terminal import render
+from batchtune.results import Attempt, InputPipeline, ProbeResult, Result, TaskInfo, ThroughputPoint
+
+
+def lines_of(table, width=100):
+    page = io.StringIO()
+    Console(file=page, width=width).print(table)
+    return page.getvalue().splitlines()
+
+
+def text_of(*probes, kind="probe"):
+    result = Result(
+        kind=kind,
+        status="complete",
+        task=TaskInfo(path="model.py"),
+        probe=probes[0],
+        probes=list(probes) if len(probes) > 1 else None,
+    )
+    return "\n".join(lines_of(render(result), 160))
+
+
+def probe(precision, batch=64, rate=100.0, **more):
+    point = {"batch_size": batch, "samples_per_second": rate, "step_seconds": 1.0}
+    return ProbeResult(
+        precision=precision,
+        max_batch_size=batch,
+        peak_reserved_bytes=2**31,
+        throughput=[ThroughputPoint(**point, **more)],
+    )
+
+
+def row_of(text, precision):
+    table = text[text.index("precisions compared") :]
+    return next(line.split() for line in table.splitlines() if line.split()[:1] == [precision])
+
+
+def test_every_attempt_is_listed_in_order_with_its_memory_drawn_against_the_limit(probed):
+    first, failed, last = lines_of(text_tables.attempts(probed.probe))[3:]
+    assert first.split()[:3] == ["1", "fit", "5"]
+    assert first.count("█") == 3  # a quarter of twelve
+    assert last.count("█") == 9
+    assert last.rstrip().endswith("final check")
+    assert failed.split()[:2] == ["177", "oom"]
+    assert "█" not in failed
+    assert "out of memory [while allocating] 2 GiB" in failed
+
+
+def test_attempts_stay_readable_in_a_narrow_terminal_whatever_the_message(probed):
+    long = Attempt(batch_size=123456, outcome="kernel_limit", message="a reason of many words, and then some " * 6)
+    probe = probed.probe.model_copy(update={"attempts": [*probed.probe.attempts, long]})
+    lines = lines_of(text_tables.attempts(probe), 50)
+    assert max(map(len, lines)) <= 50
+    assert all(word in " ".join(lines) for word in ("123,456", "kernel_limit", "peak, GiB", "outcome"))
+
+
+def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):
+    lines = lines_of(text_tables.trials(tuned))
+    assert lines[0].strip() == "all runs, best first; ● with what is recommended"
+    runs = [line.split() for line in lines if re.search(r"baseline|search", line)]
+    assert [cells[0] for cells in runs] == ["●", "0", "●"]
+    assert runs[0][1:4] == ["1", "search", "256"]
+    assert [cells[-1] for cells in runs] == ["reached", "reached", "capped"]
+
+
+def test_of_many_runs_the_best_are_shown_and_counted(tuned):
+    many = [tuned.trials[1].model_copy(update={"number": n, "time_to_target_seconds": 90.0 - n}) for n in range(30)]
+    lines = lines_of(text_tables.trials(tuned.model_copy(update={"trials": many})))
+    assert lines[0].startswith("the 12 best of 30 runs")
+    assert [line.split()[1] for line in lines[3:]] == [str(n) for n in range(29, 17, -1)]
+
+
+def test_runs_of_a_metric_to_maximise_are_ranked_by_it(result_of):
+    target = {"metric": "accuracy", "goal": "maximize"}
+    trials = [
+        {"number": n, "state": "complete", "batch_size": 32, "learning_rate": 0.1, "precision": "bf16", "seed": 0}
+        | {"value": value}
+        for n, value in enumerate((0.5, 0.9, 0.7))
+    ]
+    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    assert [line.split()[0] for line in lines[3:]] == ["1", "2", "0"]
+    assert "to target" not in lines[1]
+
+
+def test_estimates_are_named_as_such_each_with_its_error(result_of):
+    lines = lines_of(text_tables.estimates(result_of("estimate")))
+    assert "estimated, not measured" in lines[0]
+    assert lines[3].split() == ["RTX", "4090", "24", "bf16", "288", "264", "high", "±4%"]
+
+
+def test_precisions_stand_side_by_side():
+    text = text_of(probe("bf16", 128, 900.0), probe("fp32", 64, 300.0))
+    assert row_of(text, "bf16") == ["bf16", "128", "2,048", "900", "128"]
+    assert row_of(text, "fp32") == ["fp32", "64", "2,048", "300", "64"]
+
+
+def test_a_precision_in_which_nothing_fits_is_in_the_table_too():
+    text = text_of(probe("bf16"), ProbeResult(precision="fp32"))
+    assert row_of(text, "fp32") == ["fp32", "nothing", "fits", "-", "-", "-"]
+
+
+def test_utilisation_is_compared_where_it_is_known():
+    text = text_of(probe("bf16", mfu=0.42), probe("fp32"))
+    assert row_of(text, "bf16")[-1] == "42%"
+    assert row_of(text, "fp32")[-1] == "-"
+
+
+def test_one_precision_is_not_compared():
+    assert "precisions compared" not in text_of(probe("bf16"))
+
+
+def test_what_held_the_clocks_back_is_shown_where_something_did():
+    assert "power cap, sync boost" in text_of(probe("bf16", throttle_reasons=["power cap", "sync boost"]))
+    assert "held back" not in text_of(probe("bf16", throttle_reasons=[]))
+    assert "held back" not in text_of(probe("bf16"))
+
+
+def test_sensors_that_do_not_exist_have_no_columns():
+    bare, warm = (lines_of(text_tables.throughput(probe("bf16", **more)))[1] for more in ({}, {"power_watts": 312.0}))
+    assert bare.split() == ["batch", "samples/s", "step,", "s"]
+    assert warm.split() == ["batch", "samples/s", "step,", "s", "power,", "W"]
+
+
+def test_the_verdict_on_the_data_loader_is_shown():
+    pipeline = InputPipeline(batch_size=64, step_samples_per_second=8000.0, verdict="input-bound: so and so")
+    assert "input-bound: so and so" in text_of(probe("bf16").model_copy(update={"input_pipeline": pipeline}))
