@@ -66,6 +66,17 @@ class Tracker(enum.StrEnum):
     wandb = "wandb"
 
 
+class Origin(enum.StrEnum):
+    """Values of --from."""
+
+    pytorch = "pytorch"
+    lightning = "lightning"
+    transformers = "transformers"
+
+
+_MADE_BY = {Origin.lightning: ":LitModel", Origin.transformers: ":make_trainer"}  # in the template's model.py
+
+
 class Schema(enum.StrEnum):
     """What `schema` can print."""
 
@@ -87,10 +98,11 @@ def _root(
 def init(
     session: Session,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
+    origin: Annotated[Origin, typer.Option("--from", help="The library that model.py trains with.")] = Origin.pytorch,
 ) -> None:
     """Write a commented model.py and config.yaml that work as they are.
 
-    Example: batchtune init mymodel && batchtune tune mymodel/config.yaml
+    Example: batchtune init mymodel --from lightning && batchtune tune mymodel/config.yaml
     """
     files = [directory / name for name in ("model.py", "config.yaml")]
     taken = [str(file) for file in files if file.exists()]
@@ -98,8 +110,12 @@ def init(
         raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            shutil.copyfile(Path(__file__).parent / "templates" / file.name, file)
+        templates = Path(__file__).parent / "templates"
+        model = templates / origin.value / "model.py" if origin in _MADE_BY else templates / "model.py"
+        shutil.copyfile(model, files[0])
+        config = (templates / "config.yaml").read_text(encoding="utf-8")
+        task = f"task: model.py{_MADE_BY.get(origin, '')}"
+        files[1].write_text(config.replace("task: model.py", task, 1), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
     if session.json or session.output:

@@ -1,5 +1,6 @@
-"""Both recipes, end to end and for real: the study they were made for, with a clear speed-up at the end."""
+"""The recipes, end to end and for real: the study they were made for, with a clear speed-up at the end."""
 
+import importlib.util
 import json
 import os
 import re
@@ -19,11 +20,12 @@ ROOT = Path(__file__).parents[1]
 BUSY = 0.2  # share of the processors
 
 
-def tuned(recipe, folder):
+def tuned(recipe, folder, *overrides):
     """The document that the recipe's command prints."""
     output = folder / "result.json"
     config = ROOT / "recipes" / recipe / "config.yaml"
-    command = [sys.executable, "-m", "batchtune", "tune", str(config), "--fresh", "--json", "-q", "-o", str(output)]
+    command = [sys.executable, "-m", "batchtune", "tune", str(config), *overrides]
+    command += ["--fresh", "--json", "-q", "-o", str(output)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,3 +59,18 @@ def test_the_sampler_and_pruner_serve_a_study_of_ones_own(tmp_path):
     study = optuna.load_study(study_name="optuna-sampler", storage=storage)
     assert study.best_value <= (study.trials[0].value or 5.0)
     assert all("lower_bound" in t.user_attrs or "outcome" in t.user_attrs for t in study.trials if t.value is None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("recipe", "metric"), [("lightning", "val_accuracy"), ("transformers", "eval_loss")])
+def test_a_recipe_of_another_library_is_tuned_as_its_users_wrote_it(recipe, metric, tmp_path):
+    if importlib.util.find_spec(recipe) is None:
+        pytest.skip(f"{recipe} is not installed")
+    assert "batchtune" not in (ROOT / "recipes" / recipe / "model.py").read_text(encoding="utf-8")
+    short = ("budget.run=2s", "budget.total=5m", "budget.trials=4", "batch_size.max=64", "confirm.seeds=2")
+    result = tuned(recipe, tmp_path, *short)
+    assert result.status == "complete"
+    assert result.target.metric == metric
+    assert result.probe.verified_in_fresh_process
+    sizes = {trial.micro_batch_size for trial in result.trials if trial.state == "complete"}
+    assert result.recommendation.micro_batch_size in sizes

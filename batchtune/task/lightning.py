@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ class LightningTask(Adapted):
     def __init__(self, make: Any, namespace: ModuleType, where: str) -> None:
         super().__init__(where)
         self._make: Callable[[], Any] = (
-            make if callable(make) and not isinstance(make, nn.Module) else partial(real_copy, make)
+            make if callable(make) and not isinstance(make, nn.Module) else functools.partial(real_copy, make)
         )
         self._data = LightningData(namespace, where)
         self._samples_per_step: int | None = None
@@ -222,7 +222,13 @@ class Schedule:
 
 def _called(step: Callable[..., Any], *arguments: Any) -> Any:
     """A step with as many of batch, batch_idx and dataloader_idx as it takes."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return step(*arguments)
-    return step(*arguments[: len(parameters)])
+    method = getattr(step, "__func__", None)
+    most = _most_arguments(method or step)
+    return step(*arguments[: None if most is None else most - (method is not None)])
+
+
+@functools.cache
+def _most_arguments(function: Callable[..., Any]) -> int | None:
+    """How many arguments a function takes; None: any number."""
+    parameters = inspect.signature(function).parameters.values()
+    return None if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(parameters)

@@ -33,6 +33,7 @@ class LightningData:
         self.module: Any = None
         self.train: LoaderParts | None = None
         self.val_loaders: list[DataLoader[Any]] = []
+        self._transfers: dict[str, bool] = {}
 
     def prepare(self, view: TrainerView, module: Any, given: Any) -> None:
         """Finds the DataModule and downloads and splits the data, in Lightning's order.
@@ -88,14 +89,15 @@ class LightningData:
         return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
 
     def transferred(self, module: Any, batch: Any, loader: int) -> Any:
-        """The batch after the user's transfer hooks; those of a DataModule go before the module's."""
-        for name, arguments in (
-            ("on_before_batch_transfer", ()),
-            ("transfer_batch_to_device", (module.device,)),
-            ("on_after_batch_transfer", ()),
-        ):
-            here = self.module is not None and overrides(self.module, name)
-            batch = getattr(self.module if here else module, name)(batch, *arguments, loader)
+        """The batch after the transfer hooks; those of a DataModule go before the module's."""
+        if not self._transfers:
+            self._transfers = {
+                name: self.module is not None and overrides(self.module, name)
+                for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+            }
+        for name, in_data in self._transfers.items():
+            where = (module.device,) if name == "transfer_batch_to_device" else ()
+            batch = getattr(self.module if in_data else module, name)(batch, *where, loader)
         return batch
 
 

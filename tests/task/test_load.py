@@ -15,28 +15,6 @@ MODEL = (
 )
 
 
-@pytest.fixture(autouse=True)
-def clean_imports(monkeypatch, tmp_path):
-    """What a task adds to this process's imports goes away again."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")) or name == "batchtune_task":
-            del sys.modules[name]
-
-
-@pytest.fixture
-def load(tmp_path):
-    def from_text(text: str | bytes, attribute: str = "", name: str = "my_task.py"):
-        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        return load_task(f"{name}:{attribute}" if attribute else name)
-
-    return from_text
-
-
 @pytest.fixture
 def message(load):
     def of(*arguments: object) -> str:

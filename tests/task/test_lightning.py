@@ -1,0 +1,475 @@
+"""LightningModules as their users write them, under both names of the library, behind the task contract."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+
+from batchtune.errors import UsageError
+from batchtune.task.adapted import loader_parts, resized, set_learning_rate
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import Trainer, training_batches
+
+SPELLINGS = [
+    pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))
+    for name in ("lightning", "pytorch_lightning")
+]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning not installed"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of the libraries themselves
+]
+CPU = torch.device("cpu")
+
+MODULE = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Lit(L.LightningModule):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.seen = []
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch[0]).square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val_loss": self(batch[0]).square().mean(), "size": float(len(batch[0]))})
+
+    def configure_optimizers(self):
+        groups = [{"params": self.body.parameters(), "lr": self.hparams.lr / 10}, {"params": self.head.parameters()}]
+        return torch.optim.SGD(groups, lr=self.hparams.lr)
+"""
+OWN_LOADERS = """
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(80.0).reshape(20, 4) / 80), batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(10, 4)), batch_size=4)
+"""
+DATAMODULE = """
+class Data(L.LightningDataModule):
+    def prepare_data(self):
+        self.prepared = True
+
+    def setup(self, stage):
+        assert self.prepared and stage == "fit"
+        self.points = TensorDataset(torch.ones(12, 4))
+
+    def train_dataloader(self):
+        return DataLoader(self.points, batch_size=6)
+"""
+PLATEAU = """
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt)
+        return {"optimizer": opt, "lr_scheduler": plateau, "monitor": "val_loss"}
+"""
+
+
+@pytest.fixture
+def lit(load):
+    """The task of a file that has a LightningModule `Lit` with more methods in it."""
+
+    def made(methods="", more="", attribute="Lit", base=MODULE + OWN_LOADERS):
+        return load(base + methods + more, attribute)
+
+    return made
+
+
+def trained(task, steps=1, **options):
+    """A trainer that has taken so many steps on the task's own batches."""
+    trainer = Trainer(task, CPU, "fp32", **options)
+    batches = training_batches(task, 4, 0)
+    for _ in range(steps):
+        trainer.step(batches)
+    return trainer
+
+
+class TestATask:
+    @pytest.mark.parametrize("spelling", SPELLINGS)
+    def test_a_module_trains_and_evaluates_under_both_names_of_the_library(self, load, spelling):
+        text = (MODULE + OWN_LOADERS).replace("import lightning as L", f"import {spelling} as L")
+        task = load(text, "Lit", f"with_{spelling}.py")
+        task.require("tune")
+        trainer = Trainer(task, CPU, "fp32", learning_rate=0.01)
+        before = metric_value(trainer, "val_loss", 4)
+        trainer = trained(task, 20, learning_rate=0.01)
+        assert type(trainer.model).__mro__[1].__module__.startswith(spelling)
+        assert metric_value(trainer, "val_loss", 4) < before
+
+    @pytest.mark.parametrize("attribute", ["Lit", "ready", "make", "make_both"])
+    def test_class_instance_and_factories_are_all_taken(self, lit, attribute):
+        more = (
+            DATAMODULE
+            + "\nready = Lit()\ndef make():\n    return Lit(lr=0.5)\ndef make_both():\n    return Lit(), Data()\n"
+        )
+        task = lit(more=more, attribute=attribute, base=MODULE)
+        task.require("probe")
+        assert task.train_size() == 12
+        assert task.worst_batch(5)[0].shape == (5, 4)
+
+    def test_each_model_is_new_but_an_instance_keeps_its_weights(self, lit):
+        task = lit(more="\nready = Lit()\n", attribute="ready")
+        first, second = task.model(), task.model()
+        assert first is not second
+        assert torch.equal(first.head.weight, second.head.weight)
+        fresh = lit()
+        assert not torch.equal(fresh.model().head.weight, fresh.model().head.weight)
+
+    def test_a_datamodule_in_the_file_goes_before_the_modules_loaders(self, lit):
+        task = lit(more=DATAMODULE)
+        task.require("probe")
+        assert task.train_size() == 12
+
+    def test_loaders_that_do_not_shuffle_keep_their_order(self, lit):
+        task = lit(more=DATAMODULE)
+        assert isinstance(task.sampler(3), SequentialSampler)
+        assert lit().sampler(3) is None
+
+    def test_the_collate_function_of_the_loader_is_used(self, lit):
+        base = MODULE + OWN_LOADERS.replace("shuffle=True", "collate_fn=lambda samples: len(samples)")
+        assert lit(base=base).collate([1, 2, 3]) == 3
+
+
+class TestLearningRate:
+    def test_it_is_the_highest_of_the_groups_and_the_others_keep_their_ratio(self, lit):
+        task = lit()
+        optimizer = task.optimizer(task.model(), 0.02)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.02])
+
+    @pytest.mark.parametrize(
+        ("returned", "rates"),
+        [
+            ("[opt], [{'scheduler': warm, 'interval': 'step'}]", [0.5, 1.0, 1.0]),
+            (
+                "{'optimizer': opt, 'lr_scheduler': {'scheduler': warm, 'interval': 'step', 'frequency': 2}}",
+                [0.5, 0.5, 1.0],
+            ),
+            ("{'optimizer': opt, 'lr_scheduler': warm}", [0.5, 0.5, 0.5, 0.5, 0.5, 1.0]),  # five steps are an epoch
+        ],
+    )
+    def test_schedulers_step_as_lightning_steps_them(self, lit, returned, rates):
+        methods = f"""
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=3.0)
+        warm = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 2))
+        return {returned}
+"""
+        task = lit(methods)
+        trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
+        batches, seen = training_batches(task, 4, 0), []
+        for _ in rates:
+            seen.append(trainer.optimizer.param_groups[0]["lr"] / 0.1)
+            trainer.step(batches)
+        assert seen == pytest.approx(rates)
+
+    def test_a_schedule_knows_how_many_steps_there_will_be(self, lit):
+        methods = """
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=3.0)
+        total = self.trainer.estimated_stepping_batches
+        return [opt], [{"scheduler": torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total), "interval": "step"}]
+"""
+        trainer = trained(lit(methods), steps=5, learning_rate=0.1, total_steps=10)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+    def test_a_cycle_keeps_its_shape_around_the_learning_rate(self):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=10)
+        set_learning_rate(optimizer, 0.5, [cycle], where="m.py")
+        rates = []
+        for _ in range(9):
+            optimizer.step()
+            cycle.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert max(rates) == pytest.approx(0.5, rel=0.05)
+
+    def test_an_optimizer_without_one_is_refused(self):
+        optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+        with pytest.raises(UsageError, match=r"m\.py: Adafactor has no learning rate that could be set"):
+            set_learning_rate(optimizer, 0.5, where="m.py")
+
+
+class TestLogging:
+    def test_what_validation_logs_is_the_mean_over_samples_not_over_batches(self, lit):
+        found = trained(lit()).task.evaluate(trained(lit()).model)
+        assert found["size"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2) / 10)
+
+    def test_metrics_sums_extremes_and_epoch_ends_are_logged_too(self, lit):
+        methods = """
+    def setup(self, stage):
+        import torchmetrics
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.mean(float(batch_idx))
+        self.log("metric", self.mean)
+        self.log("sum", 1.0, reduce_fx="sum")
+        self.log("most", batch_idx, reduce_fx=torch.max)
+
+    def on_validation_epoch_end(self):
+        self.log("end", 7)
+"""
+        task = lit(methods)
+        model = task.model().eval()
+        assert task.evaluate(model) == {"metric": 1.0, "sum": 3.0, "most": 2.0, "end": 7.0}
+        assert task.evaluate(model)["sum"] == 3.0  # the second time starts over
+
+    def test_several_validation_loaders_are_told_apart(self, lit):
+        methods = """
+    def val_dataloader(self):
+        return [DataLoader(TensorDataset(torch.ones(4, 4) * k), batch_size=2) for k in (1, 3)]
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("mean", batch[0].mean())
+"""
+        task = lit(methods)
+        assert task.evaluate(task.model()) == {"mean/dataloader_idx_0": 1.0, "mean/dataloader_idx_1": 3.0}
+
+    def test_validation_batches_grow_with_those_of_training_where_the_user_made_them_equal(self, lit):
+        task = lit()
+        trainer = Trainer(task, CPU, "fp32")
+        trainer.forward_backward(task.worst_batch(10))
+        assert task.evaluate(trainer.model)["size"] == 10
+        assert task.evaluate(trainer.model, max_batches=1)["size"] == 10
+
+    def test_few_batches_suffice_for_a_look_at_memory(self, lit):
+        task = lit()
+        assert task.evaluate(task.model(), max_batches=1)["size"] == 4
+
+
+class TestHooks:
+    def test_they_are_called_in_lightnings_order(self, lit):
+        names = ["on_train_start", "on_train_epoch_start", "on_after_backward", "on_train_epoch_end"]
+        methods = "".join(f"\n    def {name}(self):\n        self.seen.append('{name}')\n" for name in names)
+        methods += """
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append(batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(type(optimizer).__name__)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(float(outputs.requires_grad))
+"""
+        step = [0, "on_after_backward", "SGD", 0.0]
+        epoch = [value for index in range(5) for value in (index, *step[1:])]
+        start = ["on_train_start", "on_train_epoch_start"]
+        assert trained(lit(methods), steps=4).model.seen == start + epoch[:16]
+        six = trained(lit(methods), steps=6).model
+        assert six.seen == [*start, *epoch, "on_train_epoch_end", "on_train_epoch_start", *step]
+        assert (six.current_epoch, six.global_step) == (1, 6)
+
+    def test_transfer_hooks_of_the_datamodule_change_the_batch(self, lit):
+        more = (
+            DATAMODULE
+            + "\n    def on_after_batch_transfer(self, batch, dataloader_idx):\n        return [batch[0] * 0]\n"
+        )
+        task = lit(more=more)
+        model = task.model()
+        assert task.loss(model, [torch.ones(2, 4)]).item() == model(torch.zeros(1, 4)).square().item()
+
+    def test_loggers_take_everything_and_keep_nothing(self, lit):
+        methods = """
+    def on_train_start(self):
+        self.logger.experiment.add_text("a", "b")
+        self.print("started", self.trainer.max_epochs, self.trainer.datamodule, self.trainer.callback_metrics)
+"""
+        assert trained(lit(methods)).model.global_step == 1
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("methods", "purpose", "words"),
+        [
+            (
+                "\n    @property\n    def automatic_optimization(self):\n        return False\n",
+                "probe",
+                "manual optimization",
+            ),
+            ("\n    def optimizer_step(self, *a, **k): ...\n", "probe", r"overrides optimizer_step\(\)"),
+            (
+                "\n    def configure_optimizers(self):\n        return [torch.optim.SGD(self.parameters())] * 2\n",
+                "probe",
+                "returned 2 optimizers; batchtune trains with one",
+            ),
+            ("\n    def configure_optimizers(self): ...\n", "probe", "configure_optimizers returned None"),
+            ("\n    def training_step(self, dataloader_iter): ...\n", "probe", "let it take the batch"),
+            (
+                "\n    def train_dataloader(self):\n        return {'a': DataLoader([1]), 'b': DataLoader([2])}\n",
+                "probe",
+                r"train_dataloader\(\) returned a dict; batchtune takes a single torch DataLoader",
+            ),
+            (
+                "\n    def train_dataloader(self):\n        return DataLoader([1, 2], batch_sampler=[[0], [1]])\n",
+                "probe",
+                r"batch sampler of its own \(list\)",
+            ),
+            (
+                "\n    def train_dataloader(self):\n        return DataLoader([1, 2], batch_size=None)\n",
+                "probe",
+                "has no batch size",
+            ),
+            (
+                PLATEAU,
+                "tune",
+                "ReduceLROnPlateau waits for a metric",
+            ),
+            ("\n    validation_step = L.LightningModule.validation_step\n", "tune", "tune needs a validation_step"),
+        ],
+    )
+    def test_what_has_no_place_is_refused_in_one_line(self, lit, methods, purpose, words):
+        with pytest.raises(UsageError, match=words) as refused:
+            lit(methods).require(purpose)
+        assert str(refused.value).startswith("my_task.py:Lit: ")
+        assert "\n" not in str(refused.value)
+
+    def test_a_plateau_schedule_does_not_keep_from_probing(self, lit):
+        lit(PLATEAU).require("probe")
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            ("", "no training data; write a train_dataloader"),
+            (DATAMODULE + DATAMODULE.replace("Data(", "More("), r"several DataModules in the file \(Data, More\)"),
+            (
+                DATAMODULE.replace(
+                    "def prepare_data(self):", "def __init__(self, path): ...\n    def prepare_data(self):"
+                ),
+                r"Data needs arguments \(path\); name a function that returns \(module, datamodule\)",
+            ),
+        ],
+    )
+    def test_data_that_is_not_found_is_asked_for(self, lit, more, words):
+        with pytest.raises(UsageError, match=words):
+            lit(more=more, base=MODULE).require("probe")
+
+    def test_a_module_that_needs_arguments_is_asked_for_as_a_function(self, lit):
+        with pytest.raises(UsageError, match=r"Lit needs arguments \(width\); name a function that returns a Lit"):
+            lit(base=MODULE.replace("lr=0.1", "width"))
+
+    @pytest.mark.parametrize(("name", "exists"), [("strategy", False), ("global_step", True)])
+    def test_what_the_trainer_is_asked_for_is_told_where_it_is_not_there(self, lit, name, exists):
+        model = lit().model()
+        assert hasattr(model.trainer, name) is exists
+        if not exists:
+            with pytest.raises(UsageError, match=rf"uses self\.trainer\.{name}: batchtune trains the module without"):
+                getattr(model.trainer, name)
+
+    def test_an_error_of_the_users_stays_theirs(self, lit):
+        with pytest.raises(ZeroDivisionError):
+            lit("\n    def setup(self, stage):\n        1 / 0\n").require("probe")
+
+    def test_a_step_without_a_loss_is_named(self, lit):
+        task = lit("\n    def training_step(self, batch): ...\n")
+        with pytest.raises(UsageError, match="training_step returned NoneType instead of a loss"):
+            task.loss(task.model(), [torch.ones(2, 4)])
+
+
+class TestCommands:
+    """The real command on a module that is not rewritten."""
+
+    CONFIG = (
+        "task: linear.py:Lit\nbaseline: {batch_size: 4, learning_rate: 1e-2}\nbatch_size: {max: 8, multiple_of: 4}\n"
+        "budget: {run: 300ms, total: 5m, trials: 3}\nconfirm: {seeds: 2, top: 1}\n"
+    )
+
+    def test_it_is_probed(self, cli):
+        cli.write("linear.py", MODULE + OWN_LOADERS)
+        found = cli("probe", "linear.py:Lit", "--memory-limit", "500MiB", "--no-throughput", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["probe"]["max_batch_size"] == 20
+        assert found.document["probe"]["limited_by"] == "dataset"
+
+    def test_it_is_tuned(self, cli):
+        cli.write("linear.py", MODULE + OWN_LOADERS)
+        cli.write("config.yaml", self.CONFIG)
+        found = cli("tune", "config.yaml", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["recommendation"]["micro_batch_size"] in {4, 8}
+
+    def test_it_is_estimated(self, cli):
+        cli.write("linear.py", MODULE + OWN_LOADERS)
+        found = cli("estimate", "linear.py:Lit", "--gpu", "T4", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["estimates"][0]["max_batch_size"] > 1000
+
+    def test_a_refusal_is_one_line_and_exit_code_2(self, cli):
+        cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
+        found = cli("probe", "linear.py:Lit", "-q")
+        assert found.code == 2
+        assert found.err == (
+            "batchtune: linear.py:Lit: manual optimization (automatic_optimization = False) is not supported\n"
+        )
+
+    def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(self, cli):
+        text = (MODULE + OWN_LOADERS).replace("loss = self(", "self.trainer.strategy.barrier()\n        loss = self(")
+        cli.write("linear.py", text)
+        found = cli("probe", "linear.py:Lit", "-q")
+        assert found.code == 2
+        assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy: .* only\n", found.err)
+
+
+class TestApplyResult:
+    def fit(self, lit, path, data=None, text="", **options):
+        import lightning
+        from lightning.pytorch import Callback
+
+        from batchtune.task.lightning import ApplyResult
+
+        seen = {}
+
+        class Spy(Callback):
+            def on_train_batch_start(self, trainer, module, batch, batch_idx):
+                seen.update(batch=len(batch[0]), rates=[group["lr"] for group in trainer.optimizers[0].param_groups])
+
+            def on_train_end(self, trainer, module):
+                seen.update(steps=trainer.global_step)
+
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=0, callbacks=[ApplyResult(path), Spy()], **options,
+        )  # fmt: skip
+        module = lit(text).source._make()
+        trainer.fit(module, data)
+        return seen
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("given", ["hooks", "loader"])
+    def test_a_run_trains_with_what_is_recommended(self, lit, result_file, given):
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(20, 4)), batch_size=2)
+        seen = self.fit(lit, result_file(), data if given == "loader" else None)
+        assert seen["batch"] == 5
+        assert seen["steps"] == 2  # twenty samples by 5 × 2
+        assert seen["rates"] == pytest.approx([0.002, 0.02])
+
+    def test_another_precision_is_said(self, lit, result_file):
+        with pytest.warns(
+            UserWarning, match=r"measured in bf16, this Trainer has precision='32-true'; give it 'bf16-mixed'"
+        ):
+            self.fit(lit, result_file(precision="bf16"))
+
+    def test_a_result_without_a_recommendation_is_refused(self, result_file):
+        from batchtune.task.lightning import ApplyResult
+
+        with pytest.raises(UsageError, match="a result of 'probe' that recommends nothing; apply one of 'tune'"):
+            ApplyResult(result_file(kind="probe", recommendation=None))
+
+
+def test_a_loader_is_made_again_with_another_batch_size():
+    samples = list(range(10))
+    loader = torch.utils.data.DataLoader(samples, batch_size=3, drop_last=True, collate_fn=list)
+    assert list(resized(loader, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert loader_parts(resized(loader, 4), "it").batch_size == 4

@@ -1,0 +1,386 @@
+"""Hugging Face Trainers and models as their users write them, behind the task contract."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+
+from batchtune.errors import UsageError
+from batchtune.train.evaluate import metric_value
+from batchtune.train.step import Trainer, training_batches
+
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("transformers", "accelerate"))),
+        reason="transformers or accelerate not installed",
+    ),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of the libraries themselves
+]
+CPU = torch.device("cpu")
+
+SCRIPT = """
+import torch
+import transformers as hf
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index >= self.count:
+            raise IndexError
+        return {"input_ids": [1 + index % 7] * (4 + index % 5), "labels": index % 7 % 2, "name": "not for the model"}
+
+def pad(samples):
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = [sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples]
+    return {"input_ids": torch.tensor(rows), "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+def bert(**changes):
+    size = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return hf.BertForSequenceClassification(hf.BertConfig(**size, max_position_embeddings=8, **changes))
+
+def accuracy(prediction):
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+def make(kind=hf.Trainer, model=None, **arguments):
+    trainer = {"data_collator": pad, "train_dataset": Rows(40), "eval_dataset": Rows(10), "compute_metrics": accuracy}
+    own = {name: arguments.pop(name) for name in [*arguments] if name in {*trainer, "optimizers", "model_init",
+           "compute_loss_func", "optimizer_cls_and_kwargs"}}
+    given = dict(output_dir="out", use_cpu=True, report_to=[], per_device_train_batch_size=4, disable_tqdm=True)
+    if "model_init" not in own:
+        own["model"] = model or bert()
+    return kind(args=hf.TrainingArguments(**given | arguments), **trainer | own)
+"""
+
+
+@pytest.fixture
+def trainer_task(load):
+    """The task of a script whose `made` is a Trainer with these arguments."""
+
+    def made(arguments="", more=""):
+        return load(f"{SCRIPT}\n{more}\ndef made():\n    return make({arguments})\n", "made")
+
+    return made
+
+
+def trained(task, steps=1, **options):
+    trainer = Trainer(task, CPU, "fp32", **options)
+    batches = training_batches(task, 4, 0)
+    for _ in range(steps):
+        trainer.step(batches)
+    return trainer
+
+
+class TestATrainer:
+    def test_it_trains_and_evaluates_with_its_own_metrics(self, trainer_task):
+        task = trainer_task()
+        task.require("tune")
+        trainer = Trainer(task, CPU, "fp32")
+        before = metric_value(trainer, "val_loss", 4)
+        trainer = trained(task, 30, learning_rate=0.05)
+        found = task.evaluate(trainer.model)
+        assert found["eval_loss"] == found["val_loss"] < before
+        assert 0 <= found["eval_accuracy"] <= 1
+
+    def test_a_trainer_that_is_there_is_taken_as_well(self, load):
+        task = load(f"{SCRIPT}\nready = make()\n", "ready")
+        task.require("probe")
+        assert task.train_size() == 40
+
+    def test_the_worst_batch_has_the_longest_row_and_no_columns_that_the_model_does_not_take(self, trainer_task):
+        batch = trainer_task().worst_batch(3)
+        assert set(batch) == {"input_ids", "labels"}
+        assert batch["input_ids"].shape == (3, 8)
+
+    def test_models_are_copies_with_the_weights_that_came_with_the_trainer(self, trainer_task):
+        task = trainer_task()
+        first, second = task.model(), task.model()
+        assert first is not second
+        assert torch.equal(first.classifier.weight, second.classifier.weight)
+
+    def test_model_init_makes_new_ones(self, trainer_task):
+        task = trainer_task("model_init=lambda: bert()")
+        assert not torch.equal(task.model().classifier.weight, task.model().classifier.weight)
+
+    def test_nothing_of_a_trained_model_is_kept(self, trainer_task):
+        import gc
+        import weakref
+
+        task = trainer_task()
+        trainer = trained(task)
+        task.evaluate(trainer.model)
+        gone = weakref.ref(trainer.model)
+        del trainer
+        gc.collect()
+        assert gone() is None
+
+    def test_few_batches_suffice_for_a_look_at_memory(self, trainer_task):
+        more = "class Counting(hf.Trainer):\n    def prediction_step(self, *args, **kw):\n        seen.append(1)\n"
+        more = f"seen = []\n{more}        return super().prediction_step(*args, **kw)\n"
+        task = trainer_task("Counting, per_device_eval_batch_size=2", more)
+        task.evaluate(task.model(), max_batches=2)
+        assert sum(task.source._trainer.prediction_step.__globals__["seen"]) == 2
+
+    def test_the_order_of_the_loader_stays(self, trainer_task):
+        assert trainer_task().sampler(4) is None
+        assert isinstance(trainer_task("train_sampling_strategy='sequential'").sampler(4), SequentialSampler)
+        grouped = trainer_task("train_sampling_strategy='group_by_length'").sampler(7)
+        assert grouped.batch_size == 7
+
+    def test_callbacks_are_not_called(self, trainer_task):
+        more = (
+            "class Loud(hf.TrainerCallback):\n    def on_evaluate(self, *_, **__):\n        raise SystemExit\n"
+            "class Called(hf.Trainer):\n    def __init__(self, **k):\n        super().__init__(**k, callbacks=[Loud()])"
+        )
+        task = trainer_task("Called", more)
+        assert "eval_loss" in task.evaluate(task.model())
+
+
+class TestWhatItTrainsWith:
+    def test_the_learning_rate_is_that_of_every_group(self, trainer_task):
+        task = trainer_task("weight_decay=0.1")
+        groups = task.optimizer(task.model(), 0.02).param_groups
+        assert [group["lr"] for group in groups] == [0.02, 0.02]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            "optimizer_cls_and_kwargs=(torch.optim.SGD, {'lr': 3.0, 'momentum': 0.9})",
+            "model=(model := bert()), optimizers=(torch.optim.SGD(model.parameters(), lr=3.0, momentum=0.9), None)",
+        ],
+    )
+    def test_an_optimizer_of_the_users_own_trains_the_new_model(self, trainer_task, arguments):
+        trainer = trained(trainer_task(arguments), learning_rate=0.02)
+        assert type(trainer.optimizer) is torch.optim.SGD
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
+        assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
+        held = {id(each) for group in trainer.optimizer.param_groups for each in group["params"]}
+        assert held == {id(each) for each in trainer.model.parameters()}
+
+    def test_the_schedule_goes_over_the_runs_steps(self, trainer_task):
+        task = trainer_task("lr_scheduler_type='linear', warmup_steps=2")
+        trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=6)
+        batches, rates = training_batches(task, 4, 0), []
+        for _ in range(6):
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            trainer.step(batches)
+        assert rates == pytest.approx([0.0, 0.05, 0.1, 0.075, 0.05, 0.025])
+
+    @pytest.mark.parametrize(("arguments", "clipped"), [("max_grad_norm=1e-3", True), ("max_grad_norm=0", False)])
+    def test_gradients_are_clipped_as_the_arguments_say(self, trainer_task, arguments, clipped):
+        task = trainer_task(arguments)
+        trainer = Trainer(task, CPU, "fp32")
+        trainer.forward_backward(task.worst_batch(4))
+        norms = []
+
+        def see(optimizer, *_):
+            grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+            norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
+
+        trainer.optimizer.register_step_pre_hook(see)  # after ours
+        trainer.update()
+        assert (norms[0] <= 1.01e-3) is clipped
+
+    def test_the_loss_is_the_trainers_own(self, trainer_task):
+        plain, smooth = trainer_task(), trainer_task("label_smoothing_factor=0.9")
+        batch = plain.worst_batch(4)
+        model = plain.model().eval()
+        logits = model(**batch).logits.log_softmax(-1)
+        wanted = -(0.1 * logits[torch.arange(4), batch["labels"]] + 0.9 * logits.mean(-1)).mean()
+        assert smooth.loss(model, batch).item() == pytest.approx(wanted.item(), rel=1e-4)
+        assert "labels" in batch  # the next step has it, too
+
+    def test_a_loss_function_is_told_how_many_items_there_are(self, trainer_task):
+        more = (
+            "def total(outputs, labels, num_items_in_batch):\n    return outputs.logits.sum() * 0 + num_items_in_batch"
+        )
+        task = trainer_task("compute_loss_func=total", more)
+        assert task.loss(task.model(), task.worst_batch(6)).item() == 6
+
+    def test_activations_are_checkpointed_as_the_arguments_say(self, trainer_task):
+        import transformers
+
+        name = "activation" if hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable") else "gradient"
+        task = trainer_task(f"{name}_checkpointing=True")
+        assert any(getattr(part, "gradient_checkpointing", False) for part in task.model().modules())
+        assert float(trained(task).model.classifier.weight.detach().sum()) != 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "purpose", "words"),
+        [
+            ("train_dataset=None", "probe", "the Trainer has no train_dataset"),
+            ("eval_dataset=None", "tune", "tune needs an eval_dataset"),
+            ("Stepping", "probe", r"overrides training_step\(\)"),
+            ("neftune_noise_alpha=5.0", "probe", "neftune_noise_alpha is not supported"),
+            (
+                "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch'",
+                "tune",
+                "lr_scheduler_type=reduce_lr_on_plateau waits for a metric",
+            ),
+            ("model=(m := bert()), optimizers=scheduled(m)", "tune", "counts on a fixed number of steps"),
+        ],
+    )
+    def test_what_has_no_place_is_refused_in_one_line(self, trainer_task, arguments, purpose, words):
+        more = (
+            "class Stepping(hf.Trainer):\n    def training_step(self, *a, **k): ...\n"
+            "def scheduled(model):\n    made = torch.optim.SGD(model.parameters(), lr=1.0)\n"
+            "    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)\n"
+        )
+        with pytest.raises(UsageError, match=words) as refused:
+            trainer_task(arguments, more).require(purpose)
+        assert str(refused.value).startswith("my_task.py:made: ")
+        assert "\n" not in str(refused.value)
+
+
+SMALL = "vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8"
+GPT2 = "GPT2LMHeadModel(hf.GPT2Config(vocab_size=9, n_positions=6, n_embd=8, n_layer=1, n_head=1))"
+BERT_CONFIG = f"hf.BertConfig({SMALL}, max_position_embeddings=6, num_labels=3)"
+T5_CONFIG = (
+    "hf.T5Config(vocab_size=9, n_positions=6, d_model=8, d_kv=4, d_ff=8, num_layers=1, decoder_start_token_id=0)"
+)
+VIT_CONFIG = f"hf.ViTConfig({SMALL.partition(', ')[2]}, image_size=8, patch_size=4)"
+CONFIGURED = [
+    (GPT2, {"input_ids": (2, 6), "labels": (2, 6)}),
+    # RoBERTa's first two places are the padding's
+    (f"RobertaForMaskedLM(hf.RobertaConfig({SMALL}, max_position_embeddings=8))", {"labels": (2, 6)}),
+    (f"BertForSequenceClassification({BERT_CONFIG})", {"input_ids": (2, 6), "labels": (2,)}),
+    (f"BertForTokenClassification({BERT_CONFIG})", {"labels": (2, 6)}),
+    (f"BertForQuestionAnswering({BERT_CONFIG.replace(', num_labels=3', '')})", {"start_positions": (2,)}),
+    (f"T5ForConditionalGeneration({T5_CONFIG})", {"input_ids": (2, 6), "labels": (2, 6)}),
+    (f"ViTForImageClassification({VIT_CONFIG})", {"pixel_values": (2, 3, 8, 8), "labels": (2,)}),
+]
+
+
+class TestAModelAlone:
+    @pytest.mark.parametrize(("model", "shapes"), CONFIGURED, ids=[text.partition("(")[0] for text, _ in CONFIGURED])
+    def test_it_trains_on_the_largest_batch_its_configuration_allows(self, load, model, shapes):
+        task = load(f"import transformers as hf\nmodel = hf.{model}\n", "model")
+        task.require("probe")
+        batch = task.worst_batch(2)
+        assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+        trainer = Trainer(task, CPU, "fp32")
+        assert torch.isfinite(trainer.forward_backward(batch))
+        trainer.update()
+
+    @pytest.mark.parametrize(("attribute", "equal"), [("model", True), ("make", False)])
+    def test_a_factory_makes_new_weights_an_instance_is_copied(self, load, attribute, equal):
+        text = f"import transformers as hf\ndef make():\n    return hf.{GPT2}\nmodel = make()\n"
+        task = load(text, attribute)
+        first, second = (each.transformer.wte.weight for each in (task.model(), task.model()))
+        assert torch.equal(first, second) is equal
+
+    def test_labels_of_a_regression_are_numbers(self, load):
+        text = CONFIGURED[2][0].replace("num_labels=3", "num_labels=1")
+        task = load(f"import transformers as hf\nmodel = hf.{text}\n", "model")
+        assert task.worst_batch(2)["labels"].is_floating_point()
+        assert torch.isfinite(task.loss(task.model(), task.worst_batch(2)))
+
+    @pytest.mark.parametrize(
+        ("model", "words"),
+        [
+            ("BertModel(hf.BertConfig(hidden_size=8, num_attention_heads=1))", "no batches are known for BertModel"),
+            (
+                "ResNetForImageClassification(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))",
+                "its configuration has no image_size",
+            ),
+        ],
+    )
+    def test_what_no_batch_can_be_made_for_is_said_with_the_way_out(self, load, model, words):
+        with pytest.raises(
+            UsageError, match=rf"{words}; write a task with make_batch\(batch_size\), or name a Trainer"
+        ):
+            load(f"import transformers as hf\nmodel = hf.{model}\n", "model")
+
+    def test_it_has_no_data_to_tune_on(self, load):
+        task = load(f"import transformers as hf\nmodel = hf.{GPT2}\n", "model")
+        with pytest.raises(UsageError, match="no data to tune on; name a function that returns a Trainer"):
+            task.require("tune")
+
+
+class TestCommands:
+    """The real command on a script that is not rewritten."""
+
+    CONFIG = (
+        "task: train.py:make\nbaseline: {batch_size: 4, learning_rate: 1e-2}\nbatch_size: {max: 8, multiple_of: 4}\n"
+        "budget: {run: 300ms, total: 5m, trials: 3}\nconfirm: {seeds: 2, top: 1}\n"
+    )
+
+    def test_a_trainer_is_probed(self, cli):
+        cli.write("train.py", SCRIPT)
+        found = cli("probe", "train.py:make", "--memory-limit", "1GiB", "--no-throughput", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["probe"]["max_batch_size"] == 40
+        assert found.document["probe"]["limited_by"] == "dataset"
+
+    def test_a_trainer_is_tuned(self, cli):
+        cli.write("train.py", SCRIPT)
+        cli.write("config.yaml", self.CONFIG)
+        found = cli("tune", "config.yaml", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["recommendation"]["micro_batch_size"] in {4, 8}
+
+    @pytest.mark.parametrize("attribute", ["make", "bert"])
+    def test_both_are_estimated(self, cli, attribute):
+        cli.write("train.py", SCRIPT)
+        found = cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
+        assert found.code == 0, found.err
+        assert found.document["estimates"][0]["max_batch_size"] > 1000
+
+
+class TestApplyResult:
+    def run(self, load, path, arguments):
+        """Trains a Trainer of the user's for real and says with what."""
+        text = f"""{SCRIPT}
+from batchtune.task.transformers import ApplyResult, apply_result
+seen = dict()
+
+class Spy(hf.TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer, train_dataloader, **_):
+        seen.update(steps=state.max_steps, rate=optimizer.param_groups[0]["lr"], args=args)
+
+def made():
+    args = hf.TrainingArguments(output_dir="out", use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=1,
+                                save_strategy="no", logging_strategy="no", lr_scheduler_type="constant")
+    return hf.Trainer(args={arguments}, model=bert(), data_collator=pad, train_dataset=Rows(40),
+                      callbacks=[ApplyResult(r"{path}"), Spy()])
+
+build_model = made
+"""
+        load(text)
+        import my_task
+
+        my_task.made().train()
+        return my_task.seen
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_arguments_take_what_is_recommended(self, load, result_file):
+        path = result_file()
+        seen = self.run(load, path, f"apply_result(args, r'{path}')")
+        assert seen["steps"] == 4  # forty samples by 5 × 2
+        assert seen["rate"] == pytest.approx(0.02)
+        assert seen["args"].per_device_train_batch_size == 5
+
+    def test_precision_comes_with_them(self, result_file):
+        import transformers
+
+        from batchtune.task.transformers import apply_result
+
+        given = transformers.TrainingArguments(output_dir="out", use_cpu=True, report_to=[])
+        assert apply_result(given, result_file(precision="bf16")).bf16
+        assert not given.bf16
+        assert not apply_result(given, result_file()).bf16
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_run_with_another_batch_size_is_stopped(self, load, result_file):
+        with pytest.raises(
+            UsageError, match=r"about to train with batch size 8 × 2, not the 5 × 2 .*args=apply_result\(args"
+        ):
+            self.run(load, result_file(), "args")

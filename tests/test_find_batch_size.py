@@ -1,0 +1,200 @@
+"""`batchtune.find_batch_size`: the search in the caller's own process, on a fake device and on the real CPU."""
+
+import gc
+import platform
+import weakref
+
+import pytest
+import torch
+
+import batchtune
+from batchtune.device.memory import Peaks
+from batchtune.errors import DeviceError, NothingFitsError, UsageError
+from batchtune.probe.in_process import find_in_process
+from batchtune.probe.search import Bounds
+
+
+class FakeMemory:
+    """A device of 1000 bytes on which a sample takes 7 and the model 100; it remembers what it was asked."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.peak = 0
+
+    def default_limit(self, margin):
+        return 1000
+
+    def enforce(self, limit_bytes):
+        self.asked.append(f"enforce {limit_bytes}")
+
+    def lift(self):
+        self.asked.append("lift")
+
+    def release(self):
+        self.asked.append("release")
+
+    def reset_peaks(self):
+        self.peak = 0
+
+    def peaks(self):
+        return Peaks(self.peak, self.peak)
+
+    def synchronize(self):
+        pass
+
+
+class Step:
+    """A training step that needs memory in proportion to its batch, and may fail otherwise at some sizes."""
+
+    def __init__(self, memory, failures=()):
+        self.memory, self.failures, self.sizes = memory, dict(failures), []
+
+    def __call__(self, batch_size):
+        self.sizes.append(batch_size)
+        if batch_size in self.failures:
+            raise self.failures[batch_size]
+        self.memory.peak = 100 + 7 * batch_size
+        if self.memory.peak > 1000:
+            raise torch.OutOfMemoryError("no")
+
+
+def found(step, memory, *, limit=None, **bounds):
+    return find_in_process(
+        step, Bounds(**bounds), device="x", memory_limit=limit, margin=0.05, steps=2, open_memory=lambda _: memory
+    )
+
+
+@pytest.fixture
+def memory():
+    return FakeMemory()
+
+
+class TestTheSearch:
+    def test_it_finds_the_largest_size_and_that_size_ran_last(self, memory):
+        step = Step(memory)
+        assert found(step, memory, tolerance=0) == 128
+        assert step.sizes[-2:] == [128, 128]
+        assert 129 in step.sizes
+
+    def test_every_size_takes_several_steps(self, memory):
+        step = Step(memory)
+        found(step, memory)
+        fitting = [size for size in step.sizes if size <= 128]
+        assert all(fitting.count(size) % 2 == 0 for size in fitting)
+
+    def test_its_bounds_are_never_left(self, memory):
+        step = Step(memory)
+        assert found(step, memory, minimum=8, maximum=99, multiple_of=8) == 96
+        assert all(8 <= size <= 99 and size % 8 == 0 for size in step.sizes)
+
+    def test_without_risk_nothing_fails(self, memory):
+        step = Step(memory)
+        assert 100 <= found(step, memory, no_oom=True) <= 128
+        assert max(step.sizes) <= 128
+
+    def test_a_size_that_fits_no_more_after_a_failure_is_not_the_answer(self, memory):
+        step = Step(memory)
+        plain = step.__class__.__call__
+
+        def leaky(batch_size):
+            plain(step, batch_size)
+            if batch_size > 120 and any(size > 128 for size in step.sizes):  # what failed has left something behind
+                raise torch.OutOfMemoryError("no")
+
+        assert found(leaky, memory, tolerance=0) == 120
+        assert step.sizes[-1] == 120
+
+
+class TestFailures:
+    def test_an_error_at_every_size_is_the_users_own_with_its_traceback(self, memory):
+        error = ValueError("expected 10 classes, got 11")
+        with pytest.raises(ValueError, match="got 11") as raised:
+            found(Step(memory, {1: error, 2: error, 4: error}), memory)
+        assert raised.value is error
+        assert memory.asked[-2:] == ["lift", "release"]
+
+    def test_an_error_at_the_smallest_size_only_is_gone_around(self, memory):
+        step = Step(memory, {1: ValueError("more than 1 value per channel")})
+        assert found(step, memory, tolerance=0) == 128
+
+    def test_an_error_at_large_sizes_is_told_apart_from_memory(self, memory):
+        step = Step(memory, {size: IndexError("data is out") for size in range(51, 200)})
+        with pytest.warns(UserWarning, match=r"step\(51\) raised IndexError: data is out; larger sizes were not tried"):
+            assert found(step, memory, tolerance=0) == 50
+
+    def test_nothing_fits(self, memory):
+        with pytest.raises(NothingFitsError, match=r"nothing fits: tried 200; the last attempt said: no"):
+            found(Step(memory), memory, minimum=200)
+
+    def test_a_device_that_a_failure_broke_ends_the_search_with_what_ran(self, memory):
+        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        step = Step(memory, dict.fromkeys(range(20, 999), error))
+        with pytest.raises(DeviceError, match=r"the largest size that ran is \d+\. 'batchtune probe' goes on"):
+            found(step, memory)
+
+    @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+    def test_the_limit_is_lifted_whatever_happens(self, memory, stop):
+        def step(_):
+            raise stop
+
+        with pytest.raises(stop):
+            found(step, memory, limit=777)
+        assert memory.asked[0] == "enforce 777"
+        assert memory.asked[-2:] == ["lift", "release"]
+
+    def test_the_tensors_of_a_failed_step_are_freed_before_the_next(self, memory):
+        held, alive = [], []
+
+        def step(batch_size):
+            gc.collect()
+            alive.append(sum(each() is not None for each in held))
+            batch = torch.zeros(4)
+            held.append(weakref.ref(batch))
+            if batch_size == 1:
+                raise ValueError("too small")
+            if batch_size > 10:
+                raise torch.OutOfMemoryError("no")
+
+        assert find_in_process(
+            step,
+            Bounds(tolerance=0),
+            device="x",
+            memory_limit=None,
+            margin=0,
+            steps=1,
+            open_memory=lambda _: memory,
+        ) == 10  # fmt: skip
+        assert set(alive) == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min": 0}, "--min 0: must be at least 1"),
+        ({"min": 9, "max": 8}, "--min 9 is greater than --max 8"),
+        ({"tolerance": 1.0}, "--margin and --tolerance are shares"),
+        ({"memory_limit": "much"}, "'much' is not a size"),
+        ({"device": "tpu9"}, "torch knows no such device"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(options, words):
+    with pytest.raises(UsageError, match=words):
+        batchtune.find_batch_size(print, **options)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="a CPU's memory limit is kept on Linux only")
+def test_on_a_real_cpu_the_limit_holds_during_the_search_and_not_after():
+    import resource
+
+    weights = torch.zeros(1, requires_grad=True)
+
+    def step(batch_size):
+        torch.autograd.backward((torch.ones(batch_size, 2**18) * weights).sum())  # at least 2 MiB a sample
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = batchtune.find_batch_size(step, device="cpu", memory_limit="200MiB", tolerance=0.1)
+    assert 40 <= size <= 100
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    step(4 * size)
