@@ -52,6 +52,9 @@ class Attempt(Record):
     forward_backward_peak_bytes: int | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
     )
+    growth_bytes_per_step: int | None = Field(
+        default=None, description="By how much each step's peak was higher than the one's before; absent if it was not."
+    )
     step_seconds: Figure = Field(
         default=None, description="Median optimizer step, device synchronised, warm-up and compilation excluded."
     )

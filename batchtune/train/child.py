@@ -129,9 +129,10 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.timing.time_steps`."""
+        """One throughput point; see `batchtune.train.timing.time_steps`. A CPU's limit is gone afterwards."""
         from batchtune.train.timing import time_steps
 
+        self._lift_limit()
         return time_steps(self._task, self._memory, **arguments).model_dump()
 
     def count_flops(self, **arguments: Any) -> dict[str, Any]:
