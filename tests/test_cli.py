@@ -137,7 +137,15 @@ def test_init_refuses_to_overwrite(invoke, tmp_path):
 
 def test_init_tells_programs_what_it_wrote(invoke, tmp_path):
     written = json.loads(invoke("init", tmp_path, "--json").stdout)["written"]
-    assert written == [str(tmp_path / "model.py"), str(tmp_path / "config.yaml")]
+    assert written == [str(tmp_path / name) for name in ("model.py", "config.yaml", "config.schema.json")]
+
+
+@pytest.mark.parametrize("library", ["pytorch", "lightning", "transformers"])
+def test_an_editor_finds_the_schema_beside_the_configuration_that_names_it(invoke, tmp_path, library):
+    assert invoke("init", tmp_path, "--from", library).exit_code == 0
+    first_line = (tmp_path / "config.yaml").read_text().splitlines()[0]
+    schema = tmp_path / first_line.removeprefix("# yaml-language-server: $schema=")
+    assert json.loads(schema.read_text()) == json.loads(invoke("schema", "config").stdout)
 
 
 # probe
