@@ -1,7 +1,7 @@
 """Draws a result as its readers see it: `python recipes/picture.py .batchtune/digits recipes/digits`.
 
-Writes `terminal.svg`, the report in a terminal, and `report.png` and `report-phone.png`, the top of the HTML report on a
-desktop and on a phone. The latter need the package playwright and a Chromium.
+Writes `terminal.svg`, the report in a terminal, and `report.png` and `report-phone.png`, the top of the HTML report on
+a desktop and on a phone, for which the package playwright and a Chromium have to be there.
 """
 
 import io
@@ -16,7 +16,10 @@ from rich.console import Console
 import batchtune
 from batchtune.report.export import to_html
 
-SCREENS = {"report.png": (1120, 1400), "report-phone.png": (390, 1180)}
+SCREENS = {
+    "report.png": {"viewport": {"width": 1120, "height": 1400}},
+    "report-phone.png": {"viewport": {"width": 390, "height": 1180}, "is_mobile": True, "has_touch": True},
+}
 
 
 def terminal(result, target):
@@ -33,9 +36,8 @@ def screenshots(result, folder):
         page_file = Path(scratch) / "report.html"
         page_file.write_text(to_html(result), encoding="utf-8")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, (width, height) in SCREENS.items():
-            phone = {"is_mobile": True, "has_touch": True} if width < 640 else {}
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light", **phone)
+        for name, screen in SCREENS.items():
+            page = browser.new_page(color_scheme="light", **screen)
             page.goto(page_file.as_uri())
             for place in page.locator("[data-figure]").all():
                 place.locator(".main-svg").first.wait_for(state="attached")

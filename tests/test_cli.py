@@ -84,10 +84,10 @@ def test_help_names_every_command(invoke):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_has_an_example_and_the_common_options(invoke, command):
+def test_help_of_a_command_has_examples_in_lines_of_their_own_and_the_common_options(invoke, command):
     shown = invoke(command, "--help")
     assert shown.exit_code == 0
-    assert f"Example: batchtune {command}" in shown.output
+    assert f"\n  Examples:\n    batchtune {command}" in shown.output
     assert all(option in shown.output for option in ("--json", "--output", "--quiet", "--verbose", "--debug"))
     assert "[[" not in shown.output
 
