@@ -94,7 +94,7 @@ def measure(row: dict[str, str]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from batchtune.estimate.capacity import largest_batch
+    from batchtune.estimate.capacity import Search
     from batchtune.estimate.fit import FittedStep, fit, peak_allocated_bytes
     from batchtune.estimate.trace import trace_step
 
@@ -107,7 +107,8 @@ def measure(row: dict[str, str]) -> dict[str, Any]:
         if not isinstance(step, FittedStep):
             return found | {"error": step.reason}
         found["allocated"] = [peak_allocated_bytes(step, found[key]) for key in ("fits", "fails")]
-        found["largest"] = [largest_batch(step, int(each * GIB)) for each in CAPACITIES_GIB]
+        search = Search(step)
+        found["largest"] = [search(int(each * GIB)) for each in CAPACITIES_GIB]
     except Exception as error:  # noqa: BLE001 - one model's failure is a row
         found["error"] = str(error)[:200]
     return found | {"seconds": time.perf_counter() - started}
