@@ -16,7 +16,7 @@ _STEPS_PER_DOUBLING = 4
 
 
 class Search:
-    """The largest batch sizes of one step by capacity; what was found for one capacity shortens the search for the next.
+    """The largest batch sizes of one step by capacity; each search makes the next one shorter.
 
     A size that one capacity holds is taken to be held by a larger one too, and is looked for near the share of its
     live storages at which the last was found.

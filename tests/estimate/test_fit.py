@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator
-from batchtune.estimate.capacity import Search, TracedStep, largest_allocated
+from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.events import SCRATCH, Birth, Trace, Work, normalized
 from batchtune.estimate.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
 
@@ -84,6 +84,20 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(allocator, capacity):
     assert replay(step, found, allocator(capacity)).peak_reserved_bytes <= capacity
     with pytest.raises(Exception, match=r"\d+"):
         replay(step, found + 1, allocator(capacity))
+
+
+@pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
+def test_a_search_for_many_capacities_finds_what_a_search_for_each_alone_finds(allocator):
+    step, capacities = fit(lambda size: step_trace(size, linear=MIB)), [share * 7 * MIB for share in range(5, 60)]
+    search = Search(step, allocator)
+    assert [search(each) for each in capacities] == [Search(step, allocator)(each) for each in capacities]
+
+
+def test_a_step_that_fits_at_any_size_is_answered_with_the_cap_itself():
+    step = fit(lambda size: step_trace(size, linear=100))
+    search = Search(step)
+    assert search(3000 * MIB) == search(2000 * MIB) == LARGEST
+    assert 0 < search(20 * MIB) < LARGEST
 
 
 def test_no_batch_fits_where_the_model_alone_is_too_large():
