@@ -177,8 +177,8 @@ def test_a_name_is_text_and_no_markup(result_of):
 
 
 def test_a_note_names_the_gpus_that_it_is_about_unless_those_are_all(result_of):
-    row = result_of("estimate").estimates[0]
-    rows = [row.model_copy(update={"gpu": f"GPU {number}", "notes": ["everywhere", *own]}) for number, own in
+    row = result_of("estimate").estimates[0].model_dump()
+    rows = [row | {"gpu": f"GPU {number}", "notes": ["everywhere", *own]} for number, own in
             enumerate([["two"], ["two"], ["many"], ["many"], ["many"], ["many"], []])]  # fmt: skip
     text = words(result_of("estimate", estimates=rows))
     assert "note: everywhere" in text
