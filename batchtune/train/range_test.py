@@ -32,7 +32,7 @@ class Edge:
         self._least = math.inf
         self.lowest_at: float | None = None
 
-    def is_past(self, loss: float, rate: float = 0.0) -> bool:
+    def is_past(self, loss: float, rate: float) -> bool:
         """Takes in the next step's loss; returns whether training has come apart."""
         if not math.isfinite(loss):
             return True

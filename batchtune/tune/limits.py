@@ -12,7 +12,7 @@ from batchtune.tune.plan import Plan
 from batchtune.tune.prior import split_batch
 from batchtune.tune.space import Space
 
-CAP_FACTOR = 1.2  # a run that takes so much more than the best is not the answer
+CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
 LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has failed by then, or shown to be so much faster
 _MAX_EVALUATION_BATCH = 1024

@@ -106,6 +106,7 @@ class TuneStudy:
         """
         if not self._opens_with_the_search():
             self._run_baseline()
+        self._drain()  # what an earlier start left
         if self.study.user_attrs.get("searched") != self._search_budget():
             self._observer.stage("searching")
             self._open()

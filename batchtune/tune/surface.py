@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-PARTICLES = 2048
+PARTICLES = 1024
 _TEMPERATURES = 10
 _MOVES = 3
 _NOISE, _NOISE_SPREAD = 0.2, 0.4  # of log T between seeds, and how far off (its logarithm) that may be
@@ -118,16 +118,16 @@ class Surface:
         return found
 
     def expected_improvement(self, batch_sizes: Array, log10_rates: Array) -> Array:
-        """How much lower log T is than at the best of the configurations that ran, in the mean; shape [n].
+        """How much lower log T is than at the configuration that would be the answer now, in the mean; shape [n].
 
         What a configuration takes on average counts, not the luck of its one run (the noise between seeds is a part of
-        the belief): Frazier et al. 2009 on noisy observations.
+        the belief): Frazier et al. 2009 on noisy observations. The answer is the one believed best of those that
+        reached the target, so that doubt about it is a reason to go on as well.
         """
         tried = self.predict(self._batch, self._x)
-        best = np.where(self._censored[None, :], np.inf, tried).min(axis=1)
-        if np.isinf(best).any():  # nothing has reached the target
-            best = tried.min(axis=1)
-        return np.asarray(np.maximum(best[:, None] - self.predict(batch_sizes, log10_rates), 0).mean(axis=0))
+        believed = np.where(self._censored & ~self._censored.all(), np.inf, tried.mean(axis=0))
+        answer = tried[:, int(believed.argmin())]
+        return np.asarray(np.maximum(answer[:, None] - self.predict(batch_sizes, log10_rates), 0).mean(axis=0))
 
     def _belief(self) -> tuple[Array, Array]:
         prior, first = self._prior, int(np.argmin(self._censored))

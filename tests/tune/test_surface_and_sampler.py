@@ -126,6 +126,6 @@ def test_a_pruned_trial_without_a_bound_counts_by_its_last_step_in_milliseconds(
     trial = study.ask(SPACE)
     trial.report(1.0, step=2500)
     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    (run,) = study.sampler.runs(study.trials)
+    ((_, run),) = study.sampler.runs(study.trials)
     assert run.seconds == 2.5
     assert run.censored
