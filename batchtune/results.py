@@ -39,6 +39,10 @@ class Interval(Record):
     median: float
     low: float
     high: float
+    at_least: bool = Field(
+        default=False,
+        description="Runs were cut off before their end, so that the true median is higher and has no upper bound.",
+    )
 
 
 class Attempt(Record):

@@ -148,7 +148,8 @@ def recommend(
     for trial in trials:
         if trial.role == "confirm" and trial.state in {"complete", "pruned"}:
             groups.setdefault(config_of(trial), []).append(trial)
-    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    today = next((trial for trial in trials if trial.role == "baseline"), None)
+    base = config_of(today) if today is not None else None
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
         return _unconfirmed(trials, kind=kind, goal=goal, expected=expected), None
     scores = {config: _confirmed(group, kind=kind, goal=goal) for config, group in groups.items()}
@@ -162,7 +163,7 @@ def recommend(
     if not scores[base]:
         reason = "the baseline failed on fresh seeds, so there is no speed-up to give"
         return _of(groups[winner], usable[winner], kind=kind, goal=goal, reason=reason), None
-    return _verdict(groups, scores, winner, base, kind=kind, goal=goal), baseline
+    return _verdict(groups, scores, winner, base, today=today, kind=kind, goal=goal), baseline
 
 
 def _winner(usable: Mapping[Config, Sequence[float]], expected: Expected | None) -> Config:
@@ -182,6 +183,7 @@ def _verdict(
     winner: Config,
     base: Config | None,
     *,
+    today: Trial | None,
     kind: Kind,
     goal: Goal,
 ) -> Recommendation:
@@ -195,14 +197,23 @@ def _verdict(
         chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
     gain = ratio_interval(scores[base], scores[winner])
-    at_least = any(cost.of(trial) is None for trial in groups[base])
-    times = f"{'at least ' if at_least else ''}{gain.median:.2f} times as {cost.adverb} as the baseline"
+    gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in groups[base])})
+    times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
     interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each"
+    if gain.at_least:
+        times = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
+        interval = f"{seeds} fresh seeds each, on which the baseline was cut off{_whole(today, scores[winner], cost)}"
     if gain.low <= 1:
         reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {times} ({interval})"
     return found.model_copy(update={cost.gain: gain, "reason": reason})
+
+
+def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
+    """What the baseline's one whole run says beyond those that were cut off."""
+    whole = cost.of(today) if today is not None else None
+    return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much" if whole else ""
 
 
 def _confirmed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
@@ -244,6 +255,8 @@ def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Go
     first = group[0]
     interval = median_interval(values) if values else None
     cost = cost_of(kind)
+    if interval is not None and cost is not None and any(cost.of(trial) is None for trial in group):
+        interval = interval.model_copy(update={"at_least": True})
     if interval is not None and cost is None and goal == "maximize":
         interval = Interval(median=-interval.median, low=-interval.high, high=-interval.low)
     return Recommendation(

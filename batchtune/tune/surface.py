@@ -109,7 +109,7 @@ class Surface:
         """
         expected = self.predict(self._batch, self._x).mean(axis=0)
         noise = float(np.exp(self.particles[:, _LOG_NOISE]).mean())
-        found = expected.copy()
+        found = np.asarray(expected.copy(), dtype=np.float64)
         for index in range(len(expected)):
             same = (self._batch == self._batch[index]) & (self._x == self._x[index]) & ~self._censored
             if same.any():
