@@ -139,7 +139,12 @@ def _measure(
         if isinstance(planned, str):
             skipped.append(planned)
         else:
-            sizes = {"small": planned[0], "large": planned[1], "warm_up_steps": WARM_UP_STEPS, "draws": DRAWS}
+            sizes: dict[str, Any] = {
+                "small": planned[0],
+                "large": planned[1],
+                "warm_up_steps": WARM_UP_STEPS,
+                "draws": DRAWS,
+            }
             answer = worker.call("noise_scale", learning_rate=base.learning_rate, **sizes, **common)
             noise = NoiseScale.model_validate(answer)
             budget -= planned[2]
@@ -149,7 +154,7 @@ def _measure(
         if isinstance(steps, str):
             skipped.append(steps)
         else:
-            low_high = {"lowest_rate": rates[0], "highest_rate": rates[1]}
+            low_high: dict[str, Any] = {"lowest_rate": rates[0], "highest_rate": rates[1]}
             answer = worker.call("range_test", batch_size=start, steps=steps, **low_high, **common)
             test = RangeTest.model_validate(answer)
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
