@@ -14,21 +14,18 @@ from optuna.trial import FrozenTrial, TrialState
 from batchtune.progress import Observer
 from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
+from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
-from batchtune.tune.prior import rate_belief, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import Config as Configuration
-from batchtune.tune.recommend import config_of, finalists, recommend
-from batchtune.tune.records import to_record
+from batchtune.tune.recommend import finalists, recommend
 from batchtune.tune.sampler import TimeToTargetSampler
 from batchtune.tune.space import Space
-from batchtune.tune.surface import Prior as SurfacePrior
-from batchtune.tune.surface import Run, Surface
 from batchtune.tune.targets import Targets
 from batchtune.tune.trials import NO_TIME_LEFT, Trials
 
@@ -94,7 +91,7 @@ class TuneStudy:
             fallback = TPESampler(seed=config.seed, n_startup_trials=8)
         if cost_of(config.objective.kind) is None:
             return fallback
-        prior = _belief(self._plan)
+        prior = belief(self._plan)
         return TimeToTargetSampler(prior, seed=config.seed, independent=fallback, resumable=paused.numbers)
 
     def run(self) -> None:
@@ -174,27 +171,16 @@ class TuneStudy:
         if cost_of(config.objective.kind) != SECONDS:
             return None
         sizes = sorted(self._plan.candidates.batch_sizes)
-        runs = [run for _, run in self._runs(sampler)]
+        runs = [run for _, run in sampler.runs(self._finished())]
         return landscape(sampler.prior, runs, sizes, self._space.learning_rates, seed=config.seed)
 
-    def _runs(self, sampler: TimeToTargetSampler) -> list[tuple[FrozenTrial, Run]]:
-        return sampler.runs(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
-
     def _expected(self) -> dict[Configuration, float] | None:
-        """What all runs together tell of the cost of each configuration that ran, as a logarithm.
+        if not isinstance(self._sampler, TimeToTargetSampler) or self._space.has_other_parameters:
+            return None
+        return expected_costs(self._sampler, self._finished(), seed=self._plan.config.seed)
 
-        None where the surface knows too little: of a metric, of other parameters, or of times as long as nothing has
-        reached the target.
-        """
-        sampler = self._sampler
-        if not isinstance(sampler, TimeToTargetSampler) or len(self._space.distributions) > 2:  # noqa: PLR2004
-            return None
-        found = self._runs(sampler)
-        if sampler.prior is None or all(run.censored for _, run in found):
-            return None
-        surface = Surface(sampler.prior, [run for _, run in found], self._plan.config.seed)
-        logs = surface.log_seconds_of_runs()
-        return {config_of(to_record(trial)): float(each) for (trial, _), each in zip(found, logs, strict=True)}
+    def _finished(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
 
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
@@ -284,20 +270,3 @@ class TuneStudy:
         planned = [self._space.of(trial) for trial in chosen] + [self._space.baseline]
         self.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
         return planned
-
-
-def _belief(plan: Plan) -> SurfacePrior:
-    """What the surface starts from: what was measured before the study, or else what the baseline tells."""
-    base, known = plan.config.baseline, plan.prior
-    if known is None:
-        rate, decades, _ = rate_belief(
-            optimizer=plan.optimizer, rate_today=base.learning_rate, batch_size=base.batch_size
-        )
-        return surface_prior(plan.probe, batch_size=base.batch_size, rate=rate, spread_decades=decades)
-    return surface_prior(
-        plan.probe,
-        batch_size=known.start_batch_size or base.batch_size,
-        rate=known.learning_rate,
-        spread_decades=known.learning_rate_decades,
-        noise=known.noise_scale,
-    )
