@@ -18,7 +18,7 @@ from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.limits import CAP_FACTOR
+from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
 from batchtune.tune.pruner import TimeToValuePruner
@@ -225,11 +225,12 @@ class TuneStudy:
         Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
         searched: it is then cut short instead.
         """
-        config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
-        wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
-        base = min(max(wall, default=config.budget.run), config.budget.run)
-        one_baseline = min(self._ledger.best_seconds("baseline") or base, base)
+        config, longest = self._plan.config, self._plan.config.budget.run
+        best = self._ledger.best_seconds() or longest
+        one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        if not self._ledger.finished("baseline"):
+            needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
