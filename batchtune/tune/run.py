@@ -20,7 +20,6 @@ from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
-from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
@@ -253,8 +252,7 @@ class _Tuning:
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
-            objective = self._config.objective
-            recommendation, baseline = recommend(trials, kind=objective.kind, goal=objective.goal)
+            recommendation, baseline = study.recommendation()
         return Result(
             kind="tune",
             status=status,
