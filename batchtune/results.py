@@ -61,6 +61,9 @@ class Attempt(Record):
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
     message: str | None = Field(default=None, description="Why it did not fit, in one line.")
+    limiting_rank: int | None = Field(
+        default=None, description="Of several ranks, the one that did not fit; absent where all failed alike."
+    )
 
     @property
     def fits(self) -> bool:

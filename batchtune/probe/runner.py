@@ -207,6 +207,7 @@ class Probe:
                 seconds=round(time.perf_counter() - started, 4),
                 purpose="verify" if verify else "search",
                 message=str(lost),
+                limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
         self._observer.attempted(attempt)

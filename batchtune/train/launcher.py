@@ -73,20 +73,29 @@ class Conductor:
         self._everybody_here = threading.Event()
         self._exits: dict[int, str] = {}
         self._launcher_ended = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
         threading.Thread(target=self._admit, daemon=True).start()
 
     def conduct(self) -> None:
         """Answers the parent's commands until a rank is lost; the parent then ends this process."""
         while True:
             command = self._parent.receive()
-            self._await_everybody()
+            self._idle.clear()
+            self._everybody_here.wait()
             self._parent.send(**self._answer(command))
+            self._idle.set()
 
     def launcher_ended(self, exits: Mapping[int, str]) -> None:
-        """The launcher has given up: by rank, how those that failed ended."""
+        """The launcher has given up; returns when the parent knows.
+
+        Args:
+            exits: by rank, how those that failed ended.
+        """
         self._exits = dict(exits)
         self._launcher_ended.set()
         self._everybody_here.set()
+        self._idle.wait(_REPORT_SECONDS)
 
     def _admit(self) -> None:
         pids: dict[int, int] = {}
@@ -102,9 +111,6 @@ class Conductor:
             threading.Thread(target=self._listen, args=(rank, line), daemon=True).start()
             self._parent.send(rank_pids=list(pids.values()))
         self._everybody_here.set()
-
-    def _await_everybody(self) -> None:
-        self._everybody_here.wait()
 
     def _listen(self, rank: int, line: socket.socket) -> None:
         try:
@@ -163,7 +169,7 @@ class Conductor:
         if not lost:
             return None
         self._launcher_ended.wait(_REPORT_SECONDS)
-        rank = min(self._exits, default=lost[0])  # the others ended with it
+        rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
         text = self._exits.get(rank, "the process ended")
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
 
@@ -213,4 +219,3 @@ def main() -> None:
     os.environ |= conductor.meeting.variable()
     threading.Thread(target=conductor.conduct, daemon=True).start()
     conductor.launcher_ended(_launch(settings))
-    time.sleep(_REPORT_SECONDS)  # the last answer is on its way, and the parent ends us when it has it

@@ -19,7 +19,7 @@ _NEVER = timedelta(days=1)  # whoever conducts the group ends it; a collective's
 class Replica(Protocol):
     """What a rank trains."""
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Any:
+    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
         """The user's loss of one micro-batch; with `synchronize`, its backward pass leaves the ranks' mean gradient."""
 
 
@@ -49,10 +49,13 @@ class Parallel:
 
         What a failed attempt left half done in the group before is forgotten with it.
         """
-        import torch.distributed as dist
-        import torch.distributed.fsdp
-        import torch.nn.parallel  # noqa: F401 - loaded here, so that what loading takes is not in the memory limit
+        import torch.distributed
+        import torch.nn.parallel
 
+        if self.strategy == "fsdp":  # loaded here, so that what loading takes is not in the memory limit
+            import torch.distributed.fsdp  # noqa: F401
+
+        dist: Any = torch.distributed
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -91,7 +94,8 @@ class Parallel:
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for block in repeated_blocks(model):
             fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
     def replica(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Replica:
         """A placed model with its loss, ready to train."""
@@ -115,9 +119,10 @@ class _Replicated:
 
         self._wrapped = DistributedDataParallel(_LossOf(model, loss))
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Any:
+    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
         self._wrapped.require_backward_grad_sync = synchronize  # what no_sync() does; backward comes after this returns
-        return self._wrapped(batch)
+        loss: Tensor = self._wrapped(batch)
+        return loss
 
 
 class _Sharded:
@@ -125,7 +130,7 @@ class _Sharded:
         self._model: Any = model
         self._loss = loss
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Any:
+    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
         self._model.set_requires_gradient_sync(synchronize)
         return self._loss(self._model, batch)
 

@@ -97,7 +97,7 @@ class Trainer:
         self.precision.scaler.scale(loss / accumulation_steps).backward()
         return loss.detach()
 
-    def _loss(self, batch: Any, accumulation_steps: int) -> Any:
+    def _loss(self, batch: Any, accumulation_steps: int) -> Tensor:
         if self._replica is None:
             return self.task.loss(self.model, batch)
         self._micro_batches += 1
