@@ -153,6 +153,10 @@ def probe(
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
     no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
+    nproc_per_node: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that train as one, each on its device; sizes are of each rank.")
+    ] = 1,
+    strategy: Annotated[Strategy, typer.Option(help="How several ranks share the work.")] = Strategy.ddp,
 ) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
@@ -177,6 +181,8 @@ def probe(
             no_oom=no_oom,
             throughput=not no_throughput,
             accumulation=accumulation,
+            nproc_per_node=nproc_per_node,
+            strategy=strategy.value,
             observer=observer,
             run_folders=_run_folders(),
         )

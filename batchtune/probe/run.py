@@ -17,6 +17,7 @@ from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
+from batchtune.train.ranks import RankGroup
 from batchtune.train.worker import Worker, WorkerSettings
 
 _SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
@@ -24,19 +25,30 @@ _SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
 def run_probe(
-    settings: WorkerSettings, options: ProbeOptions, *, name: str, observer: Observer, folder: RunFolder | None = None
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    *,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None = None,
+    world_size: int = 1,
+    strategy: str = "ddp",
 ) -> Result:
-    """Probes a task at each precision of `settings`, in children of their own.
+    """Probes a task at each precision of `settings`, in children of their own or, with a world size, in groups of them.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
     session = _Session(settings, name)
+    if world_size > 1:
+        worker: Worker = RankGroup(settings, world_size, strategy, observer.printed)
+    else:
+        worker = Worker(settings, observer.printed)
     if folder is None:
-        return _run(session, settings, options, observer)
+        return _run(session, worker, options, observer)
     folder.open(fresh=True)
     try:
-        result = _run(session, settings, options, _Recorder(folder, observer))
+        result = _run(session, worker, options, _Recorder(folder, observer))
     except BatchtuneError as error:
         if error.result is not None:
             with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
@@ -65,16 +77,16 @@ class _Recorder(Forwarder):
         super().attempted(attempt)
 
 
-def _run(session: _Session, settings: WorkerSettings, options: ProbeOptions, observer: Observer) -> Result:
+def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Observer) -> Result:
+    settings = session.settings
     try:
-        with (
-            Foresight(settings.task, settings.device, observer) as foresight,
-            Worker(settings, observer.printed) as worker,
-        ):
+        with Foresight(settings.task, settings.device, observer) as foresight, worker:
             session.facts = worker.start()
             for precision, reason in session.facts["precision"]:
                 observer.note(f"precision {precision}: {reason}")
-                foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
+                foreseen = None  # of a group, the memory of one process alone says too little
+                if "world_size" not in session.facts:
+                    foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
                 prior = foreseen.reserved_bytes if foreseen else None
                 session.probes.append(Probe(worker, options, precision, observer, prior=prior))
                 session.probes[-1].run()
@@ -98,7 +110,7 @@ class _Session:
     """What is known so far, so that an error at any moment still leaves a document."""
 
     def __init__(self, settings: WorkerSettings, name: str) -> None:
-        self._settings, self._name = settings, name
+        self.settings, self._name = settings, name
         self._task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
         self.facts: dict[str, Any] = {}
         self.probes: list[Probe] = []
@@ -113,7 +125,7 @@ class _Session:
 
     def look_again(self, worker: Worker) -> None:
         """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""
-        if self.facts["device"] == "cpu":
+        if self.facts["device"] == "cpu" or "world_size" in self.facts:
             return
         opened = worker.facts["environment"]["device_memory_free_bytes"]
         uuid = self.facts["nvml_uuid"]

@@ -53,7 +53,7 @@ class Parallel:
         import torch.nn.parallel
 
         if self.strategy == "fsdp":  # loaded here, so that what loading takes is not in the memory limit
-            import torch.distributed.fsdp  # noqa: F401
+            import torch.distributed.fsdp
 
         dist: Any = torch.distributed
         if dist.is_initialized():
