@@ -163,6 +163,7 @@ def probe(
     Example: batchtune probe model.py --memory-limit 20GiB --precision bf16
     """
     import batchtune
+    from batchtune.train.torchrun import rank_of_this_process
 
     with session.observer() as observer:
         result = batchtune.probe(
@@ -186,7 +187,8 @@ def probe(
             observer=observer,
             run_folders=_run_folders(),
         )
-    session.deliver(result)
+    if rank_of_this_process() == 0:
+        session.deliver(result)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")

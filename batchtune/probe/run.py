@@ -18,6 +18,7 @@ from batchtune.results import Attempt, Environment, Failure, InputPipeline, Prob
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.ranks import RankGroup
+from batchtune.train.torchrun import Following, Leading, Meetings, Place, require_whole
 from batchtune.train.worker import Worker, WorkerSettings
 
 _SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
@@ -36,14 +37,58 @@ def run_probe(
 ) -> Result:
     """Probes a task at each precision of `settings`, in children of their own or, with a world size, in groups of them.
 
+    In a process that torchrun started, one rank runs in each; where this is not the first of them, the result is the
+    first one's, whatever its status.
+
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
-    session = _Session(settings, name)
+    place = Place.from_environment()
+    if place is not None:
+        require_whole(place, world_size)
+        return _probe_in_torchrun(place, settings, options, name, observer, folder, strategy)
+    worker = Worker(settings, observer.printed)
     if world_size > 1:
-        worker: Worker = RankGroup(settings, world_size, strategy, observer.printed)
-    else:
-        worker = Worker(settings, observer.printed)
+        worker = RankGroup(settings, world_size, strategy, observer.printed)
+    return _probe(worker, settings, options, name, observer, folder)
+
+
+def _probe_in_torchrun(
+    place: Place,
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None,
+    strategy: str,
+) -> Result:
+    """The same among processes that torchrun started: the first one probes, all run a rank, all have the result."""
+    if place.rank:
+        published = Following(place, Meetings()).follow()
+        if published is None:
+            raise RunInterrupted("rank 0 ended without a result; see what it says")
+        return Result.model_validate_json(published)
+    with Leading(place) as leading:
+        worker = RankGroup(settings, place.world_size, strategy, observer.printed, leading=leading)
+        try:
+            result = _probe(worker, settings, options, name, observer, folder)
+        except BatchtuneError as error:
+            if error.result is not None:
+                leading.publish(error.result.to_json())
+            raise
+        leading.publish(result.to_json())
+        return result
+
+
+def _probe(
+    worker: Worker,
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None,
+) -> Result:
+    session = _Session(settings, name)
     if folder is None:
         return _run(session, worker, options, observer)
     folder.open(fresh=True)

@@ -7,6 +7,7 @@ grace, in which they may say how they fared: in a collective they would wait for
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from batchtune.train.child import Channel
 from batchtune.train.group_answers import Answer, failed, merge
@@ -42,6 +43,7 @@ class GroupSettings:
         folder: for the launcher's files; the parent deletes it.
         grace_seconds: for the other ranks when one has failed.
         rank_limits: memory limits in bytes of single ranks, where they are not the same for all.
+        number: of this group among those that the user's own launcher holds; 0: the ranks are launched here.
     """
 
     world_size: int
@@ -49,6 +51,7 @@ class GroupSettings:
     folder: str = ""
     grace_seconds: float = 3.0
     rank_limits: dict[str, int] = field(default_factory=dict)
+    number: int = 0
 
     def to_argument(self) -> str:
         """As an argument of the launcher's command line."""
@@ -65,14 +68,16 @@ class Conductor:
 
     def __init__(self, settings: GroupSettings, parent: Channel) -> None:
         self._settings, self._parent = settings, parent
-        self._server = socket.create_server(("127.0.0.1", 0))
-        host, port = self._server.getsockname()[:2]
-        self.meeting = Meeting(host, port, secrets.token_hex(16), settings.strategy, name="0")
+        own = settings.number == 0
+        self._server = socket.create_server(("127.0.0.1" if own else "", 0))
+        host, port = "127.0.0.1" if own else os.environ["MASTER_ADDR"], self._server.getsockname()[1]
+        self.meeting = Meeting(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
         self._lines: dict[int, socket.socket] = {}
+        self._followers: list[socket.socket] = []
         self._said: queue.Queue[tuple[int, Answer | None]] = queue.Queue()
         self._everybody_here = threading.Event()
         self._exits: dict[int, str] = {}
-        self._launcher_ended = threading.Event()
+        self._ended = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
         threading.Thread(target=self._admit, daemon=True).start()
@@ -86,14 +91,14 @@ class Conductor:
             self._parent.send(**self._answer(command))
             self._idle.set()
 
-    def launcher_ended(self, exits: Mapping[int, str]) -> None:
-        """The launcher has given up; returns when the parent knows.
+    def ranks_ended(self, exits: Mapping[int, str]) -> None:
+        """Ranks have ended, the group with them; returns when the parent knows.
 
         Args:
             exits: by rank, how those that failed ended.
         """
-        self._exits = dict(exits)
-        self._launcher_ended.set()
+        self._exits |= exits
+        self._ended.set()
         self._everybody_here.set()
         self._idle.wait(_REPORT_SECONDS)
 
@@ -101,23 +106,34 @@ class Conductor:
         pids: dict[int, int] = {}
         while len(self._lines) < self._settings.world_size:
             line, _ = self._server.accept()
-            hello = json.loads(line.makefile("r", encoding="utf-8").readline() or "{}")
+            words = line.makefile("r", encoding="utf-8")
+            hello = json.loads(words.readline() or "{}")
             if hello.get("token") != self.meeting.token:
                 line.close()
                 continue
-            rank = hello["rank"]
+            rank, follows = hello["rank"], "follows" in hello
+            threading.Thread(target=self._watch if follows else self._listen, args=(rank, words), daemon=True).start()
+            if follows:
+                self._followers.append(line)  # it ends with this process
+                continue
             pids[rank] = hello["pid"]
             self._lines[rank] = line
-            threading.Thread(target=self._listen, args=(rank, line), daemon=True).start()
-            self._parent.send(rank_pids=list(pids.values()))
+            if not self._settings.number:
+                self._parent.send(rank_pids=list(pids.values()))
         self._everybody_here.set()
 
-    def _listen(self, rank: int, line: socket.socket) -> None:
-        try:
-            for text in line.makefile("r", encoding="utf-8"):
+    def _watch(self, rank: int, words: IO[str]) -> None:
+        """Hears from the process that runs a rank how that ended."""
+        exits = {}
+        with contextlib.suppress(OSError, ValueError):
+            exits = {rank: str(json.loads(words.readline())["ended"])}
+        self._said.put((rank, None))
+        self.ranks_ended(exits)
+
+    def _listen(self, rank: int, words: IO[str]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for text in words:
                 self._said.put((rank, json.loads(text)))
-        except (OSError, ValueError):
-            pass
         self._said.put((rank, None))
 
     def _answer(self, command: dict[str, Any]) -> Answer:
@@ -168,7 +184,7 @@ class Conductor:
         lost = [rank for rank, answer in answers.items() if "lost" in answer]
         if not lost:
             return None
-        self._launcher_ended.wait(_REPORT_SECONDS)
+        self._ended.wait(_REPORT_SECONDS)
         rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
         text = self._exits.get(rank, "the process ended")
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
@@ -216,6 +232,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings(**json.loads(sys.argv[1]))
     conductor = Conductor(settings, parent)
+    if settings.number:
+        from batchtune.train.torchrun import Meetings
+
+        Meetings().announce(settings.number, conductor.meeting)
+        conductor.conduct()
     os.environ |= conductor.meeting.variable()
     threading.Thread(target=conductor.conduct, daemon=True).start()
-    conductor.launcher_ended(_launch(settings))
+    conductor.ranks_ended(_launch(settings))

@@ -37,14 +37,18 @@ class Meeting:
     strategy: str
     name: str
 
-    def variable(self) -> dict[str, str]:
-        """The environment's part of it."""
-        return {_VARIABLE: json.dumps(asdict(self))}
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """What `variable` left there."""
-        return cls(**json.loads(os.environ[_VARIABLE]))
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` made."""
+        return cls(**json.loads(text))
+
+    def variable(self) -> dict[str, str]:
+        """As a part of a rank's environment."""
+        return {_VARIABLE: self.to_json()}
 
     def connect(self, **hello: Any) -> socket.socket:
         """A line to the conductor, on which it has been told who is there."""
@@ -78,7 +82,7 @@ class RankChild(Child):
         self._parallel.join()
         if memory_limit is None and memory.device.type == "cpu":  # the ranks of a host share its memory
             free = memory.default_limit(margin)
-            memory_limit = free // int(os.environ["LOCAL_WORLD_SIZE"]) if free else None
+            memory_limit = free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
         facts = super().open(device=name, memory_limit=memory_limit, margin=margin, **others)
         return facts | {"world_size": world_size, "strategy": strategy, "backend": self._parallel.backend}
 
@@ -104,7 +108,7 @@ def _own_device(device: str) -> str:
 def main() -> None:
     """The rank's process, with torch's environment variables for ranks and a `Meeting`."""
     _die_with_parent()
-    meeting = Meeting.from_environment()
+    meeting = Meeting.from_json(os.environ[_VARIABLE])
     try:
         line = meeting.connect(rank=int(os.environ["RANK"]), pid=os.getpid())
     except OSError:

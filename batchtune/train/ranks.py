@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchtune.train.launcher import GroupSettings
+from batchtune.train.torchrun import Leading
 from batchtune.train.worker import Worker, WorkerSettings, entry
 
 _REAPING_SECONDS = 3.0  # for the launcher to see its ranks' end; torch's looks ten times a second
@@ -32,6 +33,7 @@ class RankGroup(Worker):
         echo: called with each line the user's code prints.
         grace_seconds: how long the other ranks may take to answer once one has failed.
         rank_limits: memory limits in bytes of single ranks, over that of `settings`.
+        leading: where the user's own launcher runs the ranks; None: torch's is started for each group.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RankGroup(Worker):
         *,
         grace_seconds: float = 3.0,
         rank_limits: Mapping[int, int] | None = None,
+        leading: Leading | None = None,
     ) -> None:
         super().__init__(settings, echo)
         limits = {str(rank): limit for rank, limit in (rank_limits or {}).items()}
@@ -50,6 +53,7 @@ class RankGroup(Worker):
             world_size=world_size, strategy=strategy, grace_seconds=grace_seconds, rank_limits=limits
         )
         self._pids: list[int] = []
+        self._leading = leading
 
     def close(self) -> None:
         """Ends the ranks, the launcher and all that they started."""
@@ -66,7 +70,10 @@ class RankGroup(Worker):
             self._group = replace(self._group, folder="")
 
     def _command(self) -> list[str]:
-        self._group = replace(self._group, folder=tempfile.mkdtemp(prefix="batchtune-ranks-"))
+        if self._leading is not None:
+            self._group = replace(self._group, number=self._leading.next_group())
+        else:
+            self._group = replace(self._group, folder=tempfile.mkdtemp(prefix="batchtune-ranks-"))
         return [*entry("batchtune.train.launcher"), self._group.to_argument()]
 
     def _environment(self) -> dict[str, str]:

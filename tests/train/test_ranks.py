@@ -1,4 +1,4 @@
-"""Groups of ranks as real processes: what becomes of an attempt when one of them fails, and that nothing stays behind."""
+"""Groups of ranks as real processes: what an attempt comes to when one of them fails, and that nothing is left."""
 
 import os
 import signal
@@ -170,7 +170,7 @@ def test_an_error_of_the_code_on_one_rank_names_the_rank(group):
 
 
 def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
-    limits, options = {1: LIMIT // 2}, ProbeOptions(tolerance=0.1, verify_steps=2, throughput=False)
+    limits, options = {1: LIMIT // 2}, ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
     with RankGroup(settings, 2, "ddp", grace_seconds=1.0, rank_limits=limits) as group:
         probe = Probe(group, options, "fp32", Observer())
         found = probe.run()
