@@ -238,6 +238,9 @@ def tune(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Runs at once, each on a device of its own.")
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
@@ -249,7 +252,8 @@ def tune(
     import batchtune
     from batchtune.config_file import load_config
 
-    extra = [f"storage={json.dumps(storage)}"] if storage else []
+    given = {"workers": workers, "storage": storage}
+    extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     loaded = load_config(config, [*(overrides or []), *extra])
     with session.observer(loaded.budget.total) as observer:
         if dry_run:

@@ -5,7 +5,7 @@ from conftest import Cli
 
 def test_the_ranks_that_torchrun_started_are_probed_and_the_first_one_answers(tmp_path):
     cli = Cli(tmp_path)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "batchtune")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "batchtune")
     options = ("--device", "cpu", "--max", "4", "--verify-steps", "2", "--no-throughput", "--json")
     done = cli.start("probe", "linear.py", *options, python=torchrun).finish(200)
     assert done.code == 0, done.err

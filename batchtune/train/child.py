@@ -110,6 +110,7 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
+        from batchtune.device.memory import count_devices
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
@@ -121,6 +122,7 @@ class Child:
         self._task.require(purpose)
         facts = {
             "device": str(self._memory.device),
+            "device_count": count_devices(self._memory.device),
             "environment": environment(self._memory, self._sensors, seen),
             "nvml_uuid": self._sensors.uuid(),
             "counts_energy": self._sensors.joules() is not None,

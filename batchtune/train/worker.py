@@ -134,13 +134,19 @@ class Worker:
         self.start()
         return self._ask(command, arguments, timeout, on_event)
 
+    def kill(self) -> None:
+        """Ends the child and everything it started; whoever waits for its answer, in another thread, learns of it."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+
     def close(self) -> None:
-        """Ends the child and everything it started."""
+        """Ends the child and everything it started, and forgets it."""
+        self.kill()
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
