@@ -10,7 +10,7 @@ from torch.utils.data import SequentialSampler
 from batchtune.errors import UsageError
 from batchtune.task.adapted import loader_parts, resized, set_learning_rate
 from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, training_batches
+from batchtune.train.step import Trainer, TrainingBatches
 
 SPELLINGS = [
     pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))
@@ -90,7 +90,7 @@ def lit(load):
 def trained(task, steps=1, **options):
     """A trainer that has taken so many steps on the task's own batches."""
     trainer = Trainer(task, CPU, "fp32", **options)
-    batches = training_batches(task, 4, 0)
+    batches = TrainingBatches(task, 4, 0)
     for _ in range(steps):
         trainer.step(batches)
     return trainer
@@ -168,7 +168,7 @@ class TestLearningRate:
 """
         task = lit(methods)
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
-        batches, seen = training_batches(task, 4, 0), []
+        batches, seen = TrainingBatches(task, 4, 0), []
         for _ in rates:
             seen.append(trainer.optimizer.param_groups[0]["lr"] / 0.1)
             trainer.step(batches)

@@ -8,7 +8,7 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.errors import UsageError
 from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, training_batches
+from batchtune.train.step import Trainer, TrainingBatches
 
 pytestmark = [
     pytest.mark.skipif(
@@ -70,7 +70,7 @@ def trainer_task(load):
 
 def trained(task, steps=1, **options):
     trainer = Trainer(task, CPU, "fp32", **options)
-    batches = training_batches(task, 4, 0)
+    batches = TrainingBatches(task, 4, 0)
     for _ in range(steps):
         trainer.step(batches)
     return trainer
@@ -166,7 +166,7 @@ class TestWhatItTrainsWith:
     def test_the_schedule_goes_over_the_runs_steps(self, trainer_task):
         task = trainer_task("lr_scheduler_type='linear', warmup_steps=2")
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=6)
-        batches, rates = training_batches(task, 4, 0), []
+        batches, rates = TrainingBatches(task, 4, 0), []
         for _ in range(6):
             rates.append(trainer.optimizer.param_groups[0]["lr"])
             trainer.step(batches)
