@@ -94,6 +94,11 @@ def find_device(name: str) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
+def count_devices(device: torch.device) -> int:
+    """Devices of this kind that this process sees."""
+    return 1 if device.type == "cpu" else torch.accelerator.device_count()
+
+
 def open_device(name: str) -> DeviceMemory:
     """The memory of the device called so; see `find_device`."""
     device = find_device(name)

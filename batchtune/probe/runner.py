@@ -10,6 +10,7 @@ from typing import Any
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.probe.curve import measure_curve
 from batchtune.probe.memory_model import Prior
+from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
 from batchtune.probe.warnings import attempt_warnings, busy_warnings, leak_warnings, recompile_warnings
@@ -84,7 +85,10 @@ class Probe:
         self._too_slow_above: int | None = None
         facts = worker.start()
         self._limit: int | None = facts["memory_limit_bytes"]
-        self._data_size: int | None = facts["train_size"]
+        self._facts: dict[str, Any] = facts
+        world_size, samples = facts.get("world_size", 1), facts["train_size"]
+        self._data_size: int | None = samples // world_size if samples is not None else None
+        self._rank_times: Times = {}
         caps = [cap for cap in (options.maximum, self._data_size) if cap is not None]
         self._bounds = Bounds(
             minimum=options.minimum,
@@ -96,7 +100,8 @@ class Probe:
         cap, unit = self._bounds.maximum, options.multiple_of
         smallest = -(-options.minimum // unit) * unit
         if cap is not None and smallest > cap:
-            why = f"train_dataset has {cap} samples" if cap == self._data_size else f"the maximum is {cap}"
+            each = f" for each of {world_size} ranks" if world_size > 1 else ""
+            why = f"train_dataset has {cap} samples{each}" if cap == self._data_size else f"the maximum is {cap}"
             raise UsageError(
                 f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
             )
@@ -124,6 +129,8 @@ class Probe:
         last = {attempt.batch_size: attempt for attempt in self.attempts}
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
         best = verified or last.get(low)
+        accumulation = self._options.accumulation_steps
+        ranks = data_parallel(self._facts, low, accumulation, last.get(high or 0), self._rank_times) if low else None
         return ProbeResult(
             precision=self._precision,
             max_batch_size=low or None,
@@ -138,7 +145,8 @@ class Probe:
             attempts=self.attempts,
             throughput=self.throughput,
             throughput_fit=fit_step_time(self.throughput),
-            gradient_accumulation_steps=self._options.accumulation_steps,
+            gradient_accumulation_steps=accumulation,
+            data_parallel=ranks,
         )
 
     def warnings(self) -> list[str]:
@@ -208,6 +216,7 @@ class Probe:
                 seconds=round(time.perf_counter() - started, 4),
                 purpose="verify" if verify else "search",
                 message=str(lost),
+                limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
         self._observer.attempted(attempt)
@@ -252,15 +261,15 @@ class Probe:
             self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
         )
         self._observer.stage("timing steps")
-        measure_curve(
-            self._worker,
-            self.throughput,
-            sizes,
-            self._observer,
-            precision=self._precision,
-            accumulation_steps=self._options.accumulation_steps,
-            timeout=self._options.timeout,
-        )
+        common: dict[str, Any] = {
+            "precision": self._precision,
+            "accumulation_steps": self._options.accumulation_steps,
+            "timeout": self._options.timeout,
+        }
+        if self._facts.get("world_size", 1) > 1:
+            size = self._verified.batch_size
+            self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
+        measure_curve(self._worker, self.throughput, sizes, self._observer, **common)
 
     def _nothing_fits(self) -> BatchtuneError:
         failed = [attempt for attempt in self.attempts if not attempt.fits]

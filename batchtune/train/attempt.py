@@ -19,6 +19,7 @@ from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 from batchtune.train.compiled import CompileWatch, forget_compiled
 from batchtune.train.evaluate import metric_value
+from batchtune.train.parallel import Parallel
 from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
@@ -109,6 +110,7 @@ def attempt(
     precision: str,
     verify: bool = False,
     accumulation_steps: int = 1,
+    parallel: Parallel | None = None,
 ) -> tuple[Attempt, bool]:
     """Trains `steps` full optimizer steps at one micro-batch size.
 
@@ -120,6 +122,7 @@ def attempt(
         precision: bf16, fp16, fp32 or tf32.
         verify: also evaluate once and save the state, as training does sooner or later.
         accumulation_steps: micro-batches of one optimizer step; from the second on, gradients are there already.
+        parallel: the ranks that train together; each calls this at the same time.
 
     Returns:
         What came of it, and whether the process may be used for another attempt.
@@ -139,6 +142,7 @@ def attempt(
                 precision=precision,
                 verify=verify,
                 accumulation_steps=accumulation_steps,
+                parallel=parallel,
             )
         except (NonFiniteLossError, UsageError):
             raise
@@ -190,8 +194,9 @@ def _train(
     precision: str,
     verify: bool,
     accumulation_steps: int,
+    parallel: Parallel | None,
 ) -> None:
-    trainer = Trainer(task, memory.device, precision)
+    trainer = Trainer(task, memory.device, precision, parallel=parallel)
     batch = task.worst_batch(batch_size)
     for number in range(steps):
         memory.synchronize()
