@@ -265,7 +265,7 @@ class HostMemory:
             self.release()
 
     def _leave_out_what_was_kept(self, fresh_bytes: int) -> None:
-        """What the first attempt left for good (compiled kernels) counts in any process; what later ones left does not."""
+        """What the first attempt left for good (compiled kernels) counts in any process; what later ones left, not."""
         kept = _fields(_STATUS).get("VmSize", 0) - fresh_bytes
         if self._attempts == 1:
             self._one_off_bytes = kept
