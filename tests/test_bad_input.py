@@ -37,7 +37,7 @@ def test_all_problems_of_a_configuration_are_told_at_once_with_their_lines(invok
         invoke,
         folder,
         "name: ../elsewhere\n"  # no task
-        "space: {}\n"  # unknown
+        "spaces: {}\n"  # unknown
         "batch_size: {min: 10, max: 5}\n"  # contradictory
         "learning_rate:\n"
         "  max: quick\n"  # mistyped
@@ -47,7 +47,7 @@ def test_all_problems_of_a_configuration_are_told_at_once_with_their_lines(invok
     )
     for line, problem in {
         1: "'task' is missing; add 'task: model.py'",
-        2: "unknown key 'space'",
+        2: "unknown key 'spaces'",
         3: "batch_size: min 10 is greater than max 5; swap them or raise max",
         5: "learning_rate.max: ",
         6: "unknown key 'learning_rate.maxx'. Did you mean 'max'?",
