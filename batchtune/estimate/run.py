@@ -27,6 +27,11 @@ _ROOFLINE = (
     "to a half of peak arithmetic (Chowdhery et al., PaLM, 2022, table 3)"
 )
 
+_NOT_IN_HARDWARE = {
+    "bf16": "bf16 is emulated before compute capability 8.0: it fits as estimated and is slow; fp16 is not",
+    "tf32": "tf32 is what fp32 is before compute capability 8.0",
+}
+
 
 class GpuFacts(Protocol):
     """What an estimate needs of a catalogue's GPU (`batchtune.device.gpus.Gpu` has it)."""
@@ -205,8 +210,18 @@ def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Que
         samples_per_second=speed,
         samples_per_joule=speed / watts if speed is not None and watts else None,
         confidence=row["confidence"],
-        notes=[*row["notes"], *_notes(gpu, row, question), *([_ROOFLINE] if speed is not None else [])],
+        notes=[
+            *row["notes"],
+            *_notes(gpu, row, question),
+            *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
+            *([_ROOFLINE] if speed is not None else []),
+        ],
     )
+
+
+def _is_emulated(gpu: GpuFacts, precision: str) -> bool:
+    capability = gpu.compute_capability
+    return precision in _NOT_IN_HARDWARE and capability is not None and capability[0] < _AMPERE
 
 
 def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:

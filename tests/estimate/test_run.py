@@ -80,8 +80,17 @@ def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_pa
     old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
     run = estimate_task(Question(task=str(path)), [old, Gpu()], ["auto"])
     assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
+    assert not any("emulated" in note for each in run.estimates for note in each.notes)
     (detail,) = run.details
     assert (detail.precision, detail.batch_size) == ("bf16", run.estimates[1].max_batch_size)
+
+
+def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    old = Gpu("V100", generation="Volta", compute_capability=(7, 0))
+    rows = estimate_task(Question(task=str(path)), [old, Gpu()], ["bf16", "fp16"]).estimates
+    assert [any("bf16 is emulated" in note for note in row.notes) for row in rows] == [True, False, False, False]
 
 
 def test_what_no_change_makes_fit_is_said_to_be_for_several_gpus(tmp_path):
