@@ -48,7 +48,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         **traced: what a `Tracer` is made with.
 
     Returns:
-        `{"refused": why}`, or `{"gpus": [one dict each], "details": [the peak at the largest size]}`.
+        `{"refused": why}`, or `{"gpus": [one dict each], "details": [the peak at the largest size], "has_softmax": …}`.
     """
     warm_up()
     from batchtune.estimate.trace import CannotTraceError, Tracer
@@ -68,7 +68,8 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
             rows.append(_row(step, searches, capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
         largest = max((row["max_batch_size"] for row in rows), default=0)
-        return {"gpus": rows, "details": [detail(step, largest or 1)]}
+        has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
+        return {"gpus": rows, "details": [detail(step, largest or 1)], "has_softmax": has_softmax}
     except CannotTraceError as refusal:
         return {"refused": str(refusal)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -16,7 +16,8 @@ from batchtune.train.worker import Worker
 
 STRATEGIES = ("ddp", "fsdp")
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-# TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16.
+# TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
+# has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
 _ANSWER = "batchtune.estimate.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
@@ -26,6 +27,11 @@ _ROOFLINE = (
     "samples per second and per joule: a roofline at full board power, not measured; published trainings reach a fifth "
     "to a half of peak arithmetic (Chowdhery et al., PaLM, 2022, table 3)"
 )
+
+_NOT_IN_HARDWARE = {
+    "bf16": "bf16 is emulated before compute capability 8.0: it fits as estimated and is slow; fp16 is not",
+    "tf32": "tf32 is what fp32 is before compute capability 8.0",
+}
 
 
 class GpuFacts(Protocol):
@@ -105,29 +111,38 @@ def estimate_task(
         if name not in (*PRECISIONS, "auto"):
             raise UsageError(f"--precision {name}: not one of {', '.join(PRECISIONS)} or auto")
     asked = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
-    traced = dict.fromkeys(_TRACED_AS.get(name, name) for _, name in asked)
+    alike = {name: _TRACED_AS.get(name, name) for _, name in asked}
+    if "fp16" in alike and "bf16" not in alike:
+        alike["fp16"] = "fp16"
 
-    def answer(precision: str) -> dict[str, Any]:
-        facts = {gpu.name: _facts(gpu) for gpu, name in asked if _TRACED_AS.get(name, name) == precision}
+    def facts_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {gpu.name: _facts(gpu) for gpu, name in asked if name in names}
+
+    def answer(traced: str) -> dict[str, dict[str, Any]]:
         with Worker(None, echo) as worker:
-            return _Asking(worker, question, precision).answer(facts)
+            names = [name for name, other in alike.items() if other == traced]
+            found = {traced: _Asking(worker, question, traced).answer(facts_of(names))}
+            if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
+                found["fp16"] = _Asking(worker, question, "fp16").answer(facts_of(["fp16"]))
+        return found
 
-    with ThreadPoolExecutor(max(1, min(processes, len(traced), os.cpu_count() or 1))) as pool:
-        answers = dict(zip(traced, pool.map(answer, traced), strict=True))
-    estimates = [_record(gpu, name, answers[_TRACED_AS.get(name, name)], question) for gpu, name in asked]
+    traces = dict.fromkeys(alike.values())
+    with ThreadPoolExecutor(max(1, min(processes, len(traces), os.cpu_count() or 1))) as pool:
+        answers = {name: found for each in pool.map(answer, traces) for name, found in each.items()}
+    alike |= {name: name for name in alike if name in answers}
+    estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in asked]
     return EstimateRun(
         estimates,
         [
-            MemoryDetail(precision=_roomiest(estimates, name), **detail)
-            for name, found in answers.items()
+            MemoryDetail(precision=_roomiest(row for row in estimates if alike[row.precision] == traced), **detail)
+            for traced, found in answers.items()
             for detail in found.get("details", [])
         ],
     )
 
 
-def _roomiest(estimates: Sequence[Estimate], traced: str) -> str:
-    """The name of the precision at which the largest batch of a trace fits."""
-    rows = [row for row in estimates if _TRACED_AS.get(row.precision, row.precision) == traced]
+def _roomiest(rows: Iterable[Estimate]) -> str:
+    """The precision at which the largest batch fits."""
     return max(rows, key=lambda row: row.max_batch_size or 0).precision
 
 
@@ -205,8 +220,18 @@ def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Que
         samples_per_second=speed,
         samples_per_joule=speed / watts if speed is not None and watts else None,
         confidence=row["confidence"],
-        notes=[*row["notes"], *_notes(gpu, row, question), *([_ROOFLINE] if speed is not None else [])],
+        notes=[
+            *row["notes"],
+            *_notes(gpu, row, question),
+            *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
+            *([_ROOFLINE] if speed is not None else []),
+        ],
     )
+
+
+def _is_emulated(gpu: GpuFacts, precision: str) -> bool:
+    capability = gpu.compute_capability
+    return precision in _NOT_IN_HARDWARE and capability is not None and capability[0] < _AMPERE
 
 
 def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:

@@ -9,7 +9,7 @@ from batchtune.report.export import SNIPPETS
 from batchtune.report.markup import Markup, facts, tag
 from batchtune.report.page_answer import answer
 from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, trials
-from batchtune.report.pick import probes_of
+from batchtune.report.pick import estimate_notes, probes_of
 from batchtune.report.units import duration, size
 from batchtune.results import ProbeResult, Result
 
@@ -62,7 +62,8 @@ def sections(result: Result, figures: dict[str, Markup]) -> Iterator[Markup | No
     certificates = [_certificate(probe) for probe in probes_of(result)]
     yield _section("Certificate", *certificates, precisions(result), id_="certificate") if certificates else None
     yield _section("Figures", tag("div", *figures.values(), class_="plots")) if figures else None
-    yield _section("Estimates", estimates(result)) if result.estimates else None
+    noted = tag("ul", *(tag("li", note) for note in estimate_notes(result.estimates or [])))
+    yield _section("Estimates", estimates(result), noted) if result.estimates else None
     yield _section("Memory", memory_details(result), holders(result)) if result.details else None
     yield _section("Runs", trials(result)) if result.trials else None
     tried = [attempts(probe) for probe in probes_of(result) if probe.attempts]

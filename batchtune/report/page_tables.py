@@ -146,7 +146,6 @@ def estimates(result: Result) -> Markup:
         ("samples/s", True),
         ("samples/J", True),
         ("confidence", False),
-        ("notes", False),
     ]
     rows: list[list[_Cell]] = []
     for row in result.estimates or []:
@@ -161,7 +160,6 @@ def estimates(result: Result) -> Markup:
                 _sortable(number(row.samples_per_second), row.samples_per_second),
                 _sortable(number(row.samples_per_joule), row.samples_per_joule),
                 row.confidence or "-",
-                "; ".join(row.notes) or "-",
             ]
         )
     return table(columns, rows, caption="Estimated largest batch on each GPU", sortable=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchtune.results import Attempt, Estimate, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
 
 _CURVE_POINTS = 80
+_NAMED = 3  # GPUs before a note
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 
 
@@ -74,6 +75,19 @@ def estimated(row: Estimate, largest: int | None) -> str:
         return "-"
     unbounded = row.limited_by == "max" and largest >= (row.max_batch_size or 0)
     return f"{'≥' if unbounded else ''}{largest:,}"
+
+
+def estimate_notes(estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Every note once, with the GPUs it is about where those are not all."""
+    about: dict[str, list[str]] = {}
+    for row in estimates:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.gpu)
+    for note, rows in about.items():
+        names = list(dict.fromkeys(rows))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        whose = "" if len(rows) == len(estimates) else f" for {', '.join(names[:_NAMED])}{more}"
+        yield f"note{whose}: {note}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def estimates(result: Result) -> go.Figure | None:
     several = len({row.precision for row in known}) > 1
     rows = [group[0] for group in groups]
     names = [_gpu(group, several=several) for group in groups]
-    about = [[label(", ".join(row.gpu for row in group)), *_facts(group[0])] for group in groups]
+    about = [[label(", ".join(dict.fromkeys(row.gpu for row in group))), *_facts(group)] for group in groups]
     figure = go.Figure()
     for key, words, colour, width in (
         ("max_batch_size", "expected", LIGHT["brisk"], 0.62),
@@ -58,12 +58,12 @@ def estimates(result: Result) -> go.Figure | None:
 
 
 def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
-    """GPUs with one and the same answer share a bar where there are too many for a bar each."""
+    """GPUs and precisions with one and the same answer share a bar where there are too many for a bar each."""
     if len(rows) <= _MOST_BARS:
         return [[row] for row in rows]
     groups: dict[tuple[object, ...], list[Estimate]] = {}
     for row in rows:
-        answer = (row.memory_bytes, row.precision, row.max_batch_size, row.safe_max_batch_size)
+        answer = (row.memory_bytes, row.max_batch_size, row.safe_max_batch_size)
         groups.setdefault(answer, []).append(row)
     return list(groups.values())
 
@@ -71,15 +71,17 @@ def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
 def _gpu(group: list[Estimate], *, several: bool) -> str:
     """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
     row = group[0]
+    more = len({each.gpu for each in group}) - 1
     words = [row.gpu]
-    words += [f"+{len(group) - 1}"] if len(group) > 1 else []
-    words += [row.precision] if several else []
+    words += [f"+{more}"] if more else []
+    words += ["/".join(dict.fromkeys(each.precision for each in group))] if several else []
     # two lines rather than a short first one: what tells GPUs apart is often at the end of their names
     return "<br>".join(map(label, textwrap.wrap(" ".join(words), _LONGEST_LINE, max_lines=2, placeholder="…")))
 
 
-def _facts(row: Estimate) -> list[str]:
-    return [size(row.memory_bytes), label(row.precision), label(row.confidence or "not stated")]
+def _facts(group: list[Estimate]) -> list[str]:
+    precisions = ", ".join(dict.fromkeys(row.precision for row in group))
+    return [size(group[0].memory_bytes), label(precisions), label(group[0].confidence or "not stated")]
 
 
 def efficiency(result: Result) -> go.Figure | None:
@@ -88,10 +90,9 @@ def efficiency(result: Result) -> go.Figure | None:
     if not known:
         return None
     figure = go.Figure()
-    precisions = list(dict.fromkeys(row.precision for row in known))
+    precisions, best = list(dict.fromkeys(row.precision for row in known)), _unbeaten(known)
     for precision, colour in zip(precisions, itertools.cycle(SERIES)):
         rows = [row for row in known if row.precision == precision]
-        best = _unbeaten(rows)
         figure.add_scatter(
             x=[row.samples_per_second for row in rows],
             y=[row.samples_per_joule for row in rows],
@@ -120,16 +121,16 @@ def efficiency(result: Result) -> go.Figure | None:
 
 
 def _unbeaten(rows: list[Estimate]) -> list[Estimate]:
-    """Those than which no other GPU is both faster and leaner."""
+    """Those than which no other is faster without being less lean, or leaner without being slower."""
 
     def figures(row: Estimate) -> tuple[float, float]:
         return row.samples_per_second or 0.0, row.samples_per_joule or 0.0
 
-    return [
-        row
-        for row in rows
-        if not any(all(a > b for a, b in zip(figures(other), figures(row), strict=True)) for other in rows)
-    ]
+    def beats(other: Estimate, row: Estimate) -> bool:
+        theirs, own = figures(other), figures(row)
+        return theirs != own and all(a >= b for a, b in zip(theirs, own, strict=True))
+
+    return [row for row in rows if not any(beats(other, row) for other in rows)]
 
 
 def step(result: Result) -> go.Figure | None:

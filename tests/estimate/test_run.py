@@ -80,8 +80,30 @@ def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_pa
     old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
     run = estimate_task(Question(task=str(path)), [old, Gpu()], ["auto"])
     assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
+    assert not any("emulated" in note for each in run.estimates for note in each.notes)
     (detail,) = run.details
     assert (detail.precision, detail.batch_size) == ("bf16", run.estimates[1].max_batch_size)
+
+
+def test_a_softmax_is_traced_at_both_half_precisions(tmp_path):
+    path = tmp_path / "scores.py"
+    path.write_text(
+        TASK.replace("nn.ReLU()", "nn.Softmax(-1)").replace("(1024, 4096)", "(1024, 8192)").replace("(4096,", "(8192,")
+    )
+    run = estimate_task(Question(task=str(path)), [Gpu()], ["bf16", "fp16"])
+    bf16, fp16 = run.estimates
+    assert 1.03 * bf16.max_batch_size < fp16.max_batch_size
+    assert [detail.precision for detail in run.details] == ["bf16", "fp16"]
+    (alone,) = estimate_task(Question(task=str(path)), [Gpu()], ["fp16"]).estimates
+    assert alone.max_batch_size == fp16.max_batch_size
+
+
+def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    old = Gpu("V100", generation="Volta", compute_capability=(7, 0))
+    rows = estimate_task(Question(task=str(path)), [old, Gpu()], ["bf16", "fp16"]).estimates
+    assert [any("bf16 is emulated" in note for note in row.notes) for row in rows] == [True, False, False, False]
 
 
 def test_what_no_change_makes_fit_is_said_to_be_for_several_gpus(tmp_path):

@@ -56,6 +56,7 @@ def test_peaks_are_estimated_within_eight_per_cent(name, monkeypatch):
     for row in rows:
         assert abs(row["allocated_error"]) < 0.08, row
         assert abs(row["reserved_error"]) < 0.08, row
+        assert row["safe_fits"], row
 
 
 @pytest.mark.timeout(600)

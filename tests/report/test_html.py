@@ -242,3 +242,9 @@ def test_markup_escapes_whatever_it_did_not_make_itself():
     assert tag("p", "<b>", Markup("<i></i>"), None, 3, title='"x"', hidden=False, class_="c") == (
         '<p title="&quot;x&quot;" class="c">&lt;b&gt;<i></i>3</p>'
     )
+
+
+def test_what_all_estimates_have_to_note_stands_on_the_page_once(result_of):
+    rows = [row.model_dump() | {"notes": ["convolutions differ"]} for row in result_of("estimate").estimates]
+    page = result_of("estimate", estimates=rows * 2).to_html()
+    assert page.count("note: convolutions differ") == 1

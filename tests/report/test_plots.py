@@ -155,6 +155,14 @@ def test_many_estimates_with_one_answer_share_a_bar():
     assert figure.layout.yaxis.ticktext == ("card 0 +29", "H200")
 
 
+def test_precisions_with_one_answer_share_a_bar_where_there_are_many():
+    document = estimated(*[(f"card {number}", 24) for number in range(15)])
+    document["estimates"] += [row | {"precision": "fp16"} for row in document["estimates"]]
+    figure = figures(Result.model_validate_json(json.dumps(document)))["estimates"]
+    (name,) = figure.layout.yaxis.ticktext
+    assert name == f"card 0 +14 {document['estimates'][0]['precision']}/fp16"
+
+
 @pytest.mark.parametrize("name", PLOTS)
 def test_a_plot_without_measurements_is_refused_by_name(result_of, name):
     plot = getattr(result_of("failed at once"), f"plot_{name}")
@@ -184,7 +192,7 @@ def test_labels_are_escaped_and_short():
 def test_gpus_that_none_beats_in_speed_and_energy_are_named(result_of):
     rows = [
         estimate(name, 80) | {"samples_per_second": speed, "samples_per_joule": lean}
-        for name, speed, lean in (("fast", 90.0, 2.0), ("lean", 30.0, 8.0), ("beaten", 20.0, 1.0))
+        for name, speed, lean in (("fast", 90.0, 2.0), ("lean", 30.0, 8.0), ("beaten", 30.0, 1.0))
     ]
     figure = result_of("estimate", estimates=rows).plot_efficiency()
     assert figure.data[0].text == ("fast", "lean", "")
