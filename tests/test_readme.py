@@ -54,11 +54,14 @@ def test_the_result_shown_in_the_readme_is_a_result_document():
     Result.model_validate(document | {"task": {"path": "model.py"}})
 
 
-def test_the_files_that_the_readme_points_to_exist():
+def test_the_files_and_headings_that_the_readme_points_to_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
     assert targets
     assert [target for target in targets if not (ROOT / target).exists()] == []
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    places = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= places
 
 
 def test_each_recipe_has_its_page_is_in_the_readme_and_run_by_a_test():
