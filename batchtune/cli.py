@@ -162,6 +162,10 @@ def probe(
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
     no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
+    nproc_per_node: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that train as one, each on its device; sizes are of each rank.")
+    ] = 1,
+    strategy: Annotated[Strategy, typer.Option(help="How several ranks share the work.")] = Strategy.ddp,
 ) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
@@ -171,6 +175,7 @@ def probe(
       batchtune probe train.py:make_trainer --no-oom --json -o probe.json
     """
     import batchtune
+    from batchtune.train.torchrun import rank_of_this_process
 
     with session.observer() as observer:
         result = batchtune.probe(
@@ -189,10 +194,13 @@ def probe(
             no_oom=no_oom,
             throughput=not no_throughput,
             accumulation=accumulation,
+            nproc_per_node=nproc_per_node,
+            strategy=strategy.value,
             observer=observer,
             run_folders=_run_folders(),
         )
-    session.deliver(result)
+    if rank_of_this_process() == 0:
+        session.deliver(result)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
@@ -246,6 +254,9 @@ def tune(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Runs at once, each on a device of its own.")
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
@@ -259,7 +270,8 @@ def tune(
     import batchtune
     from batchtune.config_file import load_config
 
-    extra = [f"storage={json.dumps(storage)}"] if storage else []
+    given = {"workers": workers, "storage": storage}
+    extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     loaded = load_config(config, [*(overrides or []), *extra])
     with session.observer(loaded.budget.total) as observer:
         if dry_run:
