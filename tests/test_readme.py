@@ -24,6 +24,7 @@ def test_there_are_exactly_two_set_up_commands_each_a_single_line_with_its_own_e
 
 
 def run_in_order(lines, folder):
+    folder.mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for line in lines:
         command = [sys.executable, "-m", "batchtune", *shlex.split(line)[1:]]
@@ -36,9 +37,9 @@ def test_the_commands_run_in_order(tmp_path, pool):
     chains = {folder: [line for line in CONSOLE if re.search(rf"\b{folder}\b", line)] for folder in folders}
     assert sorted(line for chain in chains.values() for line in chain) == sorted(CONSOLE)
     assert len(chains["mymodel"]) > 6
-    for done in [pool.submit(run_in_order, chain, tmp_path) for chain in chains.values()]:
+    for done in [pool.submit(run_in_order, chain, tmp_path / folder) for folder, chain in chains.items()]:
         done.result()
-    assert "## batchtune tune: mymodel" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "## batchtune tune: mymodel" in (tmp_path / "mymodel" / "summary.md").read_text(encoding="utf-8")
 
 
 def test_the_result_shown_in_the_readme_is_a_result_document():
@@ -53,11 +54,14 @@ def test_the_result_shown_in_the_readme_is_a_result_document():
     Result.model_validate(document | {"task": {"path": "model.py"}})
 
 
-def test_the_files_that_the_readme_points_to_exist():
+def test_the_files_and_headings_that_the_readme_points_to_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
     assert targets
     assert [target for target in targets if not (ROOT / target).exists()] == []
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    places = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= places
 
 
 def test_each_recipe_has_its_page_is_in_the_readme_and_run_by_a_test():

@@ -18,6 +18,7 @@ from batchtune.results import Recommendation, Result
 Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
 _PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
+_OF_TRAINING_ARGUMENTS = {"weight_decay": "weight_decay", "eps": "adam_epsilon"}  # an optimizer's, as the Trainer says
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -136,6 +137,7 @@ def _hf(found: Recommendation, result: Result) -> Values:
         "per_device_train_batch_size": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "learning_rate": found.learning_rate,
+        **{theirs: found.optimizer_arguments.get(name) for name, theirs in _OF_TRAINING_ARGUMENTS.items()},
         "bf16": found.precision == "bf16",
         "fp16": found.precision == "fp16",
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
@@ -144,10 +146,14 @@ def _hf(found: Recommendation, result: Result) -> Values:
 
 
 def _hf_notes(found: Recommendation, result: Result) -> list[str]:
-    name = result.task.optimizer
-    if found.learning_rate is None or name in {None, "AdamW"}:
-        return []
-    return [f"the learning rate is one for {name}, and the Trainer takes AdamW unless its 'optim' says otherwise"]
+    optimizer, notes = result.task.optimizer, list[str]()
+    if found.learning_rate is not None and optimizer not in {None, "AdamW"}:
+        made_for = f"the learning rate is one for {optimizer}"
+        notes.append(f"{made_for}, and the Trainer takes AdamW unless its 'optim' says otherwise")
+    for name, value in found.optimizer_arguments.items():
+        if name not in _OF_TRAINING_ARGUMENTS:
+            notes.append(f"no field says {name}={value!r}: give it to your optimizer")
+    return notes
 
 
 def _lightning(found: Recommendation, result: Result) -> Values:
@@ -160,6 +166,7 @@ def _lightning(found: Recommendation, result: Result) -> Values:
         "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
         "data.batch_size": found.micro_batch_size,
         "model.lr": found.learning_rate,
+        **{f"model.{name}": value for name, value in found.optimizer_arguments.items()},
     }
 
 
@@ -182,6 +189,7 @@ def _deepspeed(found: Recommendation, result: Result) -> Values:
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "optimizer.type": result.task.optimizer if found.learning_rate is not None else None,
         "optimizer.params.lr": found.learning_rate,
+        **{f"optimizer.params.{name}": value for name, value in found.optimizer_arguments.items()},
         "torch_autocast.enabled": True if half else None,
         "torch_autocast.dtype": half,
     }
@@ -193,7 +201,8 @@ def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
     if found.learning_rate is not None:
         missing = "its other settings" if result.task.optimizer else "its type and other settings"
-        notes.append(f"of your optimizer only the learning rate was searched: add {missing} yourself")
+        searched = ["the learning rate", *found.optimizer_arguments]
+        notes.append(f"of your optimizer only {', '.join(searched)} was searched: add {missing} yourself")
     return notes
 
 
@@ -202,6 +211,7 @@ def _env(found: Recommendation, result: Result) -> Values:  # noqa: ARG001 - one
         "BATCH_SIZE": found.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
+        **{name.upper(): value for name, value in found.optimizer_arguments.items()},
         "PRECISION": found.precision,
     }
 

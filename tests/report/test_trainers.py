@@ -93,6 +93,17 @@ def test_deepspeed_gets_the_optimizer_that_the_learning_rate_was_found_with(tune
     assert deepspeed(with_sgd)["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4}}
 
 
+def test_further_arguments_of_the_optimizer_that_were_searched_come_along(tuned):
+    searched = on("cuda", tuned, optimizer_arguments={"weight_decay": 0.05, "nesterov": True})
+    assert hf(searched)["weight_decay"] == 0.05
+    assert EXPORTS["hf"].said_beside(searched) == ["no field says nesterov=True: give it to your optimizer"]
+    assert lightning(searched)["model"] == {"lr": 3e-4, "weight_decay": 0.05, "nesterov": True}
+    assert lightning(searched, "model.weight_decay=model.decay")["model"]["decay"] == 0.05
+    assert deepspeed(searched)["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.05, "nesterov": True}
+    assert "only the learning rate, weight_decay, nesterov was" in EXPORTS["deepspeed"].said_beside(searched)[-1]
+    assert {"WEIGHT_DECAY=0.05", "NESTEROV=True"} < set(EXPORTS["env"].text(searched).splitlines())
+
+
 def test_the_shell_reads_the_variables_as_they_are(tuned):
     text = EXPORTS["env"].text(tuned)
     assert text.splitlines() == [
