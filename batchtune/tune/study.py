@@ -32,7 +32,7 @@ from batchtune.tune.trials import NO_TIME_LEFT, Trials
 __all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.01  # expected improvement of log time below which two proposals in a row end the search
-MIN_SEARCH_TRIALS = 8
+MIN_SEARCH_TRIALS = 10
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used

@@ -140,11 +140,11 @@ class Surface:
             math.log10(prior.anchor_learning_rate),
             0.6,  # between Adam's 1/2 and SGD's 1; the median exponent over MLPerf's convergence points is 0.43
             0.0,  # gradient flow
-            math.log(3.0),
+            math.log(2.5),
             math.log(_NOISE),
         ]
         return np.array(mean), np.array(
-            [0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.3, 0.7, _NOISE_SPREAD]
+            [0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.15, 0.4, _NOISE_SPREAD]
         )
 
     def _log_prior(self, theta: Array) -> Array:
