@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from batchtune.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait spinning slow those of other processes tenfold
 
 LINEAR = """
 import torch

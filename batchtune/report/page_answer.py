@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import believed, estimated, named_values, probes_of
 from batchtune.report.units import duration, number, size
-from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, step_time
+from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, ranks, step_time
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 _MOST_ESTIMATES = 20
@@ -131,7 +131,8 @@ def _probed(probe: ProbeResult) -> Markup:
     ]
     words = "is the largest micro-batch size that trains"
     why = tag("p", _sentence(certificate(probe)), class_="why")
-    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, _step_time(probe), _data(probe))
+    more = [_step_time(probe), _ranks(probe), _data(probe)]
+    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, *more)
 
 
 def _step_time(probe: ProbeResult) -> Markup | None:
@@ -139,6 +140,11 @@ def _step_time(probe: ProbeResult) -> Markup | None:
     if fit is None:
         return None
     return tag("p", tag("b", "Step time: "), f"{step_time(fit)}.", class_="target")
+
+
+def _ranks(probe: ProbeResult) -> Markup | None:
+    found = probe.data_parallel
+    return None if found is None else tag("p", tag("b", "Ranks: "), _sentence(ranks(found)), class_="target")
 
 
 def _data(probe: ProbeResult) -> Markup | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
 from typing import Any
 
 import optuna
@@ -16,6 +19,7 @@ from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
 from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
+from batchtune.tune.crew import Crew, work_alone
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
@@ -31,8 +35,9 @@ from batchtune.tune.trials import NO_TIME_LEFT, Trials
 
 __all__ = ["Plan", "TuneStudy"]
 
-ENOUGH = 0.01  # expected improvement of log time below which two proposals in a row end the search
+ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10
+_QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
@@ -46,10 +51,16 @@ class TuneStudy:
         worker: the child that trains.
         storage: where the study is kept.
         observer: told of every trial.
+        crew: the workers that share the trials, `worker` among them; None: there is no other.
     """
 
-    def __init__(self, plan: Plan, worker: Worker, storage: BaseStorage, observer: Observer) -> None:
+    def __init__(
+        self, plan: Plan, worker: Worker, storage: BaseStorage, observer: Observer, crew: Crew | None = None
+    ) -> None:
         self._plan, self._observer = plan, observer
+        self._work: Callable[[Callable[[Worker], bool]], None] = crew.work if crew else partial(work_alone, worker)
+        self._lock = crew.lock if crew else RLock()
+        self._at_once, self._under_way, self._quiet = len(crew) if crew else 1, 0, 0
         config = plan.config
         cost = cost_of(config.objective.kind)
         pruner = TimeToValuePruner(config.objective.goal, step=cost.step) if cost else None
@@ -68,7 +79,6 @@ class TuneStudy:
         self.study.sampler = self._sampler = self._make_sampler(paused)
         self._trials = Trials(
             plan=plan,
-            worker=worker,
             study=self.study,
             space=self._space,
             ledger=self._ledger,
@@ -76,6 +86,8 @@ class TuneStudy:
             paused=paused,
             observer=observer,
             seconds_left=self._seconds_left,
+            lock=self._lock,
+            at_once=self._at_once,
         )
         if plan.prior is not None and "prior" not in self.study.user_attrs:
             self.study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
@@ -198,22 +210,37 @@ class TuneStudy:
 
     def _drain(self) -> None:
         """Runs whatever is queued."""
-        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._trials.run_next()
+
+        def is_wanted() -> bool:
+            return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+        self._work(lambda worker: self._trials.run_next(worker, is_wanted))
 
     def _search(self) -> None:
-        config = self._plan.config
-        quiet = 0
-        while quiet < 2 and self._ledger.searched() < config.budget.trials:  # noqa: PLR2004 - twice is no accident
-            if self._seconds_left() <= self._reserve():
-                self._observer.note("the search ends: what is left of budget.total is for confirmation")
-                return
-            self._trials.run_next()
+        self._quiet = self._under_way = 0
+        self._work(self._search_on)
+        if self._quiet >= _QUIET:
+            self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
+        elif self._ledger.searched() < self._plan.config.budget.trials:
+            self._observer.note("the search ends: what is left of budget.total is for confirmation")
+
+    def _search_on(self, worker: Worker) -> bool:
+        """Runs one trial of the search on a worker, if there is to be another."""
+        if not self._trials.run_next(worker, self._is_search_wanted):
+            return False
+        with self._lock:
+            self._under_way -= 1
             gain = getattr(self._sampler, "last_expected_improvement", None)
             settled = gain is not None and len(self._ledger.finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
-            quiet = quiet + 1 if settled else 0
-        if quiet:
-            self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
+            self._quiet = self._quiet + 1 if settled else 0
+        return True
+
+    def _is_search_wanted(self) -> bool:
+        started = self._ledger.searched() + self._under_way
+        wanted = self._quiet < _QUIET and started < self._plan.config.budget.trials
+        wanted = wanted and self._seconds_left() > self._reserve()
+        self._under_way += wanted
+        return wanted
 
     def _seconds_left(self) -> float:
         """Of budget.total; the probe and earlier starts are counted in."""
@@ -245,11 +272,12 @@ class TuneStudy:
         done = [(self._space.of(trial), trial.seed) for trial in self._ledger.records() if over(trial)]
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
-            for params in planned:
+            missing = [params for params in planned if (params, seed) not in done]
+            for first in range(0, len(missing), self._at_once):
                 if self._seconds_left() <= 0:
                     self._observer.note(f"the confirmation ends: {NO_TIME_LEFT}")
                     return
-                if (params, seed) not in done:
+                for params in missing[first : first + self._at_once]:
                     self._queue(params, "confirm", seed)
                 self._drain()
 

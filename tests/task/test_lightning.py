@@ -10,7 +10,7 @@ from torch.utils.data import SequentialSampler
 from batchtune.errors import UsageError
 from batchtune.task.adapted import loader_parts, resized, set_learning_rate
 from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, training_batches
+from batchtune.train.step import Trainer, TrainingBatches
 
 SPELLINGS = [
     pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))
@@ -90,7 +90,7 @@ def lit(load):
 def trained(task, steps=1, **options):
     """A trainer that has taken so many steps on the task's own batches."""
     trainer = Trainer(task, CPU, "fp32", **options)
-    batches = training_batches(task, 4, 0)
+    batches = TrainingBatches(task, 4, 0)
     for _ in range(steps):
         trainer.step(batches)
     return trainer
@@ -168,7 +168,7 @@ class TestLearningRate:
 """
         task = lit(methods)
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
-        batches, seen = training_batches(task, 4, 0), []
+        batches, seen = TrainingBatches(task, 4, 0), []
         for _ in rates:
             seen.append(trainer.optimizer.param_groups[0]["lr"] / 0.1)
             trainer.step(batches)
@@ -379,12 +379,7 @@ class TestRefusals:
 
 
 class TestCommands:
-    """The real command on a module that is not rewritten."""
-
-    CONFIG = (
-        "task: linear.py:Lit\nbaseline: {batch_size: 4, learning_rate: 1e-2}\nbatch_size: {max: 8, multiple_of: 4}\n"
-        "budget: {run: 300ms, total: 5m, trials: 3}\nconfirm: {seeds: 2, top: 1}\n"
-    )
+    """The real command on a module that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
 
     def test_it_is_probed(self, cli):
         cli.write("linear.py", MODULE + OWN_LOADERS)
@@ -392,13 +387,6 @@ class TestCommands:
         assert found.code == 0, found.err
         assert found.document["probe"]["max_batch_size"] == 20
         assert found.document["probe"]["limited_by"] == "dataset"
-
-    def test_it_is_tuned(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS)
-        cli.write("config.yaml", self.CONFIG)
-        found = cli("tune", "config.yaml", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["recommendation"]["micro_batch_size"] in {4, 8}
 
     def test_it_is_estimated(self, cli):
         cli.write("linear.py", MODULE + OWN_LOADERS)

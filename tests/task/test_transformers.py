@@ -8,7 +8,7 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.errors import UsageError
 from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, training_batches
+from batchtune.train.step import Trainer, TrainingBatches
 
 pytestmark = [
     pytest.mark.skipif(
@@ -70,7 +70,7 @@ def trainer_task(load):
 
 def trained(task, steps=1, **options):
     trainer = Trainer(task, CPU, "fp32", **options)
-    batches = training_batches(task, 4, 0)
+    batches = TrainingBatches(task, 4, 0)
     for _ in range(steps):
         trainer.step(batches)
     return trainer
@@ -166,7 +166,7 @@ class TestWhatItTrainsWith:
     def test_the_schedule_goes_over_the_runs_steps(self, trainer_task):
         task = trainer_task("lr_scheduler_type='linear', warmup_steps=2")
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=6)
-        batches, rates = training_batches(task, 4, 0), []
+        batches, rates = TrainingBatches(task, 4, 0), []
         for _ in range(6):
             rates.append(trainer.optimizer.param_groups[0]["lr"])
             trainer.step(batches)
@@ -306,12 +306,7 @@ class TestAModelAlone:
 
 
 class TestCommands:
-    """The real command on a script that is not rewritten."""
-
-    CONFIG = (
-        "task: train.py:make\nbaseline: {batch_size: 4, learning_rate: 1e-2}\nbatch_size: {max: 8, multiple_of: 4}\n"
-        "budget: {run: 300ms, total: 5m, trials: 3}\nconfirm: {seeds: 2, top: 1}\n"
-    )
+    """The real command on a script that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
 
     def test_a_trainer_is_probed(self, cli):
         cli.write("train.py", SCRIPT)
@@ -319,13 +314,6 @@ class TestCommands:
         assert found.code == 0, found.err
         assert found.document["probe"]["max_batch_size"] == 40
         assert found.document["probe"]["limited_by"] == "dataset"
-
-    def test_a_trainer_is_tuned(self, cli):
-        cli.write("train.py", SCRIPT)
-        cli.write("config.yaml", self.CONFIG)
-        found = cli("tune", "config.yaml", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["recommendation"]["micro_batch_size"] in {4, 8}
 
     @pytest.mark.parametrize("attribute", ["make", "bert"])
     def test_both_are_estimated(self, cli, attribute):
