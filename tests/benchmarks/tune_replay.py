@@ -116,6 +116,11 @@ def shown(value: float, digits: int = 1) -> str:
     return "never" if math.isinf(value) else f"{value:.{digits}f}"
 
 
+def times(ratio: float) -> str:
+    """How many times cheaper, in words where the others have no figure."""
+    return "half of the others' runs never get there" if math.isinf(ratio) else f"{ratio:.1f} ×"
+
+
 def percent(value: float) -> str:
     return "no answer" if math.isinf(value) else f"{value - 1:+.0%}"
 
@@ -176,11 +181,11 @@ def goals(found: dict[str, dict[str, list[Repetition]]], records: dict[str, Reco
     for given, where in ((costs, ""), (spared, ", their baseline's run taken off")):
         if DEFAULTS in given:
             ratio = quantile(given[DEFAULTS], 0.5) / ours
-            lines.append((f"at least 5 × cheaper than Optuna's defaults{where}", f"{shown(ratio)} ×", ratio >= 5))
+            lines.append((f"at least 5 × cheaper than Optuna's defaults{where}", times(ratio), ratio >= 5))
         halving = min((quantile(given[name], 0.5) for name in HALVING if name in given), default=math.nan)
         if not math.isnan(halving):
             ratio = halving / ours
-            lines.append((f"at least 2 × cheaper than the best halving{where}", f"{shown(ratio)} ×", ratio >= 2))
+            lines.append((f"at least 2 × cheaper than the best halving{where}", times(ratio), ratio >= 2))
     return "\n".join(f"- {what}: {figure}: {'met' if met else 'MISSED'}" for what, figure, met in lines)
 
 
