@@ -73,6 +73,11 @@ class Ledger:
         """Runs of the search so far, failed ones included, so that a search in which all fail ends, too."""
         return sum(1 for trial in self.records() if trial.role == "search" and trial.outcome is not None)
 
+    def last_outcome(self, role: Role) -> str | None:
+        """How the latest run of a role ended; None where there was none."""
+        outcomes = [trial.outcome for trial in self.records() if trial.role == role and trial.outcome is not None]
+        return outcomes[-1] if outcomes else None
+
     def user_errors(self) -> int:
         """Trials in which the user's code raised."""
         return sum(1 for trial in self.records() if trial.outcome == "user_error")

@@ -87,6 +87,7 @@ class Limits:
         searched, fresh = self._ledger.finished("search"), self._ledger.finished("confirm")
         if params == self._space.baseline:
             costs = [trial.value for trial in fresh if trial.params != params and trial.value is not None]
-            return LOST_FACTOR * max(costs) if costs else None
+            best = max(costs, default=self._ledger.best_cost())
+            return LOST_FACTOR * best if best is not None else None
         own = [trial.value for trial in searched if trial.params == params and trial.value is not None]
         return LOST_FACTOR * min(own) if own else None

@@ -35,8 +35,8 @@ from batchtune.tune.trials import NO_TIME_LEFT, Trials
 
 __all__ = ["Plan", "TuneStudy"]
 
-ENOUGH = 0.03  # expected improvement of log time that is worth another run
-MIN_SEARCH_TRIALS = 6
+ENOUGH = 0.01  # expected improvement of log time that is worth another run
+MIN_SEARCH_TRIALS = 10
 _QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
@@ -134,8 +134,8 @@ class TuneStudy:
 
         A baseline is slow, or nobody would tune it: whatever runs after a good configuration can be cut sooner.
         """
-        prior = self._plan.prior
-        return bool(self._targets.current.value and not self._targets.is_automatic and prior and prior.range_tests)
+        prior, has_target = self._plan.prior, self._targets.current.value is not None
+        return has_target and not self._targets.is_automatic and prior is not None and bool(prior.range_tests)
 
     def _run_baseline(self) -> None:
         if not self._ledger.finished("baseline"):
@@ -158,8 +158,8 @@ class TuneStudy:
             self._queue(self._space.baseline | start, "search", self._plan.config.seed + len(self.study.trials))
             self._drain()
             self._targets.check_start(self._ledger)
-            if self._ledger.best_seconds("search") is not None:
-                return
+            if self._ledger.last_outcome("search") not in {"pruned", "diverged"}:
+                return  # it got there, or something else than its learning rate was in the way
 
     @property
     def target(self) -> Target:

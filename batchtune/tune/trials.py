@@ -85,7 +85,7 @@ class Trials:
         return True
 
     def _spec(self, trial: Trial, role: Role, seed: int, earlier: FrozenTrial | None) -> RunSpec:
-        runs_through = not self.targets.current.value or (role == "baseline" and self.targets.is_automatic)
+        runs_through = self.targets.current.value is None or (role == "baseline" and self.targets.is_automatic)
         target = None if runs_through else self.targets.current.value
         spec = Limits(self.plan, self.space, self.ledger).spec(trial.params, role, seed, target)
         if earlier is not None:
