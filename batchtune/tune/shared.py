@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -39,6 +40,14 @@ class Machines:
     def __init__(self, study: Study) -> None:
         self._study = study
         self.several = is_heartbeat_enabled(study._storage)  # noqa: SLF001 - Optuna shows it nowhere else
+        if self.several:  # it wants Study.optimize, whose signs of life are given here
+            warnings.filterwarnings("ignore", message="Heartbeat of storage|.*fail_stale_trials is experimental")
+
+    def announce(self, trial: optuna.Trial) -> None:
+        """Gives a trial its first sign of life, at once after it was asked for: without one it is never missed."""
+        storage: Any = self._study._storage  # noqa: SLF001 - as above
+        if self.several:
+            storage.record_heartbeat(trial._trial_id)  # noqa: SLF001 - Optuna's own name of it
 
     @contextlib.contextmanager
     def sign_of_life(self, trial: optuna.Trial) -> Iterator[None]:
@@ -72,6 +81,7 @@ def settle(
     Raises:
         UsageError: the study cannot be opened.
     """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         study = optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
     except ValueError as error:

@@ -67,6 +67,7 @@ class Trials:
             if not is_wanted():
                 return False
             trial = self.study.ask(self.space.distributions)
+            self.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
             earlier = self.paused.find(trial.params) if role == "search" else None
             seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
