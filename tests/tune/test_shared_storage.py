@@ -130,7 +130,22 @@ def quick(monkeypatch):
     monkeypatch.setattr(storage_module, "GRACE_SECONDS", 2)
 
 
-def machine(folder: Path, url: str) -> subprocess.Popen:
+@pytest.fixture
+def machine(tmp_path):
+    """Starts machines, and ends those that the test has left."""
+    started = []
+
+    def start(name: str, url: str) -> subprocess.Popen:
+        started.append(start_machine(tmp_path / name, url))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start_machine(folder: Path, url: str) -> subprocess.Popen:
     folder.mkdir()
     for name, text in {"linear.py": LINEAR, "config.yaml": CONFIG, "machine.py": MACHINE}.items():
         (folder / name).write_text(text)
@@ -146,11 +161,11 @@ def await_line(process: subprocess.Popen, beginning: str) -> str:
     raise AssertionError(f"ended before {beginning!r}")
 
 
-def test_a_second_machine_joins_takes_over_from_one_that_is_killed_and_finishes(server, tmp_path):
+def test_a_second_machine_joins_takes_over_from_one_that_is_killed_and_finishes(server, machine, tmp_path):
     url = server.new_database("takeover")
-    first = machine(tmp_path / "first", url)
+    first = machine("first", url)
     await_line(first, "started 0 baseline")
-    second = machine(tmp_path / "second", url)
+    second = machine("second", url)
     started = await_line(first, "started").split()  # a run of the search
     first.send_signal(signal.SIGKILL)
     first.communicate()
