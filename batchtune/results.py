@@ -39,6 +39,10 @@ class Interval(Record):
     median: float
     low: float
     high: float
+    at_least: bool = Field(
+        default=False,
+        description="Runs were cut off before their end, so that the true median is higher and has no upper bound.",
+    )
 
 
 class Attempt(Record):
@@ -51,6 +55,9 @@ class Attempt(Record):
     peak_reserved_bytes: int | None = None
     forward_backward_peak_bytes: int | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
+    )
+    growth_bytes_per_step: int | None = Field(
+        default=None, description="By how much each step's peak was higher than the one's before; absent if it was not."
     )
     step_seconds: Figure = Field(
         default=None, description="Median optimizer step, device synchronised, warm-up and compilation excluded."
@@ -246,6 +253,9 @@ class RangeTest(Record):
     edge_learning_rate: Figure = Field(
         default=None, description="Where training came apart; absent where it did not up to the highest rate."
     )
+    lowest_loss_learning_rate: Figure = Field(
+        default=None, description="Where the smoothed loss was least before training came apart."
+    )
     highest_learning_rate: float
     steps: int
     seconds: float
@@ -267,9 +277,12 @@ class Prior(Record):
 
     batch_sizes: list[int]
     batch_sizes_reason: str
-    learning_rate: float = Field(description="Believed best at the baseline's batch size.")
+    learning_rate: float = Field(description="Believed best at `start_batch_size`.")
     learning_rate_decades: float = Field(description="Standard deviation of that belief.")
     learning_rate_reason: str
+    start_batch_size: int | None = Field(
+        default=None, description="Believed best before the search; absent in results of earlier versions."
+    )
     micro_batch_size: int | None = Field(default=None, description="Chosen for a fixed global batch.")
     micro_batch_reason: str | None = None
     range_tests: list[RangeTest] = []

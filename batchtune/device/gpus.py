@@ -15,6 +15,7 @@ from batchtune.errors import UsageError
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 _TERA, _LISTED_AT_MOST = 1e12, 8
 # Words that drivers and people put before or after the part that tells one GPU from another.
+_GIGABYTES = re.compile(r"\b(\d+) ?(?:g|gib|gb)\b")
 _NOISE = re.compile("nvidia|geforce|tesla|amd|radeon|instinct|apple|rtx|gtx|rx|graphics|generation|edition|gpu")
 
 
@@ -130,7 +131,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
 
 
 def _words(name: str) -> list[str]:
-    return re.findall("[a-z0-9]+", _NOISE.sub(" ", name.lower()))
+    return re.findall("[a-z0-9]+", _GIGABYTES.sub(r"\1gb", _NOISE.sub(" ", name.lower())))
 
 
 def _labels(gpu: Gpu) -> list[list[str]]:

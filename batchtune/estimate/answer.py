@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
+from batchtune.estimate.allocator import ExpandableAllocator
 from batchtune.estimate.calibration import Offsets
-from batchtune.estimate.capacity import LARGEST, TracedStep, largest_allocated, largest_batch
+from batchtune.estimate.capacity import LARGEST, Search, TracedStep
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.overheads import (
     Confidence,
@@ -30,8 +31,11 @@ _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one si
 def warm_up() -> dict[str, Any]:
     """Loads all that a trace needs but the user's code."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
+    gc.disable()  # modules stay for good: looking for garbage among them takes a fifth of their import
     import batchtune.estimate.trace  # noqa: F401
 
+    gc.freeze()
+    gc.enable()
     return {}
 
 
@@ -56,13 +60,13 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
-        search = _Search(step)
+        searches = _Searches(Search(step), Search(step, ExpandableAllocator))
         rows = []
         for gpu in gpus:
             facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
             aligned = isinstance(found, FittedStep)
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
-            rows.append(_row(step, search, capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
+            rows.append(_row(step, searches, capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
         largest = max((row["max_batch_size"] for row in rows), default=0)
         return {"gpus": rows, "details": [detail(step, largest or 1)]}
     except CannotTraceError as refusal:
@@ -99,7 +103,7 @@ def expectation(step: Step, ops: set[str], gpu: dict[str, Any], memory_limit: in
     measured = _measured(gpu)
     unseen, workspace = unseen_share(ops, measured), workspace_bytes(gpu["generation"], ops, measured)
     room = max(0, memory_limit - workspace)
-    expected = largest_batch(step, int(room / (1 + unseen)), resolution=_FORESEEN_RESOLUTION)
+    expected = Search(step, resolution=_FORESEEN_RESOLUTION)(int(room / (1 + unseen)))
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return {
         "expected": expected,
@@ -114,33 +118,25 @@ def _measured(gpu: dict[str, Any]) -> Offsets:
     return Offsets(**gpu.get("measured", {}))
 
 
-class _Search:
-    """Largest batches of one step by capacity: each is sought once, and near the share at which the last was found."""
+@dataclass(frozen=True)
+class _Searches:
+    """The searches of one step, by the allocator's segments."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._found: dict[tuple[int, type[CachingAllocator]], int] = {}
-        self._near: dict[type[CachingAllocator], float] = {}
-
-    def __call__(self, capacity: int, allocator: type[CachingAllocator] = CachingAllocator) -> int:
-        within = _rounded_down(capacity)
-        if (within, allocator) not in self._found:
-            found = largest_batch(self._step, within, allocator, near=self._near.get(allocator, 1.0))
-            self._found[within, allocator] = found
-            self._near[allocator] = found / (largest_allocated(self._step, within) or 1)
-        return self._found[within, allocator]
+    fixed: Search
+    expandable: Search
 
 
-def _row(step: Step, search: _Search, capacity: int, sure: Confidence) -> dict[str, Any]:
-    expected = search(capacity)
+def _row(step: Step, searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:
+    within = _rounded_down(capacity)
+    expected = searches.fixed(within)
     row: dict[str, Any] = {
         "capacity_bytes": capacity,
         "confidence": str(sure),
         "notes": list(sure.notes),
         "max_batch_size": expected,
         "limited_by": "max" if expected >= LARGEST else "memory",
-        "safe_max_batch_size": min(expected, search(int(capacity / (1 + sure.band)))),
-        "expandable_segments_max_batch_size": max(expected, search(capacity, ExpandableAllocator)),
+        "safe_max_batch_size": min(expected, searches.fixed(_rounded_down(int(capacity / (1 + sure.band))))),
+        "expandable_segments_max_batch_size": max(expected, searches.expandable(within)),
     }
     if expected:
         row["peak_bytes"] = peak_allocated_bytes(step, expected)

@@ -15,42 +15,65 @@ _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estim
 _STEPS_PER_DOUBLING = 4
 
 
-def largest_batch(
-    step: Step,
-    capacity_bytes: int,
-    allocator: Callable[[int | None], CachingAllocator] = CachingAllocator,
-    *,
-    resolution: int = _RESOLUTION,
-    near: float = 1.0,
-) -> int:
-    """The largest batch size whose replay stays within the capacity, to 1/256 of itself; 0 where 1 does not fit.
+class Search:
+    """The largest batch sizes of one step by capacity; each search makes the next one shorter.
+
+    A size that one capacity holds is taken to be held by a larger one too, and is looked for near the share of its
+    live storages at which the last was found.
 
     Args:
         step: the training step.
-        capacity_bytes: what the allocator may reserve.
         allocator: CachingAllocator or ExpandableAllocator.
-        resolution: the answer is less than 1/resolution below the largest that fits; sizes up to it are exact.
-        near: where to look first, as a share of what live storages alone would allow.
+        resolution: answers are less than 1/resolution below the largest that fits; sizes up to it are exact.
     """
-    bound = largest_allocated(step, capacity_bytes)
-    gap = finest = max(1, bound // resolution)
-    fitting, failing = 0, bound + 1
-    size = min(bound, max(1, round(bound * near)))
-    while fitting < size < failing:  # away from the first look in ever larger strides, until the limit is passed
-        if _fits(step, size, capacity_bytes, allocator):
-            fitting, size = size, size + gap
-        else:
-            failing, size = size, size - gap
-        if fitting and failing <= bound:
-            break
-        gap *= 2
-    while failing - fitting > finest:
-        middle = (fitting + failing) // 2
-        if _fits(step, middle, capacity_bytes, allocator):
-            fitting = middle
-        else:
-            failing = middle
-    return fitting
+
+    def __init__(
+        self,
+        step: Step,
+        allocator: Callable[[int | None], CachingAllocator] = CachingAllocator,
+        *,
+        resolution: int = _RESOLUTION,
+    ) -> None:
+        self._step, self._allocator, self._resolution = step, allocator, resolution
+        self._share = 1.0  # of what live storages alone would allow
+        self._held: dict[int, int] = {}  # the least capacity that held a size
+        self._too_small: dict[int, int] = {}  # the greatest capacity that did not
+
+    def __call__(self, capacity_bytes: int) -> int:
+        """The largest batch size whose replay stays within the capacity; 0 where 1 does not fit."""
+        bound = largest_allocated(self._step, capacity_bytes)
+        gap = finest = max(1, bound // self._resolution)
+        fitting, failing = 0, bound + 1
+        size = bound if bound == LARGEST else min(bound, max(1, round(bound * self._share)))
+        while fitting < size < failing:  # away from the first look in ever larger strides, until the limit is passed
+            if self._fits(size, capacity_bytes):
+                fitting, size = size, size + gap
+            else:
+                failing, size = size, size - gap
+            if fitting and failing <= bound:
+                break
+            gap *= 2
+        while failing - fitting > finest:
+            middle = (fitting + failing) // 2
+            if self._fits(middle, capacity_bytes):
+                fitting = middle
+            else:
+                failing = middle
+        self._share = fitting / bound if fitting else self._share
+        return fitting
+
+    def _fits(self, batch_size: int, capacity_bytes: int) -> bool:
+        if capacity_bytes >= self._held.get(batch_size, math.inf):
+            return True
+        if capacity_bytes <= self._too_small.get(batch_size, -1):
+            return False
+        try:
+            replay(self._step, batch_size, self._allocator(capacity_bytes))
+        except OutOfMemory:
+            self._too_small[batch_size] = capacity_bytes
+            return False
+        self._held[batch_size] = capacity_bytes
+        return True
 
 
 def largest_allocated(step: Step, capacity_bytes: float) -> int:
@@ -67,16 +90,6 @@ def largest_allocated(step: Step, capacity_bytes: float) -> int:
         else:
             failing = middle
     return fitting
-
-
-def _fits(
-    step: Step, batch_size: int, capacity_bytes: int, allocator: Callable[[int | None], CachingAllocator]
-) -> bool:
-    try:
-        replay(step, batch_size, allocator(capacity_bytes))
-    except OutOfMemory:
-        return False
-    return True
 
 
 class TracedStep:

@@ -23,6 +23,9 @@ _VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
 _HOOK_METHODS = 80  # more than at::CUDAHooksInterface has
 _HOOK_OFFSET = 2  # a vtable's two words before its first method: offset to top, type information
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterface's vtable
+# What native_functions.yaml gives a kernel for CUDA and, for all other devices, a composite of several operators, each
+# with a result of its own: without the kernel, that composite is what a CPU-only build would run.
+_ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 
 
 class _FakeMode(FakeTensorMode):
@@ -47,9 +50,27 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         stack.enter_context(_replaced())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes belong to one thread
         stack.enter_context(cuda_attention())
+        stack.enter_context(_cuda_kernels())
         mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)
         stack.enter_context(mode)
         yield mode
+
+
+@contextlib.contextmanager
+def _cuda_kernels() -> Iterator[None]:
+    """Kernels by name only: tensors without data never reach them."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _ONE_KERNEL_ON_CUDA:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
+            library.impl(name, _not_to_be_run, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()  # noqa: SLF001
+
+
+def _not_to_be_run(*_: Any) -> Any:
+    raise NotImplementedError("a kernel for tensors without data")
 
 
 def require_cuda_autograd() -> None:

@@ -22,6 +22,7 @@ from batchtune.estimate.places import place_outside_torch
 from batchtune.estimate.scratch import scratch_bytes
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
 _MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
 _ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
@@ -44,6 +45,11 @@ class Recorder(TorchDispatchMode):
         self._reads: Counter[str | None] = Counter()
         self._modules: list[nn.Module] = []
         self._paths: dict[int, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while this records, so dispatch need not be guarded against it, call by call."""
+        return False
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage in the trace; None for one that is not there."""
@@ -90,6 +96,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._read(args[0])
         out = self._run(func, args, kwargs)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
+from batchtune.report.units import size
 from batchtune.results import Estimate, MemoryDetail
 from batchtune.train.worker import Worker
 
@@ -104,7 +105,7 @@ def estimate_task(
         if name not in (*PRECISIONS, "auto"):
             raise UsageError(f"--precision {name}: not one of {', '.join(PRECISIONS)} or auto")
     asked = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
-    traced = {_TRACED_AS.get(name, name): name for _, name in reversed(asked)}  # each with the first name it goes by
+    traced = dict.fromkeys(_TRACED_AS.get(name, name) for _, name in asked)
 
     def answer(precision: str) -> dict[str, Any]:
         facts = {gpu.name: _facts(gpu) for gpu, name in asked if _TRACED_AS.get(name, name) == precision}
@@ -113,14 +114,21 @@ def estimate_task(
 
     with ThreadPoolExecutor(max(1, min(processes, len(traced), os.cpu_count() or 1))) as pool:
         answers = dict(zip(traced, pool.map(answer, traced), strict=True))
+    estimates = [_record(gpu, name, answers[_TRACED_AS.get(name, name)], question) for gpu, name in asked]
     return EstimateRun(
-        [_record(gpu, name, answers[_TRACED_AS.get(name, name)], question) for gpu, name in asked],
+        estimates,
         [
-            MemoryDetail(precision=traced[name], **detail)
+            MemoryDetail(precision=_roomiest(estimates, name), **detail)
             for name, found in answers.items()
             for detail in found.get("details", [])
         ],
     )
+
+
+def _roomiest(estimates: Sequence[Estimate], traced: str) -> str:
+    """The name of the precision at which the largest batch of a trace fits."""
+    rows = [row for row in estimates if _TRACED_AS.get(row.precision, row.precision) == traced]
+    return max(rows, key=lambda row: row.max_batch_size or 0).precision
 
 
 class _Asking:
@@ -210,11 +218,13 @@ def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
     if row["limited_by"] == "max":
         notes.append(f"at least {row['max_batch_size']:,}: larger batches were not looked at")
     if not row["max_batch_size"]:
-        notes.append(f"a batch of 1 needs {row['needed_bytes']:,} bytes, this GPU holds {row['capacity_bytes']:,}")
+        notes.append(f"a batch of 1 needs {size(row['needed_bytes'])} for tensors alone")
         helps = [f"{words}: {largest:,}" for words, largest in row.get("remedies", []) if largest]
         others = [words for words, largest in row.get("remedies", []) if not largest]
         notes += [f"would fit with {'; with '.join(helps)}"] if helps else []
         notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
+        alone = question.world_size == 1 and not helps
+        notes += ["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if alone else []
     return notes
 
 

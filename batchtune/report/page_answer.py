@@ -40,6 +40,8 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
     details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), *_prior(result), data]
     if speedup is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
+    if speedup.at_least:
+        return _hero(f"≥ {number(speedup.low)}×", "the speed of what you run today", *details)
     words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
     return _hero(f"{number(speedup.median)}×", words, *details)
 
@@ -106,7 +108,9 @@ def _bar(value: Interval, longest: float, class_: str) -> Markup:
 
 
 def _figure(value: Interval, *, timed: bool) -> Markup:
-    if timed:
+    if value.at_least:
+        shown = f"≥ {duration(value.low) if timed else number(value.low, 4)}", "cut off"
+    elif timed:
         shown = duration(value.median), f"{duration(value.low)} to {duration(value.high)}"
     else:
         shown = number(value.median, 4), f"{number(value.low, 4)} to {number(value.high, 4)}"

@@ -5,7 +5,7 @@ The order is that of the HTML page, but for the lines to paste: they come near t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from rich import box
@@ -22,9 +22,10 @@ from batchtune.report.pick import believed, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
 from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, ranks, step_time
-from batchtune.results import Prior, ProbeResult, Result
+from batchtune.results import Estimate, Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
+_NAMED = 3  # GPUs before a note
 _CONTINUED = " \\"
 _NARROW = 60  # columns below which a frame would take room that words need
 
@@ -101,8 +102,7 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
 
 def _rest(result: Result) -> Iterator[RenderableType]:
     """What to do with it, what to know about it, and where it comes from."""
-    notes = {note: None for estimate in result.estimates or [] for note in estimate.notes}
-    yield from (Text(f"note: {note}", style="dim") for note in notes)
+    yield from (Text(note, style="dim") for note in _notes(result.estimates or []))
     lines = snippet(result)
     if lines:
         yield Text("\npaste", style="bold")
@@ -115,6 +115,19 @@ def _rest(result: Result) -> Iterator[RenderableType]:
         where = [result.environment.device, f"torch {result.environment.torch}"]
         where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
         yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
+
+
+def _notes(estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Every note once, with the GPUs it is about where those are not all."""
+    about: dict[str, list[str]] = {}
+    for row in estimates:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.gpu)
+    for note, rows in about.items():
+        names = list(dict.fromkeys(rows))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        whose = "" if len(rows) == len(estimates) else f" for {', '.join(names[:_NAMED])}{more}"
+        yield f"note{whose}: {note}"
 
 
 class _Framed:

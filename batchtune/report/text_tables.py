@@ -111,7 +111,7 @@ def estimates(result: Result) -> FittedTable:
         Column("largest", counts("max_batch_size")),
         Column("safe", counts("safe_max_batch_size")),
         Column("expandable", counts("expandable_segments_max_batch_size"), spare=5),
-        Column("samples/s", aligned([number(row.samples_per_second) for row in rows]), spare=4),
+        Column("samples/s", aligned([number(row.samples_per_second) for row in rows]), spare=2),
         Column("samples/J", aligned([number(row.samples_per_joule) for row in rows]), spare=4),
         Column("sure", [_sure(row) for row in rows], spare=1, left=True),
     ]

@@ -6,6 +6,7 @@ import re
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from batchtune.train.parallel import Parallel
 from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
-_SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile
+_SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
+_LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
 )  # where in torch; nobody's concern here
@@ -38,6 +40,7 @@ class PeakTracker:
         self._memory = memory
         self.highest = Peaks(None, None)
         self.forward_backward_bytes: int | None = None
+        self._by_step: list[int] = []
 
     def start_phase(self) -> None:
         """Forgets the high-water mark of the device, not what was seen before."""
@@ -53,6 +56,17 @@ class PeakTracker:
         if forward_backward:
             best = now.allocated_bytes if now.allocated_bytes is not None else now.reserved_bytes
             self.forward_backward_bytes = _higher(self.forward_backward_bytes, best)
+            if best is not None:
+                self._by_step.append(best)
+
+    def growth_bytes_per_step(self) -> int | None:
+        """What every step left behind for good; None where peaks came to rest, or too few steps tell."""
+        settled = self._by_step[_SETTLING_STEPS:]
+        rises = sorted(after - before for before, after in pairwise(settled))
+        if len(rises) < _LEAK_STEPS or rises[0] < _LEAK_BYTES:
+            return None
+        middle = int(statistics.median(rises))
+        return middle if rises[0] > middle / 2 and rises[-1] < middle * 2 else None  # else it is the allocator's
 
 
 class StepTimes:
@@ -114,27 +128,26 @@ def attempt(
         What came of it, and whether the process may be used for another attempt.
     """
     forget_compiled()
-    memory.begin()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
-    try:
-        _train(
-            task,
-            memory,
-            tracker,
-            times,
-            batch_size=batch_size,
-            steps=steps,
-            precision=precision,
-            verify=verify,
-            accumulation_steps=accumulation_steps,
-            parallel=parallel,
-        )
-    except (NonFiniteLossError, UsageError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-        outcome, message, usable = _explain(error, batch_size)
-    memory.release()
+    with memory.attempt():
+        try:
+            _train(
+                task,
+                memory,
+                tracker,
+                times,
+                batch_size=batch_size,
+                steps=steps,
+                precision=precision,
+                verify=verify,
+                accumulation_steps=accumulation_steps,
+                parallel=parallel,
+            )
+        except (NonFiniteLossError, UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+            outcome, message, usable = _explain(error, batch_size)
     found = Attempt(
         batch_size=batch_size,
         outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
@@ -152,6 +165,7 @@ def _figures(tracker: PeakTracker, times: StepTimes, *, fits: bool) -> dict[str,
         "peak_allocated_bytes": tracker.highest.allocated_bytes,
         "peak_reserved_bytes": tracker.highest.reserved_bytes,
         "forward_backward_peak_bytes": tracker.forward_backward_bytes if fits else None,
+        "growth_bytes_per_step": tracker.growth_bytes_per_step(),
         "step_seconds": times.median(),
         "recompiles": times.recompiles(),
     }

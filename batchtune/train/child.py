@@ -156,9 +156,13 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.timing.time_steps`. Without communicating, a rank trains alone."""
+        """One throughput point; see `batchtune.train.timing.time_steps`. A CPU's limit is gone afterwards.
+
+        Without communicating, a rank trains alone.
+        """
         from batchtune.train.timing import time_steps
 
+        self._lift_limit()
         parallel = self._parallel if communicate else None
         return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
 

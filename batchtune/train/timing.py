@@ -48,7 +48,7 @@ def time_steps(
     left out. Ranks that train together (`parallel`) all call this, and take the same number of steps.
     """
     forget_compiled()
-    memory.begin()
+    memory.release()
     trainer = Trainer(task, memory.device, precision, parallel=parallel)
     batch, agree = task.worst_batch(batch_size), parallel.agree if parallel else bool
     watch = CompileWatch()

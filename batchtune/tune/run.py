@@ -25,7 +25,6 @@ from batchtune.tune.cost import cost_of
 from batchtune.tune.crew import Crew, OneAtATime
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
-from batchtune.tune.recommend import recommend
 from batchtune.tune.shared import require_alike, settle
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
@@ -301,8 +300,7 @@ class _Tuning:
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
-            objective = self._config.objective
-            recommendation, baseline = recommend(trials, kind=objective.kind, goal=objective.goal)
+            recommendation, baseline = study.recommendation()
         return Result(
             kind="tune",
             status=status,

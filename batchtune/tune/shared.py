@@ -16,7 +16,7 @@ import optuna
 from optuna import Study
 from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from batchtune.errors import UsageError
 
@@ -60,10 +60,6 @@ class Machines:
         """Gives back the trials of machines that are dead."""
         if self.several:
             optuna.storages.fail_stale_trials(self._study)
-
-    def others_run(self) -> bool:
-        """Whether another machine runs a trial, or has died in one and is not known to have."""
-        return self.several and bool(self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
 
 def settle(

@@ -12,21 +12,22 @@ from typing import Any
 import optuna
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.progress import Observer
-from batchtune.results import Landscape, Target, Trial
+from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
+from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.crew import Crew, work_alone
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.limits import CAP_FACTOR
+from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
-from batchtune.tune.prior import rate_belief, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.recommend import finalists
+from batchtune.tune.recommend import Config as Configuration
+from batchtune.tune.recommend import finalists, recommend
 from batchtune.tune.sampler import TimeToTargetSampler
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
@@ -40,6 +41,7 @@ MIN_SEARCH_TRIALS = 6
 _LOOK_SECONDS = 0.5  # between two looks at what other machines do
 _QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
+OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
@@ -104,15 +106,7 @@ class TuneStudy:
             fallback = TPESampler(seed=config.seed, n_startup_trials=8)
         if cost_of(config.objective.kind) is None:
             return fallback
-        base, known = config.baseline, self._plan.prior
-        rate, decades = (
-            (known.learning_rate, known.learning_rate_decades)
-            if known
-            else rate_belief(optimizer=self._plan.optimizer, batch_size=base.batch_size, rate_today=base.learning_rate)[
-                :2
-            ]
-        )
-        prior = surface_prior(self._plan.probe, baseline_batch_size=base.batch_size, rate=rate, spread_decades=decades)
+        prior = belief(self._plan)
         return TimeToTargetSampler(prior, seed=config.seed, independent=fallback, resumable=paused.numbers)
 
     def run(self) -> None:
@@ -122,19 +116,53 @@ class TuneStudy:
             UserCodeError: the user's code raised in the baseline run, or its metric is no number.
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
-        self._observer.stage("baseline")
-        begun = self._has(TrialState.WAITING, TrialState.RUNNING, role="baseline")
-        if not self._ledger.finished("baseline") and not begun:
-            self._queue(self._space.baseline, "baseline", self._plan.config.seed)
-        self._drain()
-        self._targets.check(self._ledger)
+        if not self._opens_with_the_search():
+            self._run_baseline()
+        self._drain()  # what an earlier start left
         if self.study.user_attrs.get("searched") != self._search_budget():
             self._observer.stage("searching")
+            self._open()
+            if self._ledger.best_cost() is None:  # then its time is what there is to go by
+                self._run_baseline()
             self._search()
             self.study.set_user_attr("searched", self._search_budget())
+        if self._seconds_left() > 0:
+            self._run_baseline()
         if self._plan.config.confirm.seeds:
             self._observer.stage("confirming")
             self._confirm()
+
+    def _opens_with_the_search(self) -> bool:
+        """Whether a first run can do without the baseline's: there is a target, and a range test says where to start.
+
+        A baseline is slow, or nobody would tune it: whatever runs after a good configuration can be cut sooner.
+        """
+        prior = self._plan.prior
+        return bool(self._targets.current.value and not self._targets.is_automatic and prior and prior.range_tests)
+
+    def _run_baseline(self) -> None:
+        if not self._ledger.finished("baseline"):
+            self._observer.stage("baseline")
+            if not self._has(TrialState.WAITING, TrialState.RUNNING, role="baseline"):
+                self._queue(self._space.baseline, "baseline", self._plan.config.seed)
+            self._drain(awaited="baseline")
+        self._targets.check(self._ledger)
+
+    def _open(self) -> None:
+        """The first runs of the search: where the range test says, and at lower rates while they come to nothing."""
+        prior = self._plan.prior
+        if prior is None or not prior.range_tests or prior.start_batch_size is None:
+            return
+        self._drain()
+        lowest, highest = self._space.learning_rates
+        for number in range(self._ledger.searched(), OPENING):
+            rate = min(max(prior.learning_rate / RETREAT**number, lowest), highest)
+            start = {"batch_size": prior.start_batch_size, "learning_rate": float(f"{rate:.3g}")}
+            self._queue(self._space.baseline | start, "search", self._plan.config.seed + len(self.study.trials))
+            self._drain()
+            self._targets.check_start(self._ledger)
+            if self._ledger.best_seconds("search") is not None:
+                return
 
     @property
     def target(self) -> Target:
@@ -145,6 +173,11 @@ class TuneStudy:
         """All trials, in the form of the result document."""
         return self._ledger.records()
 
+    def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
+        """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
+        objective = self._plan.config.objective
+        return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self._expected())
+
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""
         sampler, config = self._sampler, self._plan.config
@@ -152,10 +185,17 @@ class TuneStudy:
             return None
         if cost_of(config.objective.kind) != SECONDS:
             return None
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        runs = sampler.runs(self.study.get_trials(deepcopy=False, states=states))
         sizes = sorted(self._plan.candidates.batch_sizes)
+        runs = [run for _, run in sampler.runs(self._finished())]
         return landscape(sampler.prior, runs, sizes, self._space.learning_rates, seed=config.seed)
+
+    def _expected(self) -> dict[Configuration, float] | None:
+        if not isinstance(self._sampler, TimeToTargetSampler) or self._space.has_other_parameters:
+            return None
+        return expected_costs(self._sampler, self._finished(), seed=self._plan.config.seed)
+
+    def _finished(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
 
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
@@ -174,18 +214,23 @@ class TuneStudy:
             self.study.tell(trial.number, state=TrialState.FAIL)
             requeue(self.study, trial)
 
-    def _drain(self) -> None:
-        """Runs whatever is queued, and waits for what other machines run: theirs becomes ours when they die."""
-        self._work(self._run_queued)
+    def _drain(self, awaited: Role | None = None) -> None:
+        """Runs whatever is queued.
 
-    def _run_queued(self, worker: Worker) -> bool:
-        self._machines.take_over()
-        if self._trials.run_next(worker, lambda: self._has(TrialState.WAITING)):
-            return True
-        if not self._machines.others_run() or self._seconds_left() <= 0:
-            return False
-        time.sleep(_LOOK_SECONDS)
-        return True
+        Args:
+            awaited: other machines' runs of this role are waited for; they become this one's when those die.
+        """
+
+        def run_queued(worker: Worker) -> bool:
+            self._machines.take_over()
+            if self._trials.run_next(worker, lambda: self._has(TrialState.WAITING)):
+                return True
+            if awaited is None or not self._machines.several or self._seconds_left() <= 0:
+                return False
+            time.sleep(_LOOK_SECONDS)
+            return self._has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
+
+        self._work(run_queued)
 
     def _has(self, *states: TrialState, **attributes: Any) -> bool:
         """Whether a trial in one of these states has these attributes."""
@@ -229,11 +274,12 @@ class TuneStudy:
         Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
         searched: it is then cut short instead.
         """
-        config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
-        wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
-        base = min(max(wall, default=config.budget.run), config.budget.run)
-        one_baseline = min(self._ledger.best_seconds("baseline") or base, base)
+        config, longest = self._plan.config, self._plan.config.budget.run
+        best = self._ledger.best_seconds() or longest
+        one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        if not self._ledger.finished("baseline"):
+            needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
@@ -256,7 +302,7 @@ class TuneStudy:
                 for params in missing[first : first + self._at_once]:
                     if not self._machines.several or not self._is_taken(params, seed):
                         self._queue(params, "confirm", seed)
-                self._drain()
+                self._drain(awaited="confirm")
 
     def _is_taken(self, params: dict[str, Any], seed: int) -> bool:
         """Whether another machine has queued this run of the confirmation already, or runs it, or ran it."""
@@ -271,9 +317,14 @@ class TuneStudy:
         stored = self.study.user_attrs.get("finalists")
         if stored and stored["chosen_from"] == chosen_from:
             return list(stored["params"])
+        objective = config.objective
         chosen = finalists(
-            self._ledger.records(), config.confirm.top, kind=config.objective.kind, goal=config.objective.goal
+            self._ledger.records(),
+            config.confirm.top,
+            kind=objective.kind,
+            goal=objective.goal,
+            expected=self._expected(),
         )
-        planned = [self._space.baseline] + [self._space.of(trial) for trial in chosen]
+        planned = [self._space.of(trial) for trial in chosen] + [self._space.baseline]
         self.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
         return planned

@@ -6,7 +6,8 @@
 
 In that data the batch starts at 512 and goes down a ladder until it fits: `train_batch_size` fits and the next one up
 did not. A model is hit where the estimate is at least the one and below the other. What PyTorch 1.12 and CUDA 11.3 take
-beside the allocator is one constant, fitted on every second model and scored on the others.
+beside the allocator is one constant, fitted on every second model and scored on the others, then the other way round
+and on random halves.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 LADDER = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 GIB = 1 << 30
 CAPACITIES_GIB = [20.0 + 0.25 * i for i in range(15)]
+SPLITS = 200
 
 
 class _Stub(types.ModuleType):
@@ -94,7 +96,7 @@ def measure(row: dict[str, str]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from batchtune.estimate.capacity import largest_batch
+    from batchtune.estimate.capacity import Search
     from batchtune.estimate.fit import FittedStep, fit, peak_allocated_bytes
     from batchtune.estimate.trace import trace_step
 
@@ -107,14 +109,37 @@ def measure(row: dict[str, str]) -> dict[str, Any]:
         if not isinstance(step, FittedStep):
             return found | {"error": step.reason}
         found["allocated"] = [peak_allocated_bytes(step, found[key]) for key in ("fits", "fails")]
-        found["largest"] = [largest_batch(step, int(each * GIB)) for each in CAPACITIES_GIB]
+        search = Search(step)
+        found["largest"] = [search(int(each * GIB)) for each in CAPACITIES_GIB]
     except Exception as error:  # noqa: BLE001 - one model's failure is a row
         found["error"] = str(error)[:200]
     return found | {"seconds": time.perf_counter() - started}
 
 
+def hit(row: dict[str, Any], place: int) -> bool:
+    """Whether a model's estimate at one capacity is in its true bracket."""
+    return bool(row["fits"] <= row["largest"][place] < row["fails"])
+
+
 def hits(rows: list[dict[str, Any]], place: int) -> int:
-    return sum(row["fits"] <= row["largest"][place] < row["fails"] for row in rows)
+    return sum(hit(row, place) for row in rows)
+
+
+def fitted(rows: list[dict[str, Any]]) -> int:
+    """The place of the capacity that hits most; the middle one where several do."""
+    counts = [hits(rows, place) for place in range(len(CAPACITIES_GIB))]
+    equal = [place for place, count in enumerate(counts) if count == max(counts)]
+    return equal[len(equal) // 2]
+
+
+def cross_validated(rows: list[dict[str, Any]]) -> list[float]:
+    """The share of hits in the half that was not fitted on, for random halves."""
+    shares, draw = [], random.Random(1)
+    for _ in range(SPLITS):
+        mixed = draw.sample(rows, len(rows))
+        one, other = mixed[::2], mixed[1::2]
+        shares.append(hits(other, fitted(one)) / len(other))
+    return sorted(shares)
 
 
 def report(rows: list[dict[str, Any]], command: str) -> str:
@@ -122,24 +147,24 @@ def report(rows: list[dict[str, Any]], command: str) -> str:
     import torch
 
     good = [row for row in rows if "largest" in row]
-    calibration, held_out = good[::2], good[1::2]
-    most = max(hits(calibration, place) for place in range(len(CAPACITIES_GIB)))
-    equal = [place for place in range(len(CAPACITIES_GIB)) if hits(calibration, place) == most]
-    best = equal[len(equal) // 2]
-    misses = [row for row in held_out if not row["fits"] <= row["largest"][best] < row["fails"]]
-    above = [row for row in held_out if row["largest"][best] > 1.1 * row["fails"]]
-    fitted, scored = hits(calibration, best), hits(held_out, best)
+    one, other = good[::2], good[1::2]
+    best, swapped = fitted(one), fitted(other)
+    misses = [row for row in other if not hit(row, best)]
+    above = [row for row in other if row["largest"][best] > 1.1 * row["fails"]]
+    scored, shares = hits(other, best), cross_validated(good)
     lines = [
         "# Estimate against timm's RTX 3090 training batch sizes",
         "",
         f"2026-11-21 · torch {torch.__version__} · timm {timm.__version__} · `{command}`",
         "",
         f"{len(rows)} models drawn at random (seed 0) from the rows below 512, {len(rows) - len(good)} not traced.",
-        f"Capacity fitted on {len(calibration)} models: {CAPACITIES_GIB[best]} GiB of the 24, hits {fitted}.",
-        f"Scored on the other {len(held_out)}: **{scored} hit the true bracket ({scored / len(held_out):.1%})**;",
+        f"Capacity fitted on {len(one)} models: {CAPACITIES_GIB[best]} GiB of the 24, hits {hits(one, best)}.",
+        f"Scored on the other {len(other)}: **{scored} hit the true bracket ({scored / len(other):.1%})**;",
         f"{len(above)} more than 10 % above the failing size.",
+        f"The halves swapped: {CAPACITIES_GIB[swapped]} GiB, {hits(one, swapped)} of {len(one)} hit. {SPLITS} random",
+        f"halves: {sum(shares) / len(shares):.1%} hit in the mean, {shares[SPLITS // 20]:.1%} in the worst twentieth.",
         "",
-        "| model | fits | fails | estimate |",
+        "| model missed | fits | fails | estimate |",
         "|---|---|---|---|",
         *(f"| {row['model']} | {row['fits']} | {row['fails']} | {row['largest'][best]} |" for row in misses),
         "",

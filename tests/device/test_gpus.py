@@ -100,6 +100,8 @@ def test_geforce_accumulates_in_fp32_at_twice_its_plain_fp32_rate(gpu):
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("h100sxm", "H100 SXM"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("a100-80g", "A100-80GB"),
+        ("A100 80 GiB", "A100-80GB"),
         ("NVIDIA H200", "H200 SXM"),
         ("NVIDIA H200 NVL", "H200 NVL"),
         ("NVIDIA GH200 480GB", "GH200 96GB"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator
-from batchtune.estimate.capacity import TracedStep, largest_allocated, largest_batch
+from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.events import SCRATCH, Birth, Trace, Work, normalized
 from batchtune.estimate.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
 
@@ -80,19 +80,33 @@ def test_the_peak_is_split_by_what_storages_are_for():
 @pytest.mark.parametrize("capacity", [30 * MIB, 500 * MIB, 4000 * MIB])
 def test_the_largest_batch_fits_and_the_next_one_does_not(allocator, capacity):
     step = fit(lambda size: step_trace(size, linear=MIB))
-    found = largest_batch(step, capacity, allocator, resolution=1 << 30)
+    found = Search(step, allocator, resolution=1 << 30)(capacity)
     assert replay(step, found, allocator(capacity)).peak_reserved_bytes <= capacity
     with pytest.raises(Exception, match=r"\d+"):
         replay(step, found + 1, allocator(capacity))
 
 
+@pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
+def test_a_search_for_many_capacities_finds_what_a_search_for_each_alone_finds(allocator):
+    step, capacities = fit(lambda size: step_trace(size, linear=MIB)), [share * 7 * MIB for share in range(5, 60)]
+    search = Search(step, allocator)
+    assert [search(each) for each in capacities] == [Search(step, allocator)(each) for each in capacities]
+
+
+def test_a_step_that_fits_at_any_size_is_answered_with_the_cap_itself():
+    step = fit(lambda size: step_trace(size, linear=100))
+    search = Search(step)
+    assert search(3000 * MIB) == search(2000 * MIB) == LARGEST
+    assert 0 < search(20 * MIB) < LARGEST
+
+
 def test_no_batch_fits_where_the_model_alone_is_too_large():
-    assert largest_batch(fit(step_trace), MIB // 2) == 0
+    assert Search(fit(step_trace))(MIB // 2) == 0
 
 
 def test_live_bytes_bound_what_any_allocator_can_hold():
     step = fit(step_trace)
-    assert largest_allocated(step, 200 * MIB) >= largest_batch(step, 200 * MIB)
+    assert largest_allocated(step, 200 * MIB) >= Search(step)(200 * MIB)
 
 
 def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
@@ -103,7 +117,7 @@ def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
         return step_trace(size, linear=MIB)
 
     step = TracedStep(trace)
-    found = largest_batch(step, 300 * MIB)
+    found = Search(step)(300 * MIB)
     assert 250 < found < 300
     assert len(traced) == len(set(traced)) < 20
     assert step.births(1)[0].category == "parameters"

@@ -74,6 +74,25 @@ def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
     assert "with activation checkpointing of its repeated blocks: " in note
 
 
+def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
+    run = estimate_task(Question(task=str(path)), [old, Gpu()], ["auto"])
+    assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
+    (detail,) = run.details
+    assert (detail.precision, detail.batch_size) == ("bf16", run.estimates[1].max_batch_size)
+
+
+def test_what_no_change_makes_fit_is_said_to_be_for_several_gpus(tmp_path):
+    path = tmp_path / "mlp.py"
+    path.write_text(TASK)
+    (found,) = estimate_task(Question(task=str(path)), [Gpu(capacity_bytes=500 * MIB)], ["bf16"]).estimates
+    assert found.max_batch_size == 0
+    assert [note for note in found.notes if note.startswith("would fit")] == []
+    assert any("--strategy fsdp" in note for note in found.notes)
+
+
 def test_a_memory_limit_counts_where_it_is_below_what_the_gpu_has():
     ops = {"aten.addmm.default"}
     free = capacity_bytes(40 * GIB, "Ampere", "NVIDIA", ops, None)

@@ -80,6 +80,28 @@ def test_foreach_and_fused_adam_differ_in_their_temporaries(ask):
     assert peak("fused=True") + WEIGHTS // 2 < peak("foreach=True")
 
 
+@pytest.mark.parametrize(
+    ("layer", "same"),
+    [("nn.SiLU()", "nn.GELU()"), ("nn.Mish()", "nn.GELU()"), ("nn.RMSNorm(64)", "nn.LayerNorm(64)")],
+)
+def test_what_cuda_runs_as_one_kernel_keeps_nothing_of_its_parts(ask, layer, same):
+    source = """
+        def build_model():
+            return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), LAYER) for _ in range(4)])
+
+        def make_batch(size):
+            return torch.randn(size, 256, 64)
+
+        def compute_loss(model, batch):
+            return model(batch).square().mean()
+    """
+
+    def largest(of):
+        return ask(source.replace("LAYER", of), memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
+
+    assert largest(layer) == pytest.approx(largest(same), rel=0.01)
+
+
 def test_gradients_outlive_the_first_of_two_micro_batches(ask):
     wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 4096, 1024)")
     one = ask(wide, memory_limit=1 << 20)["gpus"][0]["needed_bytes"]
@@ -189,13 +211,13 @@ def test_what_a_custom_autograd_function_saves_is_an_activation(ask):
         def backward(ctx, grad):
             return grad * 2
 """
-    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 512, 1024)")
+    wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 4096, 1024)")
     wide = wide.replace("model(batch)", "Scaled.apply(model(batch))")
     without, kept = (
         ask(custom.replace("SAVED", saved) + wide, memory_limit=1 << 20)["gpus"][0]
         for saved in ("", "x.exp(), x.sin(), x.cos()")
     )
-    assert kept["needed_bytes"] == without["needed_bytes"] + 3 * 512 * 1024 * 4
+    assert kept["needed_bytes"] == without["needed_bytes"] + 3 * 4096 * 1024 * 4
     assert kept["confidence"].startswith("high")
 
 

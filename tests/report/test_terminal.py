@@ -174,3 +174,14 @@ def test_nothing_fits_is_no_batch_of_zero(probed):
 
 def test_a_name_is_text_and_no_markup(result_of):
     assert "[bold]x[/bold]" in shown(result_of("tune").model_copy(update={"name": "[bold]x[/bold]"}))
+
+
+def test_a_note_names_the_gpus_that_it_is_about_unless_those_are_all(result_of):
+    row = result_of("estimate").estimates[0].model_dump()
+    rows = [row | {"gpu": f"GPU {number}", "notes": ["everywhere", *own]} for number, own in
+            enumerate([["two"], ["two"], ["many"], ["many"], ["many"], ["many"], []])]  # fmt: skip
+    text = words(result_of("estimate", estimates=rows))
+    assert "note: everywhere" in text
+    assert "note for GPU 0, GPU 1: two" in text
+    assert "note for GPU 2, GPU 3, GPU 4 and 1 more: many" in text
+    assert text.count("everywhere") == 1

@@ -66,6 +66,8 @@ def compute_loss(model, batch):
         return Backward.apply(loss)
     if fate == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if fate == "hang":
         time.sleep(600)
     if fate == "raise":
@@ -227,7 +229,7 @@ def test_a_series_of_failures_on_one_rank_ends_each_in_time_and_leaves_the_bound
     monkeypatch.setenv("FAILS_FROM", "37")
     options = ProbeOptions(maximum=64, tolerance=0.0, timeout=10.0, steps=2, verify_steps=2, throughput=False)
     failures, alone = [], 0
-    for how in ("forward", "backward", "optimizer", "kill", "hang"):
+    for how in ("forward", "backward", "optimizer", "kill", "segfault", "hang"):
         monkeypatch.setenv("FAILS_BY", how)
         with RankGroup(settings, 2, "ddp", grace_seconds=1.0) as group:
             found = Probe(group, options, "fp32", Observer()).run()
