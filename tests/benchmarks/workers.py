@@ -22,7 +22,6 @@ from batchtune.tune.prior import Candidates
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
-SIZES = (10, 100, 1_000, 2_000)
 SLEEPING = """
 import time
 import torch
@@ -89,14 +88,14 @@ class Instant:
         return {"outcome": "finished", "total_steps": None, "kept": False}
 
 
-def cost_of_trials(url: str | None) -> dict[int, float]:
+def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, float]:
     """Median seconds of the ten trials up to each number of trials."""
     config = Config.model_validate(
         {
             "task": "instant.py",
             "name": f"cost-{time.time_ns()}",
             "objective": {"kind": "best_metric"},
-            "budget": {"run": "1s", "total": "10h", "trials": max(SIZES)},
+            "budget": {"run": "1s", "total": "10h", "trials": max(sizes)},
             "confirm": False,
         }
     )
@@ -113,7 +112,7 @@ def cost_of_trials(url: str | None) -> dict[int, float]:
         worker: Any = Instant()
         TuneStudy(plan, worker, open_storage(url, Path(folder)), watch).run()
     steps = [after - before for before, after in zip(watch.ended, watch.ended[1:], strict=False)]
-    return {size: statistics.median(steps[max(0, size - 11) : size - 1]) for size in SIZES if size <= len(steps) + 1}
+    return {size: statistics.median(steps[max(0, size - 11) : size - 1]) for size in sizes if size <= len(steps) + 1}
 
 
 def main() -> None:
@@ -121,14 +120,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("storage", nargs="?", help="a database to measure besides the journal")
     parser.add_argument("--without-workers", action="store_true")
+    parser.add_argument("--trials", type=int, nargs="+", default=[10, 100, 1_000, 2_000])
     given = parser.parse_args()
     if not given.without_workers:
         one, two = trials_per_minute(1), trials_per_minute(2)
         print(f"trials a minute: 1 worker {one:.1f}, 2 workers {two:.1f} ({two / one:.2f} times as many)\n")
-    print("| trials | " + " | ".join(f"{size:,}" for size in SIZES) + " |\n|---|" + "---:|" * len(SIZES))
+    print("| trials | " + " | ".join(f"{size:,}" for size in given.trials) + " |\n|---|" + "---:|" * len(given.trials))
     for name, url in {"journal": None, "database": given.storage}.items():
         if name == "journal" or url:
-            found = cost_of_trials(url)
+            found = cost_of_trials(url, given.trials)
             print(
                 f"| {name}, ms a trial | " + " | ".join(f"{1000 * found[size]:.1f}" for size in found) + " |",
                 flush=True,
