@@ -57,6 +57,15 @@ confirm: {seeds: 2, top: 1}
 """
 
 
+def pytest_collection_modifyitems(config, items):
+    """Tests that take minutes run only where they are asked for."""
+    if "long" in config.getoption("-m"):
+        return
+    for item in items:
+        if "long" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="takes minutes: run it with -m long"))
+
+
 @dataclass(frozen=True)
 class Finished:
     """What a command left behind."""

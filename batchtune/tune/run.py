@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from optuna.storages import BaseStorage
+from optuna.storages._heartbeat import is_heartbeat_enabled
+
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
@@ -18,9 +21,11 @@ from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult,
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.cost import cost_of
 from batchtune.tune.crew import Crew, OneAtATime
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
+from batchtune.tune.shared import require_alike, settle
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
@@ -183,19 +188,57 @@ class _Tuning:
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
                 self._observer.note(f"precision {name}: {reason}")
-            self._probed = self._earlier_probe() or self._run_probe(worker, known)
+            storage = open_storage(self._config.storage, self.folder.path)
+            self._join(storage)
+            self._probed = self._probed or self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")
-            self._prior = self._earlier_prior() or prepare(
-                self._config, self._probed, self._facts, worker, self._observer
+            self._prior = (
+                self._prior
+                or self._earlier_prior()
+                or prepare(self._config, self._probed, self._facts, worker, self._observer)
             )
+            self._settle(storage)
             self.save("interrupted")
             plan = self._plan(self._probed, self._prior, precisions)
-            storage = open_storage(self._config.storage, self.folder.path)
             self._study = TuneStudy(plan, worker, storage, self._observer, crew)
             self._study.run()
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
+
+    def _join(self, storage: BaseStorage) -> None:
+        """Where another machine has begun the study, its probe and its prior are this one's, too."""
+        if not is_heartbeat_enabled(storage):
+            return
+        found = settle(storage, self._config.name, self._direction(), "begun", None)
+        if found is not None:
+            require_alike(self._config.name, found["identity"], self._machine())
+            self._observer.note(f"study {self._config.name} was begun on another machine or earlier: joining it")
+            self._probed = ProbeResult.model_validate(found["probe"])
+            self._prior = Prior.model_validate(found["prior"])
+
+    def _settle(self, storage: BaseStorage) -> None:
+        """Tells other machines what this one has found, unless one was sooner: then that holds."""
+        if not is_heartbeat_enabled(storage) or self._probed is None or self._prior is None:
+            return
+        begun = {
+            "identity": self._machine(),
+            "probe": self._probed.model_dump(mode="json", exclude_none=True),
+            "prior": self._prior.model_dump(mode="json", exclude_none=True),
+        }
+        found = settle(storage, self._config.name, self._direction(), "begun", begun)
+        require_alike(self._config.name, found["identity"], self._machine())
+        self._probed = ProbeResult.model_validate(found["probe"])
+        self._prior = Prior.model_validate(found["prior"])
+
+    def _machine(self) -> dict[str, Any]:
+        """What must be the same on every machine of a study."""
+        device = {"device": self._facts["environment"]["device"]}
+        different = {"task"}  # the same file may lie elsewhere
+        return device | {key: value for key, value in _identity(self._config).items() if key not in different}
+
+    def _direction(self) -> Literal["minimize", "maximize"]:
+        return "minimize" if cost_of(self._config.objective.kind) else self._config.objective.goal
 
     def keep(self, attempt: Attempt) -> None:
         """Adds an attempt to the run folder."""

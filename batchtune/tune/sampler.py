@@ -18,6 +18,7 @@ from batchtune.tune.surface import Array, Prior, Run, Surface
 LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
+_KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
 
@@ -26,7 +27,8 @@ class TimeToTargetSampler(BaseSampler):
 
     Works on any study that minimises seconds and has a batch-size and a learning-rate parameter. Completed trials are
     times; a pruned trial is a lower bound: its user attribute `lower_bound` (in seconds), or else its last reported
-    step, read as milliseconds. Other parameters of the trial are left to `independent`.
+    step, read as milliseconds; one that still runs is a bound, too: the best time so far. Other parameters are left
+    to `independent`.
 
     Args:
         prior: step time and the learning rate believed in; without it both come from the first trial.
@@ -73,13 +75,16 @@ class TimeToTargetSampler(BaseSampler):
         runs = [run for _, run in self.runs(finished)]
         if not runs:
             return {}
+        under_way = self._under_way(study, trial, min(run.seconds for run in runs))
+        apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way]]
+        runs += under_way
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
         batch_sizes = _batch_sizes(search_space[self._batch_size])
         rates = _log10_rates(search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
         gain = surface.expected_improvement(grid_batch, grid_rate)
-        for run in runs:
-            near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < _TOO_NEAR)
+        for run, decades in apart:
+            near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < decades)
             gain = np.where(near, 0.0, gain)
         chosen = int(np.argmax(gain))
         self.last_expected_improvement = float(gain[chosen])
@@ -91,6 +96,13 @@ class TimeToTargetSampler(BaseSampler):
             self._batch_size: int(grid_batch[chosen]),
             self._learning_rate: float(f"{10 ** grid_rate[chosen]:.3g}"),
         }
+
+    def _under_way(self, study: Study, asking: FrozenTrial, best_seconds: float) -> list[Run]:
+        """Other workers' runs, as if none were to beat the best: so that not all ask for the same point."""
+        wanted = (self._batch_size, self._learning_rate)
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        others = [each.params for each in running if each.number != asking.number and each.params.keys() >= set(wanted)]
+        return [Run(int(params[wanted[0]]), float(params[wanted[1]]), best_seconds, censored=True) for params in others]
 
     def _most_promising(
         self, surface: Surface, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]

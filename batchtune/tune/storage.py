@@ -1,15 +1,29 @@
-"""Where a study is kept: a journal in the run folder, mended after a kill, or a storage of the user's."""
+"""Where a study is kept: a journal in the run folder, mended after a kill, or a database, which may go for a while."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
 from batchtune.errors import UsageError
+from batchtune.tune.shared import requeue
+
+HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
+"""How often a machine says that a run is alive, and after which silence it is not: an outage is shorter."""
+PATIENCE_SECONDS = 120.0
+"""How long a database may be away."""
+_RETRY_SECONDS = 1.0
 
 
 def open_storage(storage: str | None, folder: Path) -> BaseStorage:
@@ -23,11 +37,53 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         _mend_journal(journal)
         return JournalStorage(JournalFileBackend(str(journal)))
     try:
-        return optuna.storages.get_storage(storage)
+        if storage.startswith("sqlite"):  # one machine's
+            return optuna.storages.get_storage(storage)
+        return optuna.storages.get_storage(_shared(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
         place = storage.rpartition("@")[2]
         text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
         raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None
+
+
+def _shared(url: str) -> RDBStorage:
+    """A database that several machines use; a machine that says nothing for long has died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return PatientStorage(
+            url,
+            engine_kwargs={"pool_pre_ping": True},
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=GRACE_SECONDS,
+            heartbeat_stale_trial_callback=requeue,
+        )
+
+
+class PatientStorage(RDBStorage):
+    """Optuna's storage in a database, which waits for the server where that is away for a while."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return partial(_patiently, self, found) if name in _ASKED and callable(found) else found
+
+
+_ASKED = {name for name in BaseStorage.__abstractmethods__ if not name.startswith("__")}
+_ASKED |= {"record_heartbeat", "_get_stale_trial_ids", "_get_trials"}
+
+
+def _patiently(storage: RDBStorage, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    from sqlalchemy.exc import DBAPIError, InvalidRequestError
+
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return method(*arguments, **named)
+        except (StorageInternalError, DBAPIError, InvalidRequestError):
+            if time.monotonic() >= deadline:
+                raise
+            with contextlib.suppress(DBAPIError):
+                storage.scoped_session.remove()
+            time.sleep(_RETRY_SECONDS)
 
 
 def _mend_journal(journal: Path) -> None:

@@ -29,6 +29,7 @@ from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import Config as Configuration
 from batchtune.tune.recommend import finalists, recommend
 from batchtune.tune.sampler import TimeToTargetSampler
+from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
 from batchtune.tune.trials import NO_TIME_LEFT, Trials
@@ -37,6 +38,7 @@ __all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10
+_LOOK_SECONDS = 0.5  # between two looks at what other machines do
 _QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
 OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
@@ -60,7 +62,7 @@ class TuneStudy:
         self._plan, self._observer = plan, observer
         self._work: Callable[[Callable[[Worker], bool]], None] = crew.work if crew else partial(work_alone, worker)
         self._lock = crew.lock if crew else RLock()
-        self._at_once, self._under_way, self._quiet = len(crew) if crew else 1, 0, 0
+        self._at_once, self._quiet = len(crew) if crew else 1, 0
         config = plan.config
         cost = cost_of(config.objective.kind)
         pruner = TimeToValuePruner(config.objective.goal, step=cost.step) if cost else None
@@ -72,6 +74,7 @@ class TuneStudy:
             direction="minimize" if cost else config.objective.goal,
             load_if_exists=True,
         )
+        self._machines = Machines(self.study)
         self._space = Space(plan)
         self._ledger = Ledger(self.study, cost)
         self._targets = Targets(self.study, config)
@@ -87,7 +90,7 @@ class TuneStudy:
             observer=observer,
             seconds_left=self._seconds_left,
             lock=self._lock,
-            at_once=self._at_once,
+            machines=self._machines,
         )
         if plan.prior is not None and "prior" not in self.study.user_attrs:
             self.study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
@@ -140,9 +143,9 @@ class TuneStudy:
     def _run_baseline(self) -> None:
         if not self._ledger.finished("baseline"):
             self._observer.stage("baseline")
-            if not self._ledger.waiting("baseline"):
+            if not self._has(TrialState.WAITING, TrialState.RUNNING, role="baseline"):
                 self._queue(self._space.baseline, "baseline", self._plan.config.seed)
-            self._drain()
+            self._drain(awaited="baseline")
         self._targets.check(self._ledger)
 
     def _open(self) -> None:
@@ -198,26 +201,44 @@ class TuneStudy:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
 
     def _revive(self) -> None:
-        """Trials that a killed start left running are queued again as they were; those that had ended are told."""
+        """Trials that a killed start left running are queued again as they were; those that had ended are told.
+
+        Where other machines are in the study, they may be theirs: they are taken over when nobody is heard of them.
+        """
+        if self._machines.several:
+            return
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if "outcome" in trial.user_attrs:
                 self._trials.close(trial.number, trial.user_attrs)
                 continue
             self.study.tell(trial.number, state=TrialState.FAIL)
-            attributes = {key: trial.user_attrs[key] for key in ("role", "seed") if key in trial.user_attrs}
-            params = trial.system_attrs.get("fixed_params", {}) | trial.params
-            self.study.enqueue_trial(params, user_attrs=attributes | {"retry_of": trial.number})
+            requeue(self.study, trial)
 
-    def _drain(self) -> None:
-        """Runs whatever is queued."""
+    def _drain(self, awaited: Role | None = None) -> None:
+        """Runs whatever is queued.
 
-        def is_wanted() -> bool:
-            return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        Args:
+            awaited: other machines' runs of this role are waited for; they become this one's when those die.
+        """
 
-        self._work(lambda worker: self._trials.run_next(worker, is_wanted))
+        def run_queued(worker: Worker) -> bool:
+            self._machines.take_over()
+            if self._trials.run_next(worker, lambda: self._has(TrialState.WAITING)):
+                return True
+            if awaited is None or not self._machines.several or self._seconds_left() <= 0:
+                return False
+            time.sleep(_LOOK_SECONDS)
+            return self._has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
+
+        self._work(run_queued)
+
+    def _has(self, *states: TrialState, **attributes: Any) -> bool:
+        """Whether a trial in one of these states has these attributes."""
+        trials = self.study.get_trials(deepcopy=False, states=states)
+        return any(attributes.items() <= trial.user_attrs.items() for trial in trials)
 
     def _search(self) -> None:
-        self._quiet = self._under_way = 0
+        self._quiet = 0
         self._work(self._search_on)
         if self._quiet >= _QUIET:
             self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
@@ -226,21 +247,22 @@ class TuneStudy:
 
     def _search_on(self, worker: Worker) -> bool:
         """Runs one trial of the search on a worker, if there is to be another."""
+        self._machines.take_over()
         if not self._trials.run_next(worker, self._is_search_wanted):
             return False
         with self._lock:
-            self._under_way -= 1
             gain = getattr(self._sampler, "last_expected_improvement", None)
             settled = gain is not None and len(self._ledger.finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
             self._quiet = self._quiet + 1 if settled else 0
         return True
 
     def _is_search_wanted(self) -> bool:
-        started = self._ledger.searched() + self._under_way
-        wanted = self._quiet < _QUIET and started < self._plan.config.budget.trials
-        wanted = wanted and self._seconds_left() > self._reserve()
-        self._under_way += wanted
-        return wanted
+        if self._quiet >= _QUIET or self._seconds_left() <= self._reserve():
+            return False
+        if self._machines.several and self.study.user_attrs.get("searched") == self._search_budget():
+            return False  # another machine has found that it was enough
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return self._ledger.searched() + len(running) < self._plan.config.budget.trials
 
     def _seconds_left(self) -> float:
         """Of budget.total; the probe and earlier starts are counted in."""
@@ -278,8 +300,15 @@ class TuneStudy:
                     self._observer.note(f"the confirmation ends: {NO_TIME_LEFT}")
                     return
                 for params in missing[first : first + self._at_once]:
-                    self._queue(params, "confirm", seed)
-                self._drain()
+                    if not self._machines.several or not self._is_taken(params, seed):
+                        self._queue(params, "confirm", seed)
+                self._drain(awaited="confirm")
+
+    def _is_taken(self, params: dict[str, Any], seed: int) -> bool:
+        """Whether another machine has queued this run of the confirmation already, or runs it, or ran it."""
+        trials = self.study.get_trials(deepcopy=False)
+        same = [each for each in trials if each.user_attrs.get("seed") == seed and each.state is not TrialState.FAIL]
+        return any((each.params or each.system_attrs.get("fixed_params")) == params for each in same)
 
     def _finalists(self) -> list[dict[str, Any]]:
         """The baseline and the configurations to confirm; chosen anew when the budget changes: the search went on."""

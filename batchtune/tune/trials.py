@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna import Study
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from batchtune.progress import Observer
@@ -16,12 +17,13 @@ from batchtune.results import CurvePoint
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker
 from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.ledger import AT_ONCE, Ledger, Role, over
+from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, Limits
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
 from batchtune.tune.records import FAILED, curve_attribute, measured, to_curve, to_record
 from batchtune.tune.sampler import LOWER_BOUND
+from batchtune.tune.shared import Machines
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
 from batchtune.tune.workers import TrialRun, run_trial
@@ -37,7 +39,7 @@ class Trials:
     Attributes:
         seconds_left: of budget.total.
         lock: held while a trial is chosen or told, for several workers may run trials at once.
-        at_once: how many do.
+        machines: that share the study.
     """
 
     plan: Plan
@@ -49,7 +51,7 @@ class Trials:
     observer: Observer
     seconds_left: Callable[[], float]
     lock: AbstractContextManager[Any]
-    at_once: int = 1
+    machines: Machines
 
     def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
         """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
@@ -65,6 +67,7 @@ class Trials:
             if not is_wanted():
                 return False
             trial = self.study.ask(self.space.distributions)
+            self.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
             earlier = self.paused.find(trial.params) if role == "search" else None
             seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
@@ -75,10 +78,15 @@ class Trials:
         self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
         race = _Race(self, trial, role, to_curve(earlier.user_attrs["curve"]) if earlier else [])
         tolerant = role != "baseline" and self.ledger.user_errors() < MAX_USER_ERRORS
-        run = run_trial(worker, spec, race.goes_on, tolerant=tolerant)
-        with self.lock:
-            self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
-            self.paused.tidy()
+        try:
+            with self.machines.sign_of_life(trial):
+                run = run_trial(worker, spec, race.goes_on, tolerant=tolerant)
+            with self.lock:
+                self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
+                self.paused.tidy()
+        except UpdateFinishedTrialError:
+            self.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
+            return True
         ended = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         done = sum(1 for each in self.ledger.records() if over(each))
         self.observer.trial_ended(ended, done=done, seconds_left=self.seconds_left())
@@ -103,8 +111,6 @@ class Trials:
         attributes: dict[str, Any] = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
         found = {"message": run.message, "total_steps": run.total_steps, "kept": run.kept and outcome == "pruned"}
         attributes |= {key: value for key, value in found.items() if value}
-        if role != "baseline" and self.at_once > 1:
-            attributes[AT_ONCE] = self.at_once
         if cost is not None:
             best = self.ledger.best_cost() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0

@@ -13,7 +13,7 @@ import pytest
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.progress import Observer
 from batchtune.train.ranks import RankGroup
-from batchtune.train.worker import WorkerLost, WorkerSettings
+from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 
 MIB = 2**20
 LIMIT = 300 * MIB
@@ -57,6 +57,8 @@ def build_optimizer(model, lr):
 def compute_loss(model, batch):
     global fate
     fate = FATES.get(len(batch)) if os.environ.get("RANK") == "1" else None
+    if len(batch) >= int(os.environ.get("FAILS_FROM", "1000")) and os.environ.get("RANK", "1") == "1":
+        fate = os.environ["FAILS_BY"]
     loss = model(batch).square().mean()
     if fate == "forward":
         torch.ones(HUGE)
@@ -64,6 +66,8 @@ def compute_loss(model, batch):
         return Backward.apply(loss)
     if fate == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if fate == "hang":
         time.sleep(600)
     if fate == "raise":
@@ -216,3 +220,32 @@ def test_a_group_whose_parent_is_killed_leaves_nobody(settings, tmp_path):
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_series_of_failures_on_one_rank_ends_each_in_time_and_leaves_the_boundary_right(
+    settings, monkeypatch, capsys
+):
+    monkeypatch.setenv("FAILS_FROM", "37")
+    options = ProbeOptions(maximum=64, tolerance=0.0, timeout=10.0, steps=2, verify_steps=2, throughput=False)
+    failures, alone = [], 0
+    for how in ("forward", "backward", "optimizer", "kill", "segfault", "hang"):
+        monkeypatch.setenv("FAILS_BY", how)
+        with RankGroup(settings, 2, "ddp", grace_seconds=1.0) as group:
+            found = Probe(group, options, "fp32", Observer()).run()
+        assert_nobody_left()
+        assert (found.max_batch_size, found.first_failing_batch_size) == (36, 37)
+        failed = [each for each in found.attempts if not each.fits]
+        failures += failed
+        assert all(each.limiting_rank == 1 for each in failed if how != "hang")
+        if how == "forward":
+            with Worker(settings) as worker:
+                alone = len(Probe(worker, options, "fp32", Observer()).run().attempts)
+            assert len(found.attempts) <= 1.5 * alone
+        with capsys.disabled():
+            slowest = max(each.seconds for each in failed)
+            print(
+                f"\n{how}: {len(found.attempts)} attempts ({alone} of one rank), {len(failed)} failures, the slowest "
+                f"{slowest:.1f} s"
+            )
+    assert len(failures) >= 20

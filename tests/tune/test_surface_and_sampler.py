@@ -117,6 +117,15 @@ def test_expected_improvement_falls_as_the_optimum_is_found():
     assert sampler.last_expected_improvement < 0.3 * early
 
 
+def test_workers_that_ask_at_the_same_time_are_sent_to_different_places():
+    study = run_study(TimeToTargetSampler(PRIOR, seed=1), 4)
+    asked = [study.ask(SPACE).params for _ in range(3)]
+    for number, params in enumerate(asked):
+        for other in asked[:number]:
+            apart = abs(math.log10(params["learning_rate"] / other["learning_rate"]))
+            assert params["batch_size"] != other["batch_size"] or apart > 0.2
+
+
 def test_the_same_seed_gives_the_same_trials():
     first = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
     second = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)

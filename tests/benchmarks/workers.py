@@ -1,0 +1,139 @@
+"""Workers and storages of `tune`: trials a minute with one and two workers, and what a trial costs besides training.
+
+Two workers are compared with one on a task that sleeps instead of computing, so that they do not share processors. The
+cost of a trial is measured with a worker that answers at once: what is left is asking, telling and keeping, after so
+many trials. Run: `python tests/benchmarks/workers.py [postgresql+psycopg://…]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import batchtune
+from batchtune.config import Config
+from batchtune.progress import Observer
+from batchtune.results import ProbeResult, ThroughputFit, Trial
+from batchtune.tune.prior import Candidates
+from batchtune.tune.storage import open_storage
+from batchtune.tune.study import Plan, TuneStudy
+
+SLEEPING = """
+import time
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(4, 1)
+
+def train_dataset():
+    return [torch.ones(4)] * 4096
+
+def val_dataset():
+    return [torch.ones(4)] * 8
+
+def compute_loss(model, batch):
+    time.sleep(0.02)
+    return model(batch).square().mean() + 1.0
+"""
+
+
+class Stopwatch(Observer):
+    """When runs of the search begin and end."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        if trial.role == "search":
+            self.begun.append(time.monotonic())
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        if trial.role == "search":
+            self.ended.append(time.monotonic())
+
+
+def trials_per_minute(workers: int) -> float:
+    """Of a search whose runs all take budget.run."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder, "sleeping.py")
+        task.write_text(SLEEPING)
+        config = Config.model_validate(
+            {
+                "task": str(task),
+                "device": "cpu",
+                "batch_size": {"max": 64},
+                "objective": {"kind": "best_metric"},
+                "budget": {"run": "3s", "total": "10m", "trials": 12},
+                "confirm": False,
+                "workers": workers,
+            }
+        )
+        watch = Stopwatch()
+        batchtune.tune(config, observer=watch, run_folders=folder)
+    return 60 * len(watch.ended) / (max(watch.ended) - min(watch.begun))
+
+
+class Instant:
+    """A worker whose runs have no duration."""
+
+    def call(self, command: str, *, on_event: Any, **_: Any) -> dict[str, Any]:
+        for point in ({"seconds": 0.0, "samples": 0, "value": 2.0}, {"seconds": 1.0, "samples": 99, "value": 1.0}):
+            on_event(point)
+        return {"outcome": "finished", "total_steps": None, "kept": False}
+
+
+def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, float]:
+    """Median seconds of the ten trials up to each number of trials."""
+    config = Config.model_validate(
+        {
+            "task": "instant.py",
+            "name": f"cost-{time.time_ns()}",
+            "objective": {"kind": "best_metric"},
+            "budget": {"run": "1s", "total": "10h", "trials": max(sizes)},
+            "confirm": False,
+        }
+    )
+    fit = ThroughputFit(alpha_seconds=0.01, beta_seconds_per_sample=0.001)
+    plan = Plan(
+        config=config,
+        probe=ProbeResult(precision="fp32", max_batch_size=64, throughput_fit=fit),
+        candidates=Candidates((16, 32, 64), "given"),
+        precisions=["fp32"],
+        optimizer="AdamW",
+    )
+    watch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        worker: Any = Instant()
+        TuneStudy(plan, worker, open_storage(url, Path(folder)), watch).run()
+    steps = [after - before for before, after in zip(watch.ended, watch.ended[1:], strict=False)]
+    return {size: statistics.median(steps[max(0, size - 11) : size - 1]) for size in sizes if size <= len(steps) + 1}
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("storage", nargs="?", help="a database to measure besides the journal")
+    parser.add_argument("--without-workers", action="store_true")
+    parser.add_argument("--trials", type=int, nargs="+", default=[10, 100, 1_000, 2_000])
+    given = parser.parse_args()
+    if not given.without_workers:
+        one, two = trials_per_minute(1), trials_per_minute(2)
+        print(f"trials a minute: 1 worker {one:.1f}, 2 workers {two:.1f} ({two / one:.2f} times as many)\n")
+    print("| trials | " + " | ".join(f"{size:,}" for size in given.trials) + " |\n|---|" + "---:|" * len(given.trials))
+    for name, url in {"journal": None, "database": given.storage}.items():
+        if name == "journal" or url:
+            found = cost_of_trials(url, given.trials)
+            print(
+                f"| {name}, ms a trial | " + " | ".join(f"{1000 * found[size]:.1f}" for size in found) + " |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Workers side by side: whose device is whose, how they share work, and how they stop together."""
+
+import threading
+import time
+
+import pytest
+
+from batchtune.errors import DeviceError, UsageError
+from batchtune.progress import Observer
+from batchtune.train.worker import WorkerSettings
+from batchtune.tune import crew as crew_module
+from batchtune.tune.crew import Crew, Seat, count_workers, seats
+
+HERE = {"devices": 4, "processors": 8, "visible": None}
+SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
+FACTS = {"device": "cpu", "device_count": 1}
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    monkeypatch.setattr(crew_module, "processors", lambda: 8)
+    with Crew(SETTINGS, 3, Observer()) as crew:
+        crew.grow(FACTS)
+        yield crew
+
+
+class TestHowMany:
+    def test_auto_takes_every_device_and_on_the_cpu_one(self):
+        assert count_workers("auto", "cuda:0", **HERE) == 4
+        assert count_workers("auto", "cpu", **HERE) == 1
+
+    def test_slices_that_are_listed_count_though_a_process_sees_only_one(self):
+        assert count_workers("auto", "cuda:0", devices=1, processors=8, visible="MIG-a, MIG-b,MIG-c") == 3
+
+    def test_devices_are_not_shared(self):
+        with pytest.raises(DeviceError, match="workers 5: there are only 4 devices"):
+            count_workers(5, "cuda:0", **HERE)
+
+    def test_processors_are_split_but_not_shared(self):
+        assert count_workers(8, "cpu", **HERE) == 8
+        with pytest.raises(UsageError, match="workers 9: more than the 8 processors"):
+            count_workers(9, "cpu", **HERE)
+
+
+class TestSeats:
+    def test_each_has_the_device_of_its_number(self):
+        assert seats("cuda:0", 2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
+
+    def test_of_the_devices_listed_each_sees_its_own_alone(self):
+        found = seats("cuda:0", 2, visible="3,MIG-b")
+        assert found == [
+            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
+            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+        ]
+
+    def test_on_the_cpu_all_workers_have_their_share_of_the_threads(self, crew):
+        assert len(crew) == 3
+        assert {worker._environment()["OMP_NUM_THREADS"] for worker in crew._all} == {"2"}
+
+    def test_one_worker_is_left_as_it_is(self, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        crew = Crew(SETTINGS, "auto", Observer())
+        crew.grow(FACTS)
+        assert len(crew) == 1
+        assert crew.first._environment()["OMP_NUM_THREADS"] == "5"
+
+
+class TestWork:
+    def test_all_work_at_once_until_there_is_nothing_left(self, crew):
+        together, left, seen = threading.Barrier(3, timeout=10), [9], []
+
+        def step(worker):
+            with crew.lock:
+                left[0] -= 1
+                if left[0] < 0:
+                    return False
+                seen.append(worker)
+            together.wait()  # nobody gets past it alone
+            return True
+
+        crew.work(step)
+        assert len(seen) == 9
+        assert set(seen) == set(crew._all)
+
+    def test_what_one_raises_stops_all(self, crew):
+        def step(worker):
+            if worker is crew.first:
+                raise ValueError("enough")
+            time.sleep(0.01)
+            return True
+
+        with pytest.raises(ValueError, match="enough"):
+            crew.work(step)

@@ -1,0 +1,236 @@
+"""A study that two machines share through a real PostgreSQL server: joining, taking over, an outage."""
+
+import getpass
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from batchtune.tune import storage as storage_module
+from batchtune.tune.shared import Machines, require_alike, settle
+from batchtune.tune.storage import open_storage
+
+pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
+
+# SQLAlchemy's pool leaves open connections to the collector, which the driver complains of
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:Heartbeat of storage"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = """
+import sys
+from pathlib import Path
+import batchtune
+from batchtune.progress import Observer
+from batchtune.tune import storage
+storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
+
+class Listener(Observer):
+    def stage(self, title):
+        print("stage", title, flush=True)
+
+    def trial_started(self, trial, *, best_seconds):
+        print("started", trial.number, trial.role, flush=True)
+
+result = batchtune.tune("config.yaml", overrides=[f"storage={sys.argv[1]}"], observer=Listener(), run_folders=".runs")
+Path("found.json").write_text(result.to_json())
+"""
+LINEAR = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build_model():
+    return nn.Linear(8, 1)
+
+def _points(count, seed):
+    points = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(points, points @ torch.arange(1.0, 9.0)[:, None])
+
+def train_dataset():
+    return _points(256, 1)
+
+def val_dataset():
+    return _points(64, 2)
+
+def compute_loss(model, batch):
+    time.sleep(0.005)
+    points, values = batch
+    return nn.functional.mse_loss(model(points), values)
+"""
+CONFIG = """
+task: linear.py
+name: shared
+device: cpu
+baseline: {batch_size: 16, learning_rate: 1e-2}
+batch_size: {max: 16, multiple_of: 8}
+learning_rate: {min: 1e-3, max: 1.0}
+budget: {run: 1s, total: 5m, trials: 4}
+confirm: {seeds: 2, top: 1}
+"""
+
+
+class Server:
+    """A PostgreSQL server of our own; it does not run as root."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self._programs, self._data = programs, folder / "data"
+        folder.chmod(0o777)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._run("initdb", "--auth=trust", "--username=tester", "--no-sync")
+        self.start()
+
+    def _run(self, program: str, *arguments: str) -> None:
+        other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
+        command = [*other, self._programs / program, "-D", self._data, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, timeout=60)
+
+    def start(self) -> None:
+        where = f"-p {self.port} -k {self._data} -c listen_addresses=127.0.0.1 -c fsync=off"
+        self._run("pg_ctl", "-w", "-l", str(self._data / "log"), "-o", where, "start")
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def new_database(self, name: str) -> str:
+        import psycopg
+
+        with psycopg.connect(f"postgresql://tester@127.0.0.1:{self.port}/postgres", autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return f"postgresql+psycopg://tester@127.0.0.1:{self.port}/{name}"
+
+
+@pytest.fixture(scope="module")
+def server():
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    programs = shutil.which("initdb") or (found[-1] if found else None)
+    if programs is None:
+        pytest.skip("no PostgreSQL server here (Debian's package 'postgresql' has one)")
+    folder = Path(f"/tmp/batchtune-postgresql-{getpass.getuser()}-{os.getpid()}")  # its own user must be able to enter
+    folder.mkdir()
+    server = None
+    try:
+        server = Server(Path(programs).resolve().parent, folder)
+        yield server
+    finally:
+        if server is not None:
+            server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(storage_module, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(storage_module, "GRACE_SECONDS", 2)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Starts machines, and ends those that the test has left."""
+    started = []
+
+    def start(name: str, url: str) -> subprocess.Popen:
+        started.append(start_machine(tmp_path / name, url))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def start_machine(folder: Path, url: str) -> subprocess.Popen:
+    folder.mkdir()
+    for name, text in {"linear.py": LINEAR, "config.yaml": CONFIG, "machine.py": MACHINE}.items():
+        (folder / name).write_text(text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "machine.py", url]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def await_line(process: subprocess.Popen, beginning: str) -> str:
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"ended before {beginning!r}")
+
+
+def test_a_second_machine_joins_takes_over_from_one_that_is_killed_and_finishes(server, machine, tmp_path):
+    url = server.new_database("takeover")
+    first = machine("first", url)
+    await_line(first, "started 0 baseline")
+    second = machine("second", url)
+    started = await_line(first, "started").split()  # a run of the search
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    said, _ = second.communicate(timeout=200)
+    assert second.returncode == 0
+    assert "stage probing" not in said  # the first machine had
+    found = json.loads((tmp_path / "second" / "found.json").read_text())
+    assert found["status"] == "complete"
+    trials = {trial["number"]: trial for trial in found["trials"]}
+    assert trials[int(started[1])]["state"] == "fail"
+    assert [trial["role"] for trial in found["trials"] if trial["state"] == "complete"].count("baseline") == 1
+    confirmed = [trial for trial in found["trials"] if trial["role"] == "confirm" and trial["state"] != "fail"]
+    runs = [(trial["batch_size"], trial["learning_rate"], trial["seed"]) for trial in confirmed]
+    assert len(runs) == len(set(runs)) == 4  # the answer and the baseline, on two seeds each
+    assert found["recommendation"]["learning_rate"] > 0
+
+
+def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(server, quick):
+    study = optuna.create_study(storage=open_storage(server.new_database("silence"), Path()))
+    study.enqueue_trial({"x": 0.5}, user_attrs={"role": "confirm", "seed": 7})
+    machines = Machines(study)
+    trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
+    with machines.sign_of_life(trial):
+        time.sleep(3.5)
+        machines.take_over()
+        assert study.get_trials()[0].state.name == "RUNNING"  # it is alive
+    time.sleep(3.5)
+    machines.take_over()
+    old, new = study.get_trials()
+    assert (old.state.name, new.state.name) == ("FAIL", "WAITING")
+    assert new.user_attrs == {"role": "confirm", "seed": 7, "retry_of": 0}
+    assert new.system_attrs["fixed_params"] == {"x": 0.5}
+
+
+def test_a_server_that_goes_away_is_waited_for(server):
+    study = optuna.create_study(storage=open_storage(server.new_database("outage"), Path()))
+    trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
+    server.stop()
+    back = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+    import threading
+
+    thread = threading.Thread(target=lambda: (back.wait(), server.start()))
+    thread.start()
+    trial.report(1.0, 1)
+    study.tell(trial, 2.0)
+    thread.join()
+    assert study.best_value == 2.0
+
+
+def test_machines_go_by_what_the_first_has_settled(server):
+    storage = open_storage(server.new_database("settled"), Path())
+    assert settle(storage, "s", "minimize", "begun", None) is None
+    assert settle(storage, "s", "minimize", "begun", {"by": "first"}) == {"by": "first"}
+    assert settle(storage, "s", "minimize", "begun", {"by": "second"}) == {"by": "first"}
+
+
+def test_a_machine_of_another_kind_is_refused():
+    from batchtune.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"study s was begun with device = A100, here it is T4"):
+        require_alike("s", {"device": "A100"}, {"device": "T4"})
