@@ -267,7 +267,6 @@ def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, cli):
     tuned.copy_to(cli)
     (cli.run_folder() / "study.log").unlink()  # the probe stands, and has taken longer than this
     finished = cli("tune", "config.yaml", "budget.total=1s", "confirm=off", "--json", "-q")
-    print(finished.err, [t for t in finished.document["trials"]])
     assert finished.code == 0
     assert [trial["role"] for trial in finished.document["trials"]] == ["baseline"]
     assert any("budget.total; raise it" in warning for warning in finished.document["warnings"])
