@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 CONSOLE = [line[2:] for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
@@ -32,6 +34,7 @@ def run_in_order(lines, folder):
         assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
+@pytest.mark.timeout(600)
 def test_the_commands_run_in_order(tmp_path, pool):
     folders = [line.split()[2] for line in CONSOLE if line.startswith("batchtune init ")]
     chains = {folder: [line for line in CONSOLE if re.search(rf"\b{folder}\b", line)] for folder in folders}
