@@ -42,6 +42,8 @@ def probe(
     no_oom: bool = False,
     throughput: bool = True,
     accumulation: int = 1,
+    nproc_per_node: int = 1,
+    strategy: str = "ddp",
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -63,6 +65,8 @@ def probe(
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes, and the data loader against them.
         accumulation: micro-batches of one optimizer step, as you train.
+        nproc_per_node: ranks that train as one on this machine, each on a device of its own; sizes are of each rank.
+        strategy: how they do: `ddp` (DistributedDataParallel) or `fsdp` (FSDP2's fully_shard).
         observer: told of what happens on the way.
         run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
@@ -86,7 +90,10 @@ def probe(
     except ValueError as error:
         raise UsageError(str(error)) from None
     _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps, "accumulation": accumulation})
+    _require_sizes(1, None, {"nproc-per-node": nproc_per_node})
     _require_shares(margin, tolerance)
+    if strategy not in {"ddp", "fsdp"}:
+        raise UsageError(f"--strategy {strategy}: unknown; use ddp or fsdp")
     if (limit is not None and limit <= 0) or silence <= 0 or verify_steps < 1:
         raise UsageError("--memory-limit, --timeout and --verify-steps must be greater than 0")
     names = [precision] if isinstance(precision, str) else list(precision)
@@ -110,7 +117,15 @@ def probe(
     )
     name = Path(os.fspath(task).partition(":")[0]).stem
     folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
-    return run_probe(settings, options, name=name, observer=observer or Observer(), folder=folder)
+    return run_probe(
+        settings,
+        options,
+        name=name,
+        observer=observer or Observer(),
+        folder=folder,
+        world_size=nproc_per_node,
+        strategy=strategy,
+    )
 
 
 def find_batch_size(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -100,22 +99,30 @@ def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
     origin: Annotated[Origin, typer.Option("--from", help="The library that model.py trains with.")] = Origin.pytorch,
 ) -> None:
-    """Write a commented model.py and config.yaml that work as they are.
+    """Write a commented model.py and config.yaml that work as they are, and the schema that editors check it by.
 
-    Example: batchtune init mymodel --from lightning && batchtune tune mymodel/config.yaml
+    Examples:
+      batchtune init mymodel
+      batchtune init mymodel --from lightning
     """
-    files = [directory / name for name in ("model.py", "config.yaml")]
+    from batchtune.config import config_schema
+
+    templates = Path(__file__).parent / "templates"
+    model = templates / origin.value / "model.py" if origin in _MADE_BY else templates / "model.py"
+    config = (templates / "config.yaml").read_text(encoding="utf-8")
+    texts = {
+        "model.py": model.read_text(encoding="utf-8"),
+        "config.yaml": config.replace("task: model.py", f"task: model.py{_MADE_BY.get(origin, '')}", 1),
+        "config.schema.json": json.dumps(config_schema(), indent=1) + "\n",  # config.yaml names it for editors
+    }
+    files = [directory / name for name in texts]
     taken = [str(file) for file in files if file.exists()]
     if taken:
         raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        templates = Path(__file__).parent / "templates"
-        model = templates / origin.value / "model.py" if origin in _MADE_BY else templates / "model.py"
-        shutil.copyfile(model, files[0])
-        config = (templates / "config.yaml").read_text(encoding="utf-8")
-        task = f"task: model.py{_MADE_BY.get(origin, '')}"
-        files[1].write_text(config.replace("task: model.py", task, 1), encoding="utf-8")
+        for file, text in zip(files, texts.values(), strict=True):
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
     if session.json or session.output:
@@ -130,7 +137,9 @@ def init(
 def probe(
     session: Session,
     task: Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")],
-    precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
+    precision: Annotated[
+        Precision, typer.Option(envvar="BATCHTUNE_PRECISION", help="auto: what the device does well; all: each.")
+    ] = Precision.auto,
     memory_limit: Annotated[
         str | None,
         typer.Option(metavar="SIZE", envvar="BATCHTUNE_MEMORY_LIMIT", help="Bytes that may be reserved, e.g. 20GiB."),
@@ -153,12 +162,20 @@ def probe(
     no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
     no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
+    nproc_per_node: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that train as one, each on its device; sizes are of each rank.")
+    ] = 1,
+    strategy: Annotated[Strategy, typer.Option(help="How several ranks share the work.")] = Strategy.ddp,
 ) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
-    Example: batchtune probe model.py --memory-limit 20GiB --precision bf16
+    Examples:
+      batchtune probe model.py
+      batchtune probe model.py --memory-limit 20GiB --precision bf16
+      batchtune probe train.py:make_trainer --no-oom --json -o probe.json
     """
     import batchtune
+    from batchtune.train.torchrun import rank_of_this_process
 
     with session.observer() as observer:
         result = batchtune.probe(
@@ -177,10 +194,13 @@ def probe(
             no_oom=no_oom,
             throughput=not no_throughput,
             accumulation=accumulation,
+            nproc_per_node=nproc_per_node,
+            strategy=strategy.value,
             observer=observer,
             run_folders=_run_folders(),
         )
-    session.deliver(result)
+    if rank_of_this_process() == 0:
+        session.deliver(result)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
@@ -195,14 +215,18 @@ def estimate(
         str | None,
         typer.Option(metavar="SIZE", envvar="BATCHTUNE_MEMORY_LIMIT", help="Bytes that may be reserved, e.g. 24GiB."),
     ] = None,
-    precision: Annotated[Precision, typer.Option(envvar="BATCHTUNE_PRECISION")] = Precision.auto,
+    precision: Annotated[
+        Precision, typer.Option(envvar="BATCHTUNE_PRECISION", help="auto: what the device does well; all: each.")
+    ] = Precision.auto,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
     strategy: Annotated[Strategy, typer.Option(help="How several GPUs share the work.")] = Strategy.ddp,
     world_size: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks; the answer is for each.")] = 1,
 ) -> None:
     """Calculate which batch fits on which GPU, with no GPU at hand.
 
-    Example: batchtune estimate model.py --gpu A100-80GB --gpu 4090
+    Examples:
+      batchtune estimate model.py
+      batchtune estimate model.py --gpu A100-80GB --gpu 4090 --precision bf16
     """
     import batchtune
 
@@ -230,18 +254,24 @@ def tune(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Runs at once, each on a device of its own.")
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
 ) -> None:
     """Find the batch size and learning rate that reach the target soonest, and confirm them on fresh seeds.
 
-    Example: batchtune tune config.yaml budget.total=5m baseline.batch_size=64
+    Examples:
+      batchtune tune config.yaml --dry-run
+      batchtune tune config.yaml budget.total=5m baseline.batch_size=64
     """
     import batchtune
     from batchtune.config_file import load_config
 
-    extra = [f"storage={json.dumps(storage)}"] if storage else []
+    given = {"workers": workers, "storage": storage}
+    extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     loaded = load_config(config, [*(overrides or []), *extra])
     with session.observer(loaded.budget.total) as observer:
         if dry_run:
@@ -274,9 +304,11 @@ def report(
 ) -> None:
     """Print the recommendation of the latest run, or of one named, in one of several formats.
 
-    Example: batchtune report digits --format markdown -o summary.md
-    Example: batchtune report digits --format lightning --set model.lr=model.learning_rate
-    Example: batchtune report digits --log-to mlflow
+    Examples:
+      batchtune report digits --format html -o report.html
+      batchtune report digits --format hf -o arguments.json
+      batchtune report digits --format lightning --set model.lr=model.rate
+      batchtune report digits --log-to mlflow
     """
     import batchtune
     from batchtune.report.export import FORMATS
@@ -314,7 +346,9 @@ def env(
 ) -> None:
     """Print versions, device, driver and live GPU sensors, to paste into an issue.
 
-    Example: batchtune env
+    Examples:
+      batchtune env
+      batchtune env --device cuda:1 --json
     """
     import batchtune
 
@@ -331,11 +365,13 @@ def env(
 @with_session
 def schema(
     session: Session,
-    which: Annotated[Schema, typer.Argument(metavar="config|result")],
+    which: Annotated[Schema, typer.Argument(metavar="config|result", help="Of which document.")],
 ) -> None:
     """Print the JSON Schema of the configuration or of the result document.
 
-    Example: batchtune schema config -o batchtune.schema.json
+    Examples:
+      batchtune schema config -o config.schema.json
+      batchtune schema result
     """
     from batchtune.config import config_schema
     from batchtune.results import result_schema

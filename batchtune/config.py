@@ -283,6 +283,9 @@ class Config(Section):
     evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
     confirm: Annotated[Confirm, BeforeValidator(_confirm_switch)] = Confirm()
     seed: Annotated[int, Field(ge=0, lt=2**31), NoSwitch] = 0
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=1, description="Runs at once, each on a device of its own; auto: as many as there are devices."
+    )
     storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )

@@ -39,6 +39,10 @@ class Interval(Record):
     median: float
     low: float
     high: float
+    at_least: bool = Field(
+        default=False,
+        description="Runs were cut off before their end, so that the true median is higher and has no upper bound.",
+    )
 
 
 class Attempt(Record):
@@ -52,6 +56,9 @@ class Attempt(Record):
     forward_backward_peak_bytes: int | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
     )
+    growth_bytes_per_step: int | None = Field(
+        default=None, description="By how much each step's peak was higher than the one's before; absent if it was not."
+    )
     step_seconds: Figure = Field(
         default=None, description="Median optimizer step, device synchronised, warm-up and compilation excluded."
     )
@@ -61,6 +68,9 @@ class Attempt(Record):
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
     message: str | None = Field(default=None, description="Why it did not fit, in one line.")
+    limiting_rank: int | None = Field(
+        default=None, description="Of several ranks, the one that did not fit; absent where all failed alike."
+    )
 
     @property
     def fits(self) -> bool:
@@ -133,6 +143,35 @@ class InputPipeline(Record):
     reason: str = Field(default="", description="Why at this batch size.")
 
 
+class DataParallel(Record):
+    """Several ranks that train as one: what they are, what limited them, and what their communication costs.
+
+    Times are of one optimizer step at the largest micro-batch size, that of the slowest rank.
+    """
+
+    world_size: int
+    strategy: Literal["ddp", "fsdp"]
+    backend: str
+    batch_size: int = Field(description="Largest micro-batch size, which every rank trains.")
+    global_batch_size: int = Field(description="Micro-batch x accumulation x world size.")
+    limiting_rank: int | None = Field(
+        default=None, description="The rank that failed at the smallest size that did not fit; absent if all did alike."
+    )
+    step_seconds: Figure = None
+    step_seconds_without_communication: Figure = Field(
+        default=None, description="All ranks at the same time, each training on its own."
+    )
+    step_seconds_alone: Figure = Field(default=None, description="The first rank training on its own, the others idle.")
+    communication_seconds: Figure = Field(
+        default=None, description="What a step takes longer for communicating; absent where that is lost in the noise."
+    )
+    communication_share: Figure = Field(default=None, description="The same as a share of the step, 0 to 1.")
+    scaling_efficiency: Figure = Field(
+        default=None, description="Speed over world size times the speed of the first rank alone; 1 is perfect."
+    )
+    samples_per_second: Figure = Field(default=None, description="Of all ranks together.")
+
+
 class ProbeResult(Record):
     """The largest batch that really trains, proven from both sides."""
 
@@ -153,6 +192,9 @@ class ProbeResult(Record):
         default=None, description="Micro-batches per optimizer step in the final check and the timing."
     )
     input_pipeline: InputPipeline | None = None
+    data_parallel: DataParallel | None = Field(
+        default=None, description="Where several ranks train as one; all other sizes and speeds are of one rank."
+    )
 
 
 Value = bool | int | float | str  # of an argument of the user's build_optimizer
@@ -211,6 +253,9 @@ class RangeTest(Record):
     edge_learning_rate: Figure = Field(
         default=None, description="Where training came apart; absent where it did not up to the highest rate."
     )
+    lowest_loss_learning_rate: Figure = Field(
+        default=None, description="Where the smoothed loss was least before training came apart."
+    )
     highest_learning_rate: float
     steps: int
     seconds: float
@@ -232,9 +277,12 @@ class Prior(Record):
 
     batch_sizes: list[int]
     batch_sizes_reason: str
-    learning_rate: float = Field(description="Believed best at the baseline's batch size.")
+    learning_rate: float = Field(description="Believed best at `start_batch_size`.")
     learning_rate_decades: float = Field(description="Standard deviation of that belief.")
     learning_rate_reason: str
+    start_batch_size: int | None = Field(
+        default=None, description="Believed best before the search; absent in results of earlier versions."
+    )
     micro_batch_size: int | None = Field(default=None, description="Chosen for a fixed global batch.")
     micro_batch_reason: str | None = None
     range_tests: list[RangeTest] = []

@@ -96,7 +96,7 @@ class Session:
             _complain(f"note: {sentence}")
 
 
-_COMMON = [
+COMMON = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
     for name, default, kind, option in (
         ("json", False, bool, typer.Option("--json", help="Print the result document alone on stdout.")),
@@ -119,10 +119,12 @@ def with_session(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        with _command(**{option.name: given.pop(option.name) for option in _COMMON}) as session:
+        with _command(**{option.name: given.pop(option.name) for option in COMMON}) as session:
             function(session, **given)
 
-    parameters = [*own, *_COMMON]
+    # a backspace tells Typer that the lines after it keep their ends
+    run.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("\n\nExamples:", "\n\n\b\nExamples:")
+    parameters = [*own, *COMMON]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads both
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run

@@ -84,10 +84,10 @@ def test_help_names_every_command(invoke):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_has_an_example_and_the_common_options(invoke, command):
+def test_help_of_a_command_has_examples_in_lines_of_their_own_and_the_common_options(invoke, command):
     shown = invoke(command, "--help")
     assert shown.exit_code == 0
-    assert f"Example: batchtune {command}" in shown.output
+    assert f"\n  Examples:\n    batchtune {command}" in shown.output
     assert all(option in shown.output for option in ("--json", "--output", "--quiet", "--verbose", "--debug"))
     assert "[[" not in shown.output
 
@@ -137,7 +137,15 @@ def test_init_refuses_to_overwrite(invoke, tmp_path):
 
 def test_init_tells_programs_what_it_wrote(invoke, tmp_path):
     written = json.loads(invoke("init", tmp_path, "--json").stdout)["written"]
-    assert written == [str(tmp_path / "model.py"), str(tmp_path / "config.yaml")]
+    assert written == [str(tmp_path / name) for name in ("model.py", "config.yaml", "config.schema.json")]
+
+
+@pytest.mark.parametrize("library", ["pytorch", "lightning", "transformers"])
+def test_an_editor_finds_the_schema_beside_the_configuration_that_names_it(invoke, tmp_path, library):
+    assert invoke("init", tmp_path, "--from", library).exit_code == 0
+    first_line = (tmp_path / "config.yaml").read_text().splitlines()[0]
+    schema = tmp_path / first_line.removeprefix("# yaml-language-server: $schema=")
+    assert json.loads(schema.read_text()) == json.loads(invoke("schema", "config").stdout)
 
 
 # probe

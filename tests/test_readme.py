@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 CONSOLE = [line[2:] for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
@@ -25,15 +23,21 @@ def test_there_are_exactly_two_set_up_commands_each_a_single_line_with_its_own_e
     assert "-m pytest" in ci
 
 
-def test_the_commands_for_your_own_model_run_in_order(tmp_path):
-    assert len(CONSOLE) >= 6
+def run_in_order(lines, folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for line in CONSOLE:
-        words = shlex.split(line)
-        assert words[0] == "batchtune", line
-        command = [sys.executable, "-m", "batchtune", *words[1:]]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    for line in lines:
+        command = [sys.executable, "-m", "batchtune", *shlex.split(line)[1:]]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def test_the_commands_run_in_order(tmp_path, pool):
+    folders = [line.split()[2] for line in CONSOLE if line.startswith("batchtune init ")]
+    chains = {folder: [line for line in CONSOLE if re.search(rf"\b{folder}\b", line)] for folder in folders}
+    assert sorted(line for chain in chains.values() for line in chain) == sorted(CONSOLE)
+    assert len(chains["mymodel"]) > 6
+    for done in [pool.submit(run_in_order, chain, tmp_path) for chain in chains.values()]:
+        done.result()
     assert "## batchtune tune: mymodel" in (tmp_path / "summary.md").read_text(encoding="utf-8")
 
 
@@ -56,12 +60,12 @@ def test_the_files_that_the_readme_points_to_exist():
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml")))
-def test_each_recipe_has_its_three_files_and_passes_a_dry_run(folder, tmp_path):
-    recipe = ROOT / "recipes" / folder
-    assert all((recipe / name).is_file() for name in ("model.py", "config.yaml", "README.md"))
-    command = [sys.executable, "-m", "batchtune", "tune", str(recipe / "config.yaml"), "--dry-run"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "baseline:" in done.stdout
+def test_each_recipe_has_its_page_is_in_the_readme_and_run_by_a_test():
+    recipes = ROOT / "recipes"
+    tests = (ROOT / "tests" / "test_recipes.py").read_text(encoding="utf-8")
+    folders = sorted(path.name for path in recipes.iterdir() if path.is_dir() and not path.name.startswith("_"))
+    assert folders
+    for folder in folders:
+        assert (recipes / folder / "README.md").is_file()
+        assert f"(recipes/{folder})" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert f'"{folder}"' in tests

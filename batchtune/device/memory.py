@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import io
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +22,9 @@ from batchtune.errors import DeviceError, UsageError
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-_LARGE_BLOCK_BYTES = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
+_MAPPED_BYTES, _MAPPED_IN_ATTEMPTS_BYTES = 2**20, 2**16  # blocks from this size on are mapped each for itself
+_FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class DeviceMemory(Protocol):
     def lift(self) -> None:
         """Takes the limit away again; nothing is measured against it afterwards."""
 
-    def begin(self) -> None:
-        """An attempt begins, nothing of an earlier one is needed any more: what is left of it does not count."""
+    def attempt(self) -> AbstractContextManager[None]:
+        """The span of one attempt, against which nothing counts that earlier ones left behind."""
 
     def reset_peaks(self) -> None:
         """Starts a new high-water mark."""
@@ -88,6 +92,11 @@ def find_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise DeviceError(f"--device {name}: there are only {count} {device.type} devices, from {device.type}:0")
     return torch.device(device.type, device.index or 0)
+
+
+def count_devices(device: torch.device) -> int:
+    """Devices of this kind that this process sees."""
+    return 1 if device.type == "cpu" else torch.accelerator.device_count()
 
 
 def open_device(name: str) -> DeviceMemory:
@@ -151,8 +160,13 @@ class AcceleratorMemory:
         else:
             self._watched_limit = limit_bytes
 
-    def begin(self) -> None:
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
         self.release()
+        try:
+            yield
+        finally:
+            self.release()
 
     def lift(self) -> None:
         self._watched_limit = None
@@ -192,16 +206,18 @@ class HostMemory:
     imported by then, so model, optimizer and activations are in it, as they are on an accelerator. Peaks are of
     resident memory, the only high-water mark that Linux lets a process reset.
 
-    An address space has holes: what malloc keeps in its heap counts although it is free, and whether a size fits would
-    depend on what ran before. Large blocks are therefore mapped each for itself, and what libraries keep for good (the
-    kernels that oneDNN has compiled, say) is left out from one attempt to the next.
+    Within an attempt every block that could leave a hole behind is mapped for itself, and filled, so that what is
+    reserved is resident, too. Otherwise an answer depended on the attempts before it (a transformer's by 10 %), and
+    peaks stayed below what counts against the limit (an LSTM's by 20 %). It costs time: steps are timed without.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._base_bytes = 0
+        self._origin_bytes = 0  # of address space: what is there and not the attempt's
         self._limit_bytes: int | None = None
         self._limits_before: tuple[int, int] | None = None
+        self._fresh_bytes: int | None = None
+        self._one_off_bytes = self._attempts = 0
 
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(Path("/proc/meminfo"))
@@ -216,15 +232,17 @@ class HostMemory:
         return int(free * HOST_SHARE_OF_FREE) if free else None
 
     def enforce(self, limit_bytes: int) -> None:
-        self._base_bytes = self._base_bytes or self._warmed_up_bytes()
+        _set_malloc(mapped_from=_MAPPED_BYTES)
+        if self._fresh_bytes is None:
+            self._warm_up()
+            self._fresh_bytes = self._origin_bytes = _fields(_STATUS).get("VmSize", 0)
         if platform.system() != "Linux":
             return  # elsewhere an address-space limit is not kept by the system
         import resource
 
-        _map_large_blocks()
         self._limit_bytes = limit_bytes
         self._limits_before = self._limits_before or resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (_fields(_STATUS)["VmSize"] + limit_bytes, self._limits_before[1]))
+        self._count_from(self._fresh_bytes)
 
     def lift(self) -> None:
         if self._limits_before is not None:
@@ -233,27 +251,47 @@ class HostMemory:
             resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
             self._limits_before = self._limit_bytes = None
 
-    def begin(self) -> None:
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
         self.release()
-        if self._limit_bytes is not None:
-            self.enforce(self._limit_bytes)
-            self._base_bytes = _fields(_STATUS).get("VmRSS", self._base_bytes)
+        if self._fresh_bytes is not None:
+            self._leave_out_what_was_kept(self._fresh_bytes)
+        _set_malloc(mapped_from=_MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
+        self._attempts += 1
+        try:
+            yield
+        finally:
+            _set_malloc(mapped_from=_MAPPED_BYTES)
+            self.release()
 
-    def _warmed_up_bytes(self) -> int:
-        """Resident bytes once what torch's first step sets up exists, which would otherwise count as the model's."""
+    def _leave_out_what_was_kept(self, fresh_bytes: int) -> None:
+        """What the first attempt left for good (compiled kernels) counts in any process; what later ones left, not."""
+        kept = _fields(_STATUS).get("VmSize", 0) - fresh_bytes
+        if self._attempts == 1:
+            self._one_off_bytes = kept
+        if self._attempts:
+            self._count_from(fresh_bytes + kept - self._one_off_bytes)
+
+    def _count_from(self, origin_bytes: int) -> None:
+        self._origin_bytes = origin_bytes
+        if self._limits_before is not None and self._limit_bytes is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, (origin_bytes + self._limit_bytes, self._limits_before[1]))
+
+    def _warm_up(self) -> None:
+        """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
         layers = torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
         )
         optimizer = torch.optim.AdamW(layers.parameters())
         with torch.random.fork_rng(devices=[]):
-            torch.nn.functional.cross_entropy(
-                layers(torch.randn(8, 3, 8, 8)), torch.zeros(8, dtype=torch.long)
-            ).backward()
+            images = torch.randn(256, 3, 8, 8)  # so many that every thread gets a part
+            torch.nn.functional.cross_entropy(layers(images), torch.zeros(256, dtype=torch.long)).backward()
         optimizer.step()
         torch.save(optimizer.state_dict(), io.BytesIO())
-        del layers, optimizer
+        del layers, optimizer, images
         self.release()
-        return _fields(_STATUS).get("VmRSS", 0)
 
     def reset_peaks(self) -> None:
         try:
@@ -262,26 +300,45 @@ class HostMemory:
             return
 
     def peaks(self) -> Peaks:
-        high = _fields(_STATUS).get("VmHWM")
-        return Peaks(None, max(0, high - self._base_bytes) if high else None)
+        now = _fields(_STATUS)
+        if "VmHWM" not in now:
+            return Peaks(None, None)
+        higher = now["VmHWM"] - now["VmRSS"]  # Linux resets the high-water mark of resident memory only
+        return Peaks(None, max(0, now["VmSize"] + higher - self._origin_bytes))
 
     def synchronize(self) -> None:
         """The host has done its work when a call returns."""
 
     def release(self) -> None:
         gc.collect()
+        _free_blas_buffers()
         if platform.system() == "Linux":
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed pages otherwise; musl has none
             if trim is not None:
                 trim(0)
 
 
-def _map_large_blocks() -> None:
-    """Has glibc map every block of a mebibyte or more for itself, so that freeing it gives the address space back."""
+def _set_malloc(*, mapped_from: int, perturb: int = 0) -> None:
+    """Has glibc map every block of so many bytes or more for itself: freeing it gives its address space back."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if set_option is not None:
-        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            set_option(option, _LARGE_BLOCK_BYTES)
+        options = {_M_MMAP_THRESHOLD: mapped_from, _M_TRIM_THRESHOLD: mapped_from, _M_PERTURB: perturb}
+        for option, value in options.items():
+            set_option(option, value)
+
+
+@functools.cache
+def _mkl() -> ctypes.CDLL | None:
+    """The library that holds MKL, in which torch's x86 builds multiply matrices."""
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    return ctypes.CDLL(str(library)) if library.is_file() else None
+
+
+def _free_blas_buffers() -> None:
+    """MKL keeps its packing buffers for the next product, several mebibytes of them for each new shape."""
+    free = getattr(_mkl(), "mkl_serv_free_buffers", None)
+    if free is not None:
+        free()
 
 
 def _fields(path: Path) -> dict[str, int]:

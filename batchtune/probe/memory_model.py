@@ -44,10 +44,13 @@ class Guess(NamedTuple):
     spread: float
 
     def below(self, size: float) -> float:
-        off = math.log(size / self.size) / self.spread
         # Once an attempt has contradicted a guess, its tail is all that is left: a normal one would hug that attempt.
-        normal, wide = 0.5 * math.erfc(-off / math.sqrt(2)), 0.5 + math.atan(off / TAIL_SPREAD) / math.pi
-        return self.weight * ((1 - TAIL) * normal + TAIL * wide)
+        wide = 0.5 + math.atan(math.log(size / self.size) / self.spread / TAIL_SPREAD) / math.pi
+        return (1 - TAIL) * self.normally_below(size) + TAIL * self.weight * wide
+
+    def normally_below(self, size: float) -> float:
+        off = math.log(size / self.size) / self.spread
+        return self.weight * 0.5 * math.erfc(-off / math.sqrt(2))
 
 
 def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
@@ -145,6 +148,12 @@ def prior_fit(prior: Prior, limit: float, floor: int, ceiling: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if prior(middle) <= limit else (low, middle)
     return low
+
+
+def standing(guesses: list[Guess], low: int, high: int) -> float:
+    """The share of what was guessed that no attempt has contradicted: what lies in the bracket."""
+    within = sum(guess.normally_below(high) - guess.normally_below(low) for guess in guesses)
+    return within / sum(guess.weight for guess in guesses)
 
 
 def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:

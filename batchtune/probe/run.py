@@ -17,6 +17,8 @@ from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
+from batchtune.train.ranks import RankGroup
+from batchtune.train.torchrun import Following, Leading, Meetings, Place, require_whole
 from batchtune.train.worker import Worker, WorkerSettings
 
 _SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
@@ -24,19 +26,74 @@ _SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
 def run_probe(
-    settings: WorkerSettings, options: ProbeOptions, *, name: str, observer: Observer, folder: RunFolder | None = None
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    *,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None = None,
+    world_size: int = 1,
+    strategy: str = "ddp",
 ) -> Result:
-    """Probes a task at each precision of `settings`, in children of their own.
+    """Probes a task at each precision of `settings`, in children of their own or, with a world size, in groups of them.
+
+    In a process that torchrun started, one rank runs in each; where this is not the first of them, the result is the
+    first one's, whatever its status.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
+    place = Place.from_environment()
+    if place is not None:
+        require_whole(place, world_size)
+        return _probe_in_torchrun(place, settings, options, name, observer, folder, strategy)
+    worker = Worker(settings, observer.printed)
+    if world_size > 1:
+        worker = RankGroup(settings, world_size, strategy, observer.printed)
+    return _probe(worker, settings, options, name, observer, folder)
+
+
+def _probe_in_torchrun(
+    place: Place,
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None,
+    strategy: str,
+) -> Result:
+    """The same among processes that torchrun started: the first one probes, all run a rank, all have the result."""
+    if place.rank:
+        published = Following(place, Meetings()).follow()
+        if published is None:
+            raise RunInterrupted("rank 0 ended without a result; see what it says")
+        return Result.model_validate_json(published)
+    with Leading(place) as leading:
+        worker = RankGroup(settings, place.world_size, strategy, observer.printed, leading=leading)
+        try:
+            result = _probe(worker, settings, options, name, observer, folder)
+        except BatchtuneError as error:
+            if error.result is not None:
+                leading.publish(error.result.to_json())
+            raise
+        leading.publish(result.to_json())
+        return result
+
+
+def _probe(
+    worker: Worker,
+    settings: WorkerSettings,
+    options: ProbeOptions,
+    name: str,
+    observer: Observer,
+    folder: RunFolder | None,
+) -> Result:
     session = _Session(settings, name)
     if folder is None:
-        return _run(session, settings, options, observer)
+        return _run(session, worker, options, observer)
     folder.open(fresh=True)
     try:
-        result = _run(session, settings, options, _Recorder(folder, observer))
+        result = _run(session, worker, options, _Recorder(folder, observer))
     except BatchtuneError as error:
         if error.result is not None:
             with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
@@ -65,16 +122,16 @@ class _Recorder(Forwarder):
         super().attempted(attempt)
 
 
-def _run(session: _Session, settings: WorkerSettings, options: ProbeOptions, observer: Observer) -> Result:
+def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Observer) -> Result:
+    settings = session.settings
     try:
-        with (
-            Foresight(settings.task, settings.device, observer) as foresight,
-            Worker(settings, observer.printed) as worker,
-        ):
+        with Foresight(settings.task, settings.device, observer) as foresight, worker:
             session.facts = worker.start()
             for precision, reason in session.facts["precision"]:
                 observer.note(f"precision {precision}: {reason}")
-                foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
+                foreseen = None  # of a group, the memory of one process alone says too little
+                if "world_size" not in session.facts:
+                    foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
                 prior = foreseen.reserved_bytes if foreseen else None
                 session.probes.append(Probe(worker, options, precision, observer, prior=prior))
                 session.probes[-1].run()
@@ -98,7 +155,7 @@ class _Session:
     """What is known so far, so that an error at any moment still leaves a document."""
 
     def __init__(self, settings: WorkerSettings, name: str) -> None:
-        self._settings, self._name = settings, name
+        self.settings, self._name = settings, name
         self._task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
         self.facts: dict[str, Any] = {}
         self.probes: list[Probe] = []
@@ -113,7 +170,7 @@ class _Session:
 
     def look_again(self, worker: Worker) -> None:
         """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""
-        if self.facts["device"] == "cpu":
+        if self.facts["device"] == "cpu" or "world_size" in self.facts:
             return
         opened = worker.facts["environment"]["device_memory_free_bytes"]
         uuid = self.facts["nvml_uuid"]

@@ -10,15 +10,16 @@ from typing import Any
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.probe.curve import measure_curve
 from batchtune.probe.memory_model import Prior
+from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
-from batchtune.probe.warnings import attempt_warnings, busy_warnings, recompile_warnings
+from batchtune.probe.warnings import attempt_warnings, busy_warnings, leak_warnings, recompile_warnings
 from batchtune.progress import Observer
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-_FIRST_BACKOFF = 0.02  # when the final check fails, the next size is this much smaller, then twice as much, and so on
+_BACKOFF, _EVEN_BACKOFFS = 0.01, 3  # when the final check fails: the next size is so much smaller, then ever more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,10 @@ class Probe:
         self._too_slow_above: int | None = None
         facts = worker.start()
         self._limit: int | None = facts["memory_limit_bytes"]
-        self._data_size: int | None = facts["train_size"]
+        self._facts: dict[str, Any] = facts
+        world_size, samples = facts.get("world_size", 1), facts["train_size"]
+        self._data_size: int | None = samples // world_size if samples is not None else None
+        self._rank_times: Times = {}
         caps = [cap for cap in (options.maximum, self._data_size) if cap is not None]
         self._bounds = Bounds(
             minimum=options.minimum,
@@ -96,7 +100,8 @@ class Probe:
         cap, unit = self._bounds.maximum, options.multiple_of
         smallest = -(-options.minimum // unit) * unit
         if cap is not None and smallest > cap:
-            why = f"train_dataset has {cap} samples" if cap == self._data_size else f"the maximum is {cap}"
+            each = f" for each of {world_size} ranks" if world_size > 1 else ""
+            why = f"train_dataset has {cap} samples{each}" if cap == self._data_size else f"the maximum is {cap}"
             raise UsageError(
                 f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
             )
@@ -124,6 +129,8 @@ class Probe:
         last = {attempt.batch_size: attempt for attempt in self.attempts}
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
         best = verified or last.get(low)
+        accumulation = self._options.accumulation_steps
+        ranks = data_parallel(self._facts, low, accumulation, last.get(high or 0), self._rank_times) if low else None
         return ProbeResult(
             precision=self._precision,
             max_batch_size=low or None,
@@ -138,13 +145,15 @@ class Probe:
             attempts=self.attempts,
             throughput=self.throughput,
             throughput_fit=fit_step_time(self.throughput),
-            gradient_accumulation_steps=self._options.accumulation_steps,
+            gradient_accumulation_steps=accumulation,
+            data_parallel=ranks,
         )
 
     def warnings(self) -> list[str]:
         """What a reader of the result must know besides the numbers."""
         low = bracket(self.attempts)[0]
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
+        found += leak_warnings(self.attempts, self._limit)
         found += busy_warnings(self.throughput)
         slow = self._too_slow_above
         if slow is not None and low + self._bounds.multiple_of > slow:
@@ -207,6 +216,7 @@ class Probe:
                 seconds=round(time.perf_counter() - started, 4),
                 purpose="verify" if verify else "search",
                 message=str(lost),
+                limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
         self._observer.attempted(attempt)
@@ -215,26 +225,28 @@ class Probe:
     def _verify(self) -> None:
         """Runs the answer in a fresh process; where it fails there, backs off until a size passes.
 
-        When backing off took more than one step (evaluation needs more than training, say), the gap that it left is
-        searched with attempts that evaluate and save, too.
+        When that left a gap wider than the tolerance (evaluation needs more than training, say), the gap is searched
+        with attempts that evaluate and save, too.
         """
-        steps, unit = self._options.verify_steps, self._options.multiple_of
-        size, backoff = bracket(self.attempts)[0], _FIRST_BACKOFF
-        while not self._verify_at(size, steps):
-            smaller = min(int(size * (1 - backoff)), size - unit) // unit * unit
-            if smaller < max(unit, self._options.minimum):
+        unit, tolerance = self._options.multiple_of, self._options.tolerance
+        size, failed, tries = bracket(self.attempts)[0], None, 0
+        while not self._verify_at(size):
+            share = max(tolerance, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
+            failed, tries = size, tries + 1
+            size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
+            if size < max(unit, self._options.minimum):
                 raise self._nothing_fits()
-            size, backoff = smaller, min(0.5, backoff * 2)
-        if backoff > 2 * _FIRST_BACKOFF:
+        if failed is not None and failed - size > max(unit, int(tolerance * size)):
             self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)
             checked = [each for each in self.attempts if each.purpose == "verify"]
             size = bracket(checked)[0]
-            while not self._verify_at(size, steps):
+            while not self._verify_at(size):
                 size = max((each.batch_size for each in checked if each.fits and each.batch_size < size), default=0)
                 if not size:
                     raise self._nothing_fits()
 
-    def _verify_at(self, size: int, steps: int) -> bool:
+    def _verify_at(self, size: int) -> bool:
+        steps = self._options.verify_steps
         self._worker.close()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
@@ -249,18 +261,19 @@ class Probe:
             self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
         )
         self._observer.stage("timing steps")
-        measure_curve(
-            self._worker,
-            self.throughput,
-            sizes,
-            self._observer,
-            precision=self._precision,
-            accumulation_steps=self._options.accumulation_steps,
-            timeout=self._options.timeout,
-        )
+        common: dict[str, Any] = {
+            "precision": self._precision,
+            "accumulation_steps": self._options.accumulation_steps,
+            "timeout": self._options.timeout,
+        }
+        if self._facts.get("world_size", 1) > 1:
+            size = self._verified.batch_size
+            self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
+        measure_curve(self._worker, self.throughput, sizes, self._observer, **common)
 
     def _nothing_fits(self) -> BatchtuneError:
-        first = min(self.attempts, key=lambda attempt: attempt.batch_size)
+        failed = [attempt for attempt in self.attempts if not attempt.fits]
+        first = min(reversed(failed), key=lambda attempt: attempt.batch_size)
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             return UserCodeError(str(self.attempts[0].message))
         limit = f" within {self._limit / 2**20:,.0f} MiB" if self._limit else ""
@@ -269,6 +282,7 @@ class Probe:
             "timeout": "raise --timeout if one attempt really takes that long",
         }
         remedy = why.get(first.outcome, "run the task by itself to see why")
-        return NothingFitsError(
-            f"nothing fits{limit}: batch size {first.batch_size} ended in {first.outcome} ({first.message}); {remedy}"
-        )
+        when = f" after {first.steps} steps of the final check" if first.purpose == "verify" else ""
+        ended = f"batch size {first.batch_size} ended in {first.outcome}{when} ({first.message})"
+        leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self._limit))
+        return NothingFitsError(f"nothing fits{limit}: {ended}{leak}; {remedy}")

@@ -23,9 +23,11 @@ from batchtune.probe.memory_model import (
     prior_guess,
     quantile,
     reach,
+    standing,
 )
 from batchtune.results import Attempt
 
+REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
 MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
 PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit; the second with no_oom
@@ -130,7 +132,8 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
         return high - gap, f"fit or not, {high - gap} ends the search"
     recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
-    if unexpected or not guesses or sum(recent) in (0, PATIENCE):
+    refuted = guesses and high > 1.03 * low and standing(guesses, low, high) < REFUTED_SHARE
+    if unexpected or refuted or not guesses or sum(recent) in (0, PATIENCE):
         return math.sqrt(low * high) if high > 4 * low else (low + high) / 2, f"between {low} and {high}"
     stepped = any(a.fits and low - 2 * gap < a.batch_size < low for a in attempts)
     if 1000 * gap < low and high - low <= 0.01 * low and not stepped:

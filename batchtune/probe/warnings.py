@@ -34,6 +34,21 @@ def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputP
     return [f"{text}: training will do so too (TORCH_LOGS=recompiles says why)"]
 
 
+def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[str]:
+    """One where memory grew from step to step, from the longest look at it."""
+    worst = max((each for each in attempts if each.growth_bytes_per_step), key=lambda each: each.steps, default=None)
+    if worst is None or not worst.growth_bytes_per_step:
+        return []
+    text = f"memory grew by {size(worst.growth_bytes_per_step)} a step at batch size {worst.batch_size}"
+    high = worst.peak_reserved_bytes or worst.peak_allocated_bytes
+    if worst.fits and limit_bytes and high:
+        left = max(0, limit_bytes - high) // worst.growth_bytes_per_step
+        text += f": training would be out of memory some {worst.steps + left} steps from its start"
+    return [
+        f"{text} (something keeps what each step made: losses that are summed without .item(), or a list of outputs)"
+    ]
+
+
 def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
     """One where other programs used the host's processors while steps were timed."""
     others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)

@@ -120,7 +120,11 @@ def environment_text(facts: dict[str, Any]) -> str:
 
 
 def _text(value: Interval | None) -> str:
-    return "" if value is None else f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
+    if value is None:
+        return ""
+    if value.at_least:
+        return f"at least {number(value.low)}"
+    return f"{number(value.median)} ({number(value.low)} to {number(value.high)})"
 
 
 def to_html(result: Result) -> str:

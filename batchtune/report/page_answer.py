@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import believed, estimated, named_values, probes_of
 from batchtune.report.units import duration, number, size
-from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, step_time
+from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, ranks, step_time
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 _MOST_ESTIMATES = 20
@@ -40,6 +40,8 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
     details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), *_prior(result), data]
     if speedup is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
+    if speedup.at_least:
+        return _hero(f"≥ {number(speedup.low)}×", "the speed of what you run today", *details)
     words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
     return _hero(f"{number(speedup.median)}×", words, *details)
 
@@ -106,7 +108,9 @@ def _bar(value: Interval, longest: float, class_: str) -> Markup:
 
 
 def _figure(value: Interval, *, timed: bool) -> Markup:
-    if timed:
+    if value.at_least:
+        shown = f"≥ {duration(value.low) if timed else number(value.low, 4)}", "cut off"
+    elif timed:
         shown = duration(value.median), f"{duration(value.low)} to {duration(value.high)}"
     else:
         shown = number(value.median, 4), f"{number(value.low, 4)} to {number(value.high, 4)}"
@@ -127,7 +131,8 @@ def _probed(probe: ProbeResult) -> Markup:
     ]
     words = "is the largest micro-batch size that trains"
     why = tag("p", _sentence(certificate(probe)), class_="why")
-    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, _step_time(probe), _data(probe))
+    more = [_step_time(probe), _ranks(probe), _data(probe)]
+    return _hero(f"{probe.max_batch_size:,}", words, facts(rows, class_="choice"), why, *more)
 
 
 def _step_time(probe: ProbeResult) -> Markup | None:
@@ -135,6 +140,11 @@ def _step_time(probe: ProbeResult) -> Markup | None:
     if fit is None:
         return None
     return tag("p", tag("b", "Step time: "), f"{step_time(fit)}.", class_="target")
+
+
+def _ranks(probe: ProbeResult) -> Markup | None:
+    found = probe.data_parallel
+    return None if found is None else tag("p", tag("b", "Ranks: "), _sentence(ranks(found)), class_="target")
 
 
 def _data(probe: ProbeResult) -> Markup | None:

@@ -39,7 +39,8 @@ def named_values(values: Mapping[str, Value]) -> str:
 
 def believed(prior: Prior) -> str:
     """Where the search for the learning rate started, and why."""
-    about = f"about {prior.learning_rate:.2g}, give or take {prior.learning_rate_decades:.1f} decades"
+    at = f" at batch {prior.start_batch_size}" if prior.start_batch_size else ""
+    about = f"about {prior.learning_rate:.2g}{at}, give or take {prior.learning_rate_decades:.1f} decades"
     return f"{about}: {prior.learning_rate_reason}"
 
 

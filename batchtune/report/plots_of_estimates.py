@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 
 import plotly.graph_objects as go
 
@@ -11,7 +12,8 @@ from batchtune.report.units import bytes_unit, number, size
 from batchtune.results import Estimate, Result
 
 _MOST_BARS = 24
-_LONGEST_NAME = 24
+_LONGEST_LINE = 26
+_BAR_HEIGHT, _HEIGHT_OF_TWO_LINES = 26, 34
 
 
 def estimates(result: Result) -> go.Figure | None:
@@ -45,7 +47,7 @@ def estimates(result: Result) -> go.Figure | None:
     figure.update_layout(
         layout(
             "Largest batch on each GPU, estimated",
-            height=130 + 26 * len(rows),
+            height=130 + (_HEIGHT_OF_TWO_LINES if any("<br>" in name for name in names) else _BAR_HEIGHT) * len(rows),
             barmode="overlay",
             xaxis=axis("largest micro-batch size", rangemode="tozero", tickformat=",d", nticks=6),
             yaxis=axis("", tickmode="array", tickvals=list(range(len(rows))), ticktext=names, showgrid=False),
@@ -69,11 +71,11 @@ def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
 def _gpu(group: list[Estimate], *, several: bool) -> str:
     """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
     row = group[0]
-    words = [row.gpu if len(row.gpu) <= _LONGEST_NAME else f"{row.gpu[: _LONGEST_NAME - 1]}…"]
     more = len({each.gpu for each in group}) - 1
-    words += [f"+{more}"] if more else []
+    words = [row.gpu, *([f"+{more}"] if more else [])]
     words += ["/".join(dict.fromkeys(each.precision for each in group))] if several else []
-    return label(" ".join(words))
+    # two lines rather than a short first one: what tells GPUs apart is often at the end of their names
+    return "<br>".join(map(label, textwrap.wrap(" ".join(words), _LONGEST_LINE, max_lines=2, placeholder="…")))
 
 
 def _facts(group: list[Estimate]) -> list[str]:

@@ -105,11 +105,12 @@ def _draw_predicted(figure: go.Figure, predicted: Landscape) -> None:
 
 
 def _draw_belief(figure: go.Figure, prior: Prior, result: Result) -> None:
-    """Where the search started: the learning rate believed best at today's batch, and where training came apart."""
+    """Where the search started: the batch size and learning rate believed best, and where training came apart."""
     today = next((trial.batch_size for trial in result.trials or [] if trial.role == "baseline"), None)
-    if today is not None:
+    start = prior.start_batch_size or today
+    if start is not None:
         spread = 10**prior.learning_rate_decades
-        _draw_start(figure, [(today, prior.learning_rate)], "believed best before the search", "diamond-open", spread)
+        _draw_start(figure, [(start, prior.learning_rate)], "believed best before the search", "diamond-open", spread)
     _draw_start(figure, _edges(prior), "edge of stability, range test", "line-ew-open")
 
 

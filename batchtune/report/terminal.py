@@ -21,7 +21,7 @@ from batchtune.report.export import snippet
 from batchtune.report.pick import believed, estimate_notes, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
-from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, step_time
+from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, ranks, step_time
 from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
@@ -190,6 +190,8 @@ def _speed(probe: ProbeResult) -> Iterator[Text]:
         if fit.batch_size_within_5_percent is not None:
             line += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
         yield Text.assemble(("step time ", "bold"), line)
+    if probe.data_parallel is not None:
+        yield Text.assemble(("ranks ", "bold"), ranks(probe.data_parallel))
     if probe.input_pipeline is not None:
         yield Text.assemble(("data ", "bold"), probe.input_pipeline.verdict)
 

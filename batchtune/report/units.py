@@ -56,6 +56,8 @@ def interval(value: Interval | None, unit: str = "") -> str:
     if value is None:
         return "-"
     median, low, high = _alike([value.median, value.low, value.high])
+    if value.at_least:
+        return f"at least {low}{unit}"
     return f"{median}{unit} ({low} to {high})"
 
 
@@ -64,8 +66,8 @@ def time_interval(value: Interval | None) -> str:
     if value is None:
         return "-"
     unit, scale = time_unit(value.median)
-    scaled = {name: each / scale for name, each in value.model_dump().items()}
-    return interval(Interval(**scaled), f" {unit}")
+    bounds = {"median": value.median / scale, "low": value.low / scale, "high": value.high / scale}
+    return interval(value.model_copy(update=bounds), f" {unit}")
 
 
 def time_unit(typical_seconds: float) -> tuple[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchtune.report.pick import named_values
-from batchtune.report.units import duration, interval, number, size, time_interval
-from batchtune.results import ProbeResult, Recommendation, Result, ThroughputFit
+from batchtune.report.units import duration, interval, number, share, size, time_interval
+from batchtune.results import DataParallel, ProbeResult, Recommendation, Result, ThroughputFit
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
@@ -62,6 +62,24 @@ def certificate(probe: ProbeResult) -> str:
         parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
     if probe.peak_reserved_bytes and probe.memory_limit_bytes:
         parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
+    return "; ".join(parts)
+
+
+def ranks(found: DataParallel) -> str:
+    """Several ranks in one sentence: the global batch, who limited it, and what their communication costs."""
+    accumulated = found.global_batch_size // (found.batch_size * found.world_size)
+    made_up = f"{found.batch_size:,} × " + (f"{accumulated} accumulated × " if accumulated > 1 else "")
+    parts = [f"{found.world_size} with {found.strategy} ({found.backend})"]
+    parts.append(f"global batch {found.global_batch_size:,} = {made_up}{found.world_size}")
+    if found.limiting_rank is not None:
+        parts.append(f"limited by rank {found.limiting_rank}")
+    if found.communication_seconds is not None and found.step_seconds is not None:
+        took = f"communication takes {duration(found.communication_seconds)} of a step's {duration(found.step_seconds)}"
+        parts.append(f"{took} ({share(found.communication_share)})")
+    elif found.step_seconds_without_communication is not None:
+        parts.append("communication takes less than could be measured")
+    if found.scaling_efficiency is not None:
+        parts.append(f"scaling efficiency {share(found.scaling_efficiency)}")
     return "; ".join(parts)
 
 

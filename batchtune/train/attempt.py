@@ -6,6 +6,7 @@ import re
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 from batchtune.train.compiled import CompileWatch, forget_compiled
 from batchtune.train.evaluate import metric_value
+from batchtune.train.parallel import Parallel
 from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
-_SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile
+_SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
+_LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
 )  # where in torch; nobody's concern here
@@ -37,6 +40,7 @@ class PeakTracker:
         self._memory = memory
         self.highest = Peaks(None, None)
         self.forward_backward_bytes: int | None = None
+        self._by_step: list[int] = []
 
     def start_phase(self) -> None:
         """Forgets the high-water mark of the device, not what was seen before."""
@@ -52,6 +56,17 @@ class PeakTracker:
         if forward_backward:
             best = now.allocated_bytes if now.allocated_bytes is not None else now.reserved_bytes
             self.forward_backward_bytes = _higher(self.forward_backward_bytes, best)
+            if best is not None:
+                self._by_step.append(best)
+
+    def growth_bytes_per_step(self) -> int | None:
+        """What every step left behind for good; None where peaks came to rest, or too few steps tell."""
+        settled = self._by_step[_SETTLING_STEPS:]
+        rises = sorted(after - before for before, after in pairwise(settled))
+        if len(rises) < _LEAK_STEPS or rises[0] < _LEAK_BYTES:
+            return None
+        middle = int(statistics.median(rises))
+        return middle if rises[0] > middle / 2 and rises[-1] < middle * 2 else None  # else it is the allocator's
 
 
 class StepTimes:
@@ -95,6 +110,7 @@ def attempt(
     precision: str,
     verify: bool = False,
     accumulation_steps: int = 1,
+    parallel: Parallel | None = None,
 ) -> tuple[Attempt, bool]:
     """Trains `steps` full optimizer steps at one micro-batch size.
 
@@ -106,31 +122,32 @@ def attempt(
         precision: bf16, fp16, fp32 or tf32.
         verify: also evaluate once and save the state, as training does sooner or later.
         accumulation_steps: micro-batches of one optimizer step; from the second on, gradients are there already.
+        parallel: the ranks that train together; each calls this at the same time.
 
     Returns:
         What came of it, and whether the process may be used for another attempt.
     """
     forget_compiled()
-    memory.begin()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
-    try:
-        _train(
-            task,
-            memory,
-            tracker,
-            times,
-            batch_size=batch_size,
-            steps=steps,
-            precision=precision,
-            verify=verify,
-            accumulation_steps=accumulation_steps,
-        )
-    except (NonFiniteLossError, UsageError):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-        outcome, message, usable = _explain(error, batch_size)
-    memory.release()
+    with memory.attempt():
+        try:
+            _train(
+                task,
+                memory,
+                tracker,
+                times,
+                batch_size=batch_size,
+                steps=steps,
+                precision=precision,
+                verify=verify,
+                accumulation_steps=accumulation_steps,
+                parallel=parallel,
+            )
+        except (NonFiniteLossError, UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+            outcome, message, usable = _explain(error, batch_size)
     found = Attempt(
         batch_size=batch_size,
         outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
@@ -148,6 +165,7 @@ def _figures(tracker: PeakTracker, times: StepTimes, *, fits: bool) -> dict[str,
         "peak_allocated_bytes": tracker.highest.allocated_bytes,
         "peak_reserved_bytes": tracker.highest.reserved_bytes,
         "forward_backward_peak_bytes": tracker.forward_backward_bytes if fits else None,
+        "growth_bytes_per_step": tracker.growth_bytes_per_step(),
         "step_seconds": times.median(),
         "recompiles": times.recompiles(),
     }
@@ -176,8 +194,9 @@ def _train(
     precision: str,
     verify: bool,
     accumulation_steps: int,
+    parallel: Parallel | None,
 ) -> None:
-    trainer = Trainer(task, memory.device, precision)
+    trainer = Trainer(task, memory.device, precision, parallel=parallel)
     batch = task.worst_batch(batch_size)
     for number in range(steps):
         memory.synchronize()

@@ -1,7 +1,8 @@
 """The child process: it alone imports the user's code and holds the device; it answers one command after another.
 
 Commands and answers are JSON lines on the process's original stdin and stdout. Both are moved away before the user's
-code is imported, so that nothing it prints, reads or closes can disturb them.
+code is imported, so that nothing it prints, reads or closes can disturb them. A rank of a group is such a child, too,
+with a socket in their place (see `batchtune.train.rank`).
 """
 
 from __future__ import annotations
@@ -19,27 +20,39 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from batchtune.errors import BatchtuneError, UserCodeError
 
+if TYPE_CHECKING:
+    from batchtune.train.parallel import Parallel
+
 
 class Channel:
-    """The line to the parent; when the parent is gone, so is this process with all that it started."""
+    """The line to the parent; when the parent is gone, so is this process with all that it started.
 
-    def __init__(self) -> None:
+    Args:
+        commands: what the parent says, a line each.
+        answers: what it is told.
+    """
+
+    def __init__(self, commands: IO[str], answers: IO[str]) -> None:
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
-        self._answers: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-        commands: IO[str] = os.fdopen(os.dup(0), "r", encoding="utf-8")
-        devnull = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(devnull, 0)
-        os.dup2(2, 1)
+        self._answers = answers
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
 
+    @classmethod
+    def on_standard_streams(cls) -> Self:
+        """The line on stdin and stdout, which are moved away: what is printed from now on goes to stderr."""
+        answers, commands = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
+        give_standard_streams_away()
+        return cls(commands, answers)
+
     def _listen(self, commands: IO[str]) -> None:
-        for line in commands:
-            self._commands.put(json.loads(line))
+        with contextlib.suppress(OSError):
+            for line in commands:
+                self._commands.put(json.loads(line))
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
@@ -55,11 +68,23 @@ class Channel:
             self._answers.flush()
 
 
-class Child:
-    """The commands a parent may give, by name."""
+def give_standard_streams_away() -> None:
+    """From now on nothing can be read from stdin, and what is printed goes to stderr."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
 
-    def __init__(self, channel: Channel) -> None:
+
+class Child:
+    """The commands a parent may give, by name.
+
+    Args:
+        channel: the line to the parent.
+        parallel: the ranks that this child trains with; None: it trains alone.
+    """
+
+    def __init__(self, channel: Channel, parallel: Parallel | None = None) -> None:
         self._channel = channel
+        self._parallel = parallel
         self._task: Any = None
         self._memory: Any = None
         self._sensors: Any = None
@@ -85,6 +110,7 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
+        from batchtune.device.memory import count_devices
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
@@ -96,6 +122,7 @@ class Child:
         self._task.require(purpose)
         facts = {
             "device": str(self._memory.device),
+            "device_count": count_devices(self._memory.device),
             "environment": environment(self._memory, self._sensors, seen),
             "nvml_uuid": self._sensors.uuid(),
             "counts_energy": self._sensors.joules() is not None,
@@ -125,14 +152,19 @@ class Child:
         """One attempt; see `batchtune.train.attempt.attempt`."""
         from batchtune.train.attempt import attempt
 
-        result, usable = attempt(self._task, self._memory, **arguments)
+        result, usable = attempt(self._task, self._memory, parallel=self._parallel, **arguments)
         return {"attempt": result.model_dump(), "usable": usable}
 
-    def time_steps(self, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.timing.time_steps`."""
+    def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
+        """One throughput point; see `batchtune.train.timing.time_steps`. A CPU's limit is gone afterwards.
+
+        Without communicating, a rank trains alone.
+        """
         from batchtune.train.timing import time_steps
 
-        return time_steps(self._task, self._memory, **arguments).model_dump()
+        self._lift_limit()
+        parallel = self._parallel if communicate else None
+        return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
 
     def count_flops(self, **arguments: Any) -> dict[str, Any]:
         """FLOPs of a sample; see `batchtune.train.flops`. A CPU's limit is gone afterwards: counting takes memory."""
@@ -239,15 +271,19 @@ def _unexpected(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
+    """The child of one parent."""
+    channel = Channel.on_standard_streams()
+    serve(Child(channel), channel)
+
+
+def serve(child: Child, channel: Channel) -> None:
     """Answers commands until the parent closes the line."""
-    channel = Channel()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
-    child = Child(channel)
     names = (
         *("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
-        *("range_test", "noise_scale", "train"),
+        *("range_test", "noise_scale", "train", "rejoin"),
     )
-    methods = {name: getattr(child, name) for name in names}
+    methods = {name: getattr(child, name) for name in names if hasattr(child, name)}
     while True:
         command = channel.receive()
         if "torch._dynamo" in sys.modules:

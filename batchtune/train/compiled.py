@@ -28,13 +28,13 @@ class CompileWatch:
         return self._seen - before
 
 
-def warm_up(step: Callable[[], object], watch: CompileWatch) -> None:
-    """Takes steps until caches are filled and nothing is left to compile."""
+def warm_up(step: Callable[[], object], watch: CompileWatch, agree: Callable[[bool], bool] = bool) -> None:
+    """Takes steps until caches are filled and nothing is left to compile; `agree` has ranks take the same number."""
     settled = 0
     for _ in range(MAX_WARM_UP_STEPS):
         step()
         settled = 0 if watch.new_graphs() else settled + 1
-        if settled >= SETTLED_STEPS:
+        if not agree(settled < SETTLED_STEPS):
             return
 
 

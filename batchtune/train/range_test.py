@@ -1,6 +1,6 @@
 """The range test: at which learning rate, rising from step to step, training comes apart (Smith 2017).
 
-It finds the edge of stability and no optimum: how far below the edge the best rate lies, a run of seconds cannot say.
+It finds the edge of stability and, below it, where the loss was least. Neither is the best rate, but both bound it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ _SMOOTHING = 0.7  # weight of the past: about three steps, a fifth of a decade o
 
 
 class Edge:
-    """Watches a loss while the learning rate rises."""
+    """Watches a loss while the learning rate rises.
+
+    Attributes:
+        lowest_at: the rate at which the smoothed loss was least so far; None in the first steps.
+    """
 
     def __init__(self) -> None:
         self._weighted = self._weight = 0.0
         self._first: list[float] = []
         self._least = math.inf
+        self.lowest_at: float | None = None
 
-    def is_past(self, loss: float) -> bool:
+    def is_past(self, loss: float, rate: float) -> bool:
         """Takes in the next step's loss; returns whether training has come apart."""
         if not math.isfinite(loss):
             return True
@@ -37,7 +42,8 @@ class Edge:
         if len(self._first) < _FIRST:
             self._first.append(loss)
             return False
-        self._least = min(self._least, smoothed)
+        if smoothed < self._least:
+            self._least, self.lowest_at = smoothed, rate
         return smoothed > max(APART * self._least, sum(self._first) / _FIRST)
 
 
@@ -74,7 +80,7 @@ def range_test(
     found, rate, taken = None, lowest_rate, 0
     while taken < steps:
         taken += 1
-        if edge.is_past(float(trainer.step(batches))):
+        if edge.is_past(float(trainer.step(batches)), rate):
             found = rate
             break
         if clock() - started > seconds:
@@ -85,6 +91,7 @@ def range_test(
     return RangeTest(
         batch_size=batch_size,
         edge_learning_rate=found,
+        lowest_loss_learning_rate=edge.lowest_at,
         highest_learning_rate=min(rate, highest_rate),
         steps=taken,
         seconds=clock() - started,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UserCodeError
 from batchtune.task.contract import Task
+from batchtune.train.parallel import Parallel
 from batchtune.train.precision import Precision
 
 
@@ -55,6 +56,7 @@ class Trainer:
         seed: weights and data order follow from it.
         total_steps: the horizon handed to the user's `build_scheduler`.
         optimizer_arguments: handed to the user's `build_optimizer` on top.
+        parallel: the ranks that train together; None: this process trains alone.
     """
 
     def __init__(
@@ -67,11 +69,14 @@ class Trainer:
         seed: int = 0,
         total_steps: int | None = None,
         optimizer_arguments: Mapping[str, Any] | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
         self.precision = Precision(precision, device)
-        self.model: nn.Module = task.model().to(device).train()
+        self.model: nn.Module = (parallel.place(task.model()) if parallel else task.model().to(device)).train()
+        self._replica = parallel.replica(self.model, task.loss) if parallel else None
+        self._micro_batches = 0
         self.optimizer = task.optimizer(self.model, learning_rate, **optimizer_arguments or {})
         self.scheduler = task.scheduler(self.optimizer, total_steps) if total_steps else None
         self.scheduled_steps = total_steps or 0
@@ -83,7 +88,7 @@ class Trainer:
             The detached loss, still on the device.
         """
         with self.precision.autocast():
-            loss = self.task.loss(self.model, move(batch, self.device))
+            loss = self._loss(move(batch, self.device), accumulation_steps)
         if not loss.requires_grad:
             raise UserCodeError(
                 "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
@@ -91,6 +96,12 @@ class Trainer:
             )
         self.precision.scaler.scale(loss / accumulation_steps).backward()
         return loss.detach()
+
+    def _loss(self, batch: Any, accumulation_steps: int) -> Tensor:
+        if self._replica is None:
+            return self.task.loss(self.model, batch)
+        self._micro_batches += 1
+        return self._replica.loss(batch, synchronize=self._micro_batches % accumulation_steps == 0)
 
     def update(self) -> None:
         """The optimizer's and scheduler's step; gradients are freed afterwards."""

@@ -14,6 +14,7 @@ from batchtune.device.telemetry import Readings, Sensors
 from batchtune.results import ThroughputPoint
 from batchtune.task.contract import Task
 from batchtune.train.compiled import CompileWatch, forget_compiled, warm_up
+from batchtune.train.parallel import Parallel
 from batchtune.train.step import Trainer
 
 
@@ -39,15 +40,17 @@ def time_steps(
     seconds: float,
     accumulation_steps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    parallel: Parallel | None = None,
 ) -> ThroughputPoint:
     """Times training steps at one size for about `seconds`, the device's sensors sampled meanwhile.
 
     Compiling is no part of it: steps are taken until nothing is left to compile, and one that compiles nevertheless is
-    left out.
+    left out. Ranks that train together (`parallel`) all call this, and take the same number of steps.
     """
     forget_compiled()
     memory.release()
-    trainer, batch = Trainer(task, memory.device, precision), task.worst_batch(batch_size)
+    trainer = Trainer(task, memory.device, precision, parallel=parallel)
+    batch, agree = task.worst_batch(batch_size), parallel.agree if parallel else bool
     watch = CompileWatch()
 
     def step() -> float:
@@ -58,17 +61,23 @@ def time_steps(
         memory.synchronize()
         return clock() - started
 
-    warm_up(step, watch)
+    warm_up(step, watch, agree)
     with Sensors(memory.device).sampling() as readings, watching_others() as load:
-        timed = _time(step, watch, seconds, clock)
+        timed = _time(step, watch, seconds, clock, agree)
     point = _point(batch_size, batch_size * accumulation_steps, timed, readings)
     point["processors_used_by_others"] = load.others
     return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
 
 
-def _time(step: Callable[[], float], watch: CompileWatch, seconds: float, clock: Callable[[], float]) -> _Timed:
+def _time(
+    step: Callable[[], float],
+    watch: CompileWatch,
+    seconds: float,
+    clock: Callable[[], float],
+    agree: Callable[[bool], bool],
+) -> _Timed:
     timed, began = _Timed(), clock()
-    while not timed.times or clock() - began < seconds:
+    while agree(not timed.times or clock() - began < seconds):
         timed.times.append(step())
         graphs = watch.new_graphs()
         timed.graphs += graphs

@@ -22,17 +22,20 @@ from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeEr
 
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 _ROOT = str(Path(__file__).resolve().parents[2])
-_ENTRY = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.child import main; main()"
 _TAIL_LINES = 40
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
 
 
 class WorkerLost(BatchtuneError):
-    """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`."""
+    """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`.
 
-    def __init__(self, outcome: Literal["crash", "timeout", "oom"], message: str) -> None:
+    Of a group of ranks, `rank` is the one that did, where it is known.
+    """
+
+    def __init__(self, outcome: Literal["crash", "timeout", "oom"], message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.outcome: Literal["crash", "timeout", "oom"] = outcome
+        self.rank = rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,19 @@ class WorkerSettings:
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
     metric: str | None = None
+
+
+def entry(module: str) -> list[str]:
+    """The command line on which this interpreter runs a module's `main` in a new process."""
+    return [sys.executable, "-P", "-c", f"import sys; sys.path.append({_ROOT!r}); from {module} import main; main()"]
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, in words; negative codes are signals."""
+    if code is None or code >= 0:
+        return f"the process ended with exit status {code}"
+    name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
+    return f"the process died by {name}"
 
 
 class Worker:
@@ -86,10 +102,14 @@ class Worker:
                 except WorkerLost as lost:
                     doing = f"{self.settings.task}: importing it and building the model once"
                     raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
-                # free memory may change: every later child of this worker gets the limit of the first
-                limit = self.facts["memory_limit_bytes"]
-                self.settings = replace(self.settings, memory_limit=limit, metric=None)  # a metric is looked for once
+                self._keep_limit(self.facts)
+                self.settings = replace(self.settings, metric=None)  # it is looked for once
         return self.facts
+
+    def _keep_limit(self, facts: dict[str, Any]) -> None:
+        """Free memory may change: every later child of this worker gets the limit of the first."""
+        assert self.settings is not None  # noqa: S101 - it was opened with them
+        self.settings = replace(self.settings, memory_limit=facts["memory_limit_bytes"])
 
     def call(
         self,
@@ -114,29 +134,40 @@ class Worker:
         self.start()
         return self._ask(command, arguments, timeout, on_event)
 
+    def kill(self) -> None:
+        """Ends the child and everything it started; whoever waits for its answer, in another thread, learns of it."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+
     def close(self) -> None:
-        """Ends the child and everything it started."""
+        """Ends the child and everything it started, and forgets it."""
+        self.kill()
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
 
+    def _command(self) -> list[str]:
+        return entry("batchtune.train.child")
+
+    def _environment(self) -> dict[str, str]:
+        return dict(os.environ) | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+
     def _spawn(self) -> None:
-        environment = os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
         self._answers, self._tail = queue.Queue(), deque(maxlen=_TAIL_LINES)
         self._kills_before = oom_kills()
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-            [sys.executable, "-P", "-c", _ENTRY],
+            self._command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
+            env=self._environment(),
             start_new_session=True,
             encoding="utf-8",
             errors="replace",
@@ -167,8 +198,8 @@ class Worker:
         self._send({"command": command, **arguments})
         while True:
             answer = self._next_answer(timeout)
-            if "compiling" in answer:
-                continue  # no hang, however long it takes
+            if self._heard(answer):
+                continue
             if "event" in answer:
                 try:
                     go_on = on_event is None or on_event(answer["event"])
@@ -183,6 +214,10 @@ class Worker:
                 return done
             else:
                 raise self._error(answer)
+
+    def _heard(self, answer: dict[str, Any]) -> bool:
+        """Whether this is a sign of life and no answer: torch.compile at work is no hang, however long it takes."""
+        return "compiling" in answer
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None  # noqa: PT018, S101 - started above
@@ -227,19 +262,15 @@ class Worker:
         time.sleep(0.05)  # the last printed lines are on their way
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         self.close()
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
-            killed = describe_kill(self._kills_before, oom_kills())
-            text = killed if name == "SIGKILL" else f"the process died by {name}"
-        else:
-            text = f"the process ended with exit status {code}"
+        text = describe_exit(code)
+        if code == -signal.SIGKILL:
+            text = describe_kill(self._kills_before, oom_kills())
         return WorkerLost("crash", f"{text}{f'; its last words: {last[:200]}' if last else ''}")
 
     def _error(self, answer: dict[str, Any]) -> BatchtuneError:
-        if answer.get("outcome") == "oom":
-            self.close()
-            return WorkerLost("oom", answer["error"])
         self.close()
+        if "outcome" in answer:
+            return WorkerLost(answer["outcome"], answer["error"], answer.get("rank"))
         if answer["exit_code"] == UserCodeError.exit_code:
             return UserCodeError(answer["error"], answer["frames"])
         kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}

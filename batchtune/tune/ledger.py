@@ -13,6 +13,7 @@ from batchtune.results import ThroughputFit, Trial
 from batchtune.tune.cost import Cost
 from batchtune.tune.records import to_record
 
+AT_ONCE = "at_once"  # the attribute of a trial that says how many ran at the same time
 Role = Literal["baseline", "search", "confirm"]
 
 
@@ -32,9 +33,9 @@ class Ledger:
         return [to_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def wall_seconds(self) -> float:
-        """Wall-clock time of all trials, evaluation included."""
-        trials = self._study.get_trials(deepcopy=False)
-        return float(sum(trial.user_attrs.get("wall_seconds", 0.0) for trial in trials))
+        """Wall-clock time of all trials, evaluation included; of those that ran at the same time, their share of it."""
+        attributes = [trial.user_attrs for trial in self._study.get_trials(deepcopy=False)]
+        return float(sum(each.get("wall_seconds", 0.0) / each.get(AT_ONCE, 1) for each in attributes))
 
     def finished(self, role: Role) -> list[FrozenTrial]:
         """Trials of a role that ran to an end that counts."""

@@ -12,8 +12,9 @@ from batchtune.tune.plan import Plan
 from batchtune.tune.prior import split_batch
 from batchtune.tune.space import Space
 
-CAP_FACTOR = 1.2  # a run that takes so much more than the best is not the answer
+CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
+LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has failed by then, or shown to be so much faster
 _MAX_EVALUATION_BATCH = 1024
 
 
@@ -74,7 +75,18 @@ class Limits:
         best = self._ledger.best_cost()
         if role == "search" and best is not None:
             return CAP_FACTOR * best
-        if role == "confirm" and params != self._space.baseline:  # a contender twice as slow as the baseline has lost
-            costs = [trial.value for trial in self._ledger.finished("baseline") if trial.value is not None]
-            return min((CONFIRM_CAP_FACTOR * cost for cost in costs), default=None)
+        if role == "confirm":
+            return self._confirm_cap(params)
         return None
+
+    def _confirm_cap(self, params: Mapping[str, Any]) -> float | None:
+        """Of a contender's own time in the search; for the baseline, of the slowest contender's on fresh seeds.
+
+        The baseline is interleaved behind the contenders: with all of them far ahead it need not run to its end.
+        """
+        searched, fresh = self._ledger.finished("search"), self._ledger.finished("confirm")
+        if params == self._space.baseline:
+            costs = [trial.value for trial in fresh if trial.params != params and trial.value is not None]
+            return LOST_FACTOR * max(costs) if costs else None
+        own = [trial.value for trial in searched if trial.params == params and trial.value is not None]
+        return LOST_FACTOR * min(own) if own else None

@@ -55,7 +55,10 @@ class Paused:
             return
         pruner = self._pruner
         kept = sorted(self._trials(), key=lambda trial: pruner.behind(self._study, trial))[:MOST_KEPT]
-        files = {self._file(trial) for trial in kept}
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        numbers = {trial.number for trial in [*kept, *running]}  # another worker may be about to write or read one
+        numbers |= {trial.user_attrs["continues"] for trial in running if "continues" in trial.user_attrs}
+        files = {self._folder / f"{number}.pt" for number in numbers}
         for file in self._folder.iterdir():
             if file not in files:
                 file.unlink(missing_ok=True)

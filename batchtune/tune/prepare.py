@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,16 +10,23 @@ from typing import Any
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.progress import Observer
-from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
+from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.train.worker import Worker
-from batchtune.tune.prior import Candidates, candidate_batch_sizes, fastest_split, rate_belief, splits_to_time
+from batchtune.tune.prior import (
+    Candidates,
+    candidate_batch_sizes,
+    fastest_split,
+    rate_belief,
+    splits_to_time,
+    start_batch_size,
+)
 from batchtune.tune.space import argument_distributions
 
-PRIOR_SHARE = 0.1  # of budget.run: what range tests and noise scale may take together
-RANGE_STEPS = (100, 80, 60)  # of a range test, as many as can be afforded
-LARGE_FACTORS = (16, 8, 4)  # between the two batch sizes measured, as far apart as can be afforded
-_WARM_UP_STEPS, _DRAWS, _SMALL_PER_LARGE = 40, 8, 4  # of the noise scale
-_FORWARD_SHARE = 0.9  # of a step: the noise scale takes gradients and no optimizer step
+PRIOR_SHARE = 0.1  # of budget.run: what range test and noise scale may take together
+STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
+LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise scale
+WARM_UP_STEPS, DRAWS, SMALL_PER_LARGE = 40, 4, 4  # of the noise scale
+FORWARD_SHARE = 0.9  # of a step: the noise scale takes gradients and no optimizer step
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
 _SILENCE_SECONDS = 600.0
 
@@ -70,13 +78,9 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
     started = time.perf_counter()
     chosen, base = candidates(config, probe, facts["train_size"]), config.baseline
     micro, micro_reason = _split(config, probe, worker)
-    tests, noise, skipped = _measure(config, probe, worker)
+    noise, test, start, skipped = _measure(config, probe, worker, chosen.batch_sizes)
     rate, decades, why = rate_belief(
-        optimizer=facts["optimizer"],
-        batch_size=base.batch_size,
-        rate_today=base.learning_rate,
-        range_tests=tests,
-        noise=noise,
+        optimizer=facts["optimizer"], rate_today=base.learning_rate, batch_size=start, range_test=test
     )
     prior = Prior(
         batch_sizes=list(chosen.batch_sizes),
@@ -84,16 +88,18 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
         learning_rate=rate,
         learning_rate_decades=decades,
         learning_rate_reason=f"{why}; {skipped}" if skipped else why,
+        start_batch_size=start,
         micro_batch_size=micro,
         micro_batch_reason=micro_reason,
-        range_tests=tests,
+        range_tests=[test] if test else [],
         noise_scale=noise,
         seconds=round(time.perf_counter() - started, 3),
     )
     observer.note(f"batch sizes {', '.join(map(str, chosen.batch_sizes))}: {chosen.reason}")
     if micro_reason:
         observer.note(f"micro-batch {micro}: {micro_reason}")
-    observer.note(f"learning rate {rate:.2g} give or take {decades:.1f} decades: {prior.learning_rate_reason}")
+    believed = f"learning rate {rate:.2g} give or take {decades:.1f} decades"
+    observer.note(f"start: batch {start}, {believed}: {prior.learning_rate_reason}")
     return prior
 
 
@@ -122,62 +128,83 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
 
 
 def _measure(
-    config: Config, probe: ProbeResult, worker: Worker
-) -> tuple[list[RangeTest], NoiseScale | None, str | None]:
-    """Range tests and noise scale, as far as they can be afforded, and why not where they cannot."""
-    budget = PRIOR_SHARE * config.budget.run
-    planned = affordable(config.baseline.batch_size, probe, budget)
-    if isinstance(planned, str):
-        return [], None, planned
-    small, large, steps = planned
-    tests: list[RangeTest] = []
+    config: Config, probe: ProbeResult, worker: Worker, batch_sizes: Sequence[int]
+) -> tuple[NoiseScale | None, RangeTest | None, int, str | None]:
+    """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
+    base, budget, skipped = config.baseline, PRIOR_SHARE * config.budget.run, []
+    noise, test, start = None, None, start_batch_size(probe, batch_sizes, None)
     common: dict[str, Any] = {"timeout": _SILENCE_SECONDS, "precision": probe.precision, "seconds": budget}
-    rates: dict[str, Any] = {"lowest_rate": config.learning_rate.min, "highest_rate": config.learning_rate.max}
     try:
-        for size in (small, large):
-            answer = worker.call("range_test", batch_size=size, steps=steps, **rates, **common)
-            tests.append(RangeTest.model_validate(answer))
-        noise = worker.call(
-            "noise_scale",
-            small=small,
-            large=large,
-            learning_rate=config.baseline.learning_rate,
-            warm_up_steps=_WARM_UP_STEPS,
-            draws=_DRAWS,
-            **common,
-        )
+        planned = affordable_noise_scale(base.batch_size, probe, budget)
+        if isinstance(planned, str):
+            skipped.append(planned)
+        else:
+            sizes: dict[str, Any] = {
+                "small": planned[0],
+                "large": planned[1],
+                "warm_up_steps": WARM_UP_STEPS,
+                "draws": DRAWS,
+            }
+            answer = worker.call("noise_scale", learning_rate=base.learning_rate, **sizes, **common)
+            noise = NoiseScale.model_validate(answer)
+            budget -= planned[2]
+        start = start_batch_size(probe, batch_sizes, noise)
+        rates = base.learning_rate, max(config.learning_rate.max, base.learning_rate)
+        steps = affordable_range_test(start, rates, probe, budget)
+        if isinstance(steps, str):
+            skipped.append(steps)
+        else:
+            low_high: dict[str, Any] = {"lowest_rate": rates[0], "highest_rate": rates[1]}
+            answer = worker.call("range_test", batch_size=start, steps=steps, **low_high, **common)
+            test = RangeTest.model_validate(answer)
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
-        return tests, None, f"not all was measured: {error}"
-    return tests, NoiseScale.model_validate(noise), None
+        skipped.append(f"not all was measured: {error}")
+    if test is None or test.lowest_loss_learning_rate is None:
+        start = base.batch_size  # there today's learning rate is known to train
+    return noise, test, start, "; ".join(skipped) or None
 
 
-def affordable(batch_size: int, probe: ProbeResult, seconds: float) -> tuple[int, int, int] | str:
-    """The two micro-batch sizes and the steps of the range tests that stay within so many seconds, or why none do.
+def affordable_noise_scale(batch_size: int, probe: ProbeResult, seconds: float) -> tuple[int, int, float] | str:
+    """The two micro-batch sizes and the seconds of a noise scale that stays within so many, or why there is none.
 
     Args:
         batch_size: of the baseline; the smaller size, or what of it fits.
         probe: the largest micro-batch and the fitted step time.
-        seconds: for range tests and noise scale together.
+        seconds: that may be spent.
     """
     fit, largest = probe.throughput_fit, probe.max_batch_size or 1
+    if fit is None:
+        return "no noise scale, since steps were not timed"
     small = min(batch_size, largest)
+    large = min(LARGE_FACTOR * small, largest)
+    if large < LEAST_FACTOR * small:
+        return f"no noise scale, since no batch of {LEAST_FACTOR} times the baseline's fits"
+    gradients = DRAWS * (SMALL_PER_LARGE * _step(fit, small) + _step(fit, large)) * FORWARD_SHARE
+    needed = WARM_UP_STEPS * _step(fit, small) + gradients
+    return _too_long(f"a noise scale at batch {small} and {large}", needed, seconds) or (small, large, needed)
+
+
+def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: ProbeResult, seconds: float) -> int | str:
+    """The steps of a range test at a batch size that stays within so many seconds, or why there is none.
+
+    It starts at today's learning rate, with which training is known to go well: below it there is nothing to find.
+    """
+    fit, largest = probe.throughput_fit, probe.max_batch_size or 1
     if fit is None:
         return "no range test, since steps were not timed"
+    if batch_size > largest:
+        return f"no range test, since batch {batch_size} must be accumulated"
+    steps = max(FEWEST_STEPS, math.ceil(STEPS_PER_DECADE * math.log10(rates[1] / rates[0])))
+    what = f"{steps} steps of a range test at batch {batch_size}"
+    return _too_long(what, steps * _step(fit, batch_size), seconds) or steps
 
-    def step(size: int) -> float:
-        return fit.alpha_seconds + fit.beta_seconds_per_sample * size
 
-    larger: Sequence[int] = [small * factor for factor in LARGE_FACTORS if small * factor <= largest]
-    if not larger:
-        return f"no range test, since no batch of {LARGE_FACTORS[-1]} times the baseline's fits"
-    least = 0.0
-    for steps in RANGE_STEPS:
-        for large in larger:
-            gradients = _DRAWS * (_SMALL_PER_LARGE * step(small) + step(large)) * _FORWARD_SHARE
-            least = steps * (step(small) + step(large)) + _WARM_UP_STEPS * step(small) + gradients
-            if least <= seconds:
-                return small, large, steps
-    return (
-        f"no range test, since {RANGE_STEPS[-1]} steps at batch {small} and {larger[-1]} and a noise scale would take "
-        f"about {least:.2g} s, more than {PRIOR_SHARE:.0%} of budget.run"
-    )
+def _step(fit: ThroughputFit, batch_size: int) -> float:
+    return fit.alpha_seconds + fit.beta_seconds_per_sample * batch_size
+
+
+def _too_long(what: str, needed: float, seconds: float) -> str | None:
+    if needed <= seconds:
+        return None
+    share = f"{PRIOR_SHARE:.0%} of budget.run"
+    return f"no more was measured: {what} would take about {needed:.2g} s, and {share} is for all of it"

@@ -14,9 +14,11 @@ _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement
 _MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 _TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
-_MEASURED_RATE_SPREAD = 0.6  # …and between the rule for edge and noise scale and the best: 0.1 to 1.0 off on six tasks
-_OPEN_EDGE_SPREAD = 0.8  # …where the edge lies beyond the rates searched
+_MEASURED_RATE_SPREAD = 0.3  # …and between the share of the range test's rate and the best
+_OPEN_EDGE_SPREAD = 0.6  # …where the edge lies beyond the rates searched
 _UNKNOWN_SPREAD = 1.0
+_SHARE = 1 / 2  # of the rate of least loss: the edge of stability is 2 / curvature, the fastest descent 1 / curvature
+_ADAM_SHARE = 1 / 3
 _ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lion", "Adafactor", "RMSprop")
 
 
@@ -107,52 +109,62 @@ def candidate_batch_sizes(
     return Candidates(tuple(sorted(sizes)), reason)
 
 
+def start_batch_size(probe: ProbeResult, batch_sizes: Sequence[int], noise: NoiseScale | None) -> int:
+    """The batch size at which the least time is expected before anything has run.
+
+    Args:
+        probe: the step time alpha + beta * B, as far as it is known.
+        batch_sizes: to choose from; what a step of one that must be accumulated takes is not known, so the largest
+            micro-batch that trains is as far as it goes, if there are others.
+        noise: the gradient noise scale, which stands for the critical batch size (McCandlish et al. 2018).
+    """
+    belief = surface_prior(probe, batch_size=1, rate=1.0, spread_decades=1.0, noise=noise)
+    fitting = [size for size in batch_sizes if size <= (probe.max_batch_size or size)] or list(batch_sizes)
+    return min(
+        fitting, key=lambda size: (1 + belief.saturation_batch_size / size) * (1 + size / belief.critical_batch_size)
+    )
+
+
 def rate_belief(
-    *,
-    optimizer: str,
-    batch_size: int,
-    rate_today: float,
-    range_tests: Sequence[RangeTest] = (),
-    noise: NoiseScale | None = None,
+    *, optimizer: str, rate_today: float, batch_size: int, range_test: RangeTest | None = None
 ) -> tuple[float, float, str]:
     """The learning rate believed best at a batch size, how sure that is, and why.
 
-    Two weak hints are weighed against each other. The rate of today is more often too low than too high, since a rate
-    that is too high is noticed. The range test gives the edge of stability, and the noise scale B how much of it a
-    batch b can use: edge / (1 + B/b) for SGD, edge / 3 / sqrt(1 + B/b) for the Adam family (McCandlish et al. 2018).
-    For other optimizers there is no such rule, and the belief is wide.
+    A range test of this size counts: the rate at which the loss was least lies a little below the edge of stability,
+    and half of it is close to the best for SGD, a third for the Adam family. Where there is none, there is today's
+    rate only, which is more often too low than too high, since a rate that is too high is noticed. For other
+    optimizers there is no such rule, and the belief is wide.
 
     Returns:
         The rate, the standard deviation in decades, and the sentence why.
     """
-    hint, spread = math.log10(2 * rate_today), _TODAY_SPREAD
-    why = f"today's {rate_today:g} is more often too low than too high"
-    if optimizer != "SGD" and optimizer not in _ADAM_FAMILY:
-        return 10**hint, _UNKNOWN_SPREAD, f"{why}; nothing more is known about {optimizer}"
-    if not range_tests:
-        return 10**hint, spread, why
-    last = max(range_tests, key=lambda test: (test.edge_learning_rate is not None, test.batch_size))
-    edge = last.edge_learning_rate or last.highest_learning_rate
-    scale = noise.samples if noise is not None and noise.samples is not None else float(batch_size)
-    share = 1 / (1 + scale / batch_size) if optimizer == "SGD" else 1 / 3 / math.sqrt(1 + scale / batch_size)
-    measured = math.log10(edge * share)
-    sure = _MEASURED_RATE_SPREAD if last.edge_learning_rate else _OPEN_EDGE_SPREAD
-    weight = sure**-2 / (sure**-2 + spread**-2)
-    apart = measured - hint
-    both = math.hypot((sure**-2 + spread**-2) ** -0.5, apart / 2)  # hints that disagree make nobody surer
-    came = f"came apart at {edge:.2g}" if last.edge_learning_rate else f"was stable up to {edge:.2g}"
-    of_noise = f"gradient noise scale of {scale:.0f} samples" if noise and noise.samples else "noise scale unknown"
-    why += f"; in the range test training {came}, which with a {of_noise} points to {10**measured:.2g}"
-    return 10 ** (hint + weight * apart), both, why
+    known = optimizer == "SGD" or optimizer in _ADAM_FAMILY
+    lowest = range_test.lowest_loss_learning_rate if range_test else None
+    if range_test is None or lowest is None:
+        why = f"today's {rate_today:g} is more often too low than too high"
+        spread = _TODAY_SPREAD if known else _UNKNOWN_SPREAD
+        return 2 * rate_today, spread, why if known else f"{why}; nothing more is known about {optimizer}"
+    edge, highest = range_test.edge_learning_rate, range_test.highest_learning_rate
+    came = f"came apart at {edge:.2g}" if edge else f"was stable up to {highest:.2g}"
+    share, part = (_SHARE, "half") if optimizer == "SGD" else (_ADAM_SHARE, "a third")
+    why = f"in the range test at batch {batch_size} loss was least at {lowest:.2g} and training {came}; {part} of that"
+    if not known:
+        return lowest * share, _UNKNOWN_SPREAD, f"{why}, with little known about {optimizer}"
+    spread = _MEASURED_RATE_SPREAD if edge else _OPEN_EDGE_SPREAD
+    return lowest * share, spread, f"{why} is the usual best of {optimizer}"
 
 
-def surface_prior(probe: ProbeResult, *, baseline_batch_size: int, rate: float, spread_decades: float) -> SurfacePrior:
-    """The response surface's prior: the measured step time, and the belief about the rate at the baseline's batch."""
+def surface_prior(
+    probe: ProbeResult, *, batch_size: int, rate: float, spread_decades: float, noise: NoiseScale | None = None
+) -> SurfacePrior:
+    """The response surface's prior: the measured step time and noise scale, and the belief about the rate at a size."""
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
+    critical = {} if noise is None or not noise.samples else {"critical_batch_size": noise.samples}
     return SurfacePrior(
         saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
         saturation_spread=_MEASURED_SPREAD if saturation is not None else 1.2,
-        anchor_batch_size=baseline_batch_size,
+        anchor_batch_size=batch_size,
         anchor_learning_rate=rate,
         spread=spread_decades,
+        **critical,
     )

@@ -12,6 +12,8 @@ from optuna.trial import FrozenTrial, TrialState
 from batchtune.tune.recommend import time_to_value
 
 MILLISECOND = 1e-3
+_STALLED_GAIN = 0.03  # of the whole way so far, in half of the time
+_FEWEST_LOOKS = 12
 
 
 class TimeToValuePruner(BasePruner):
@@ -19,7 +21,8 @@ class TimeToValuePruner(BasePruner):
 
     Trials report their metric at steps that are milliseconds of training, so that batch sizes compare; the study
     minimises the time to a target. Loss curves of different batch sizes and learning rates cross early, so nothing is
-    judged before `patience` of the best trial's time.
+    judged before `patience` of the best trial's time. As long as no trial has got there, a run ends where the second
+    half of its time has brought it less than 3 % further: its learning rate is too high.
 
     Args:
         goal: the direction of the reported metric.
@@ -41,7 +44,9 @@ class TimeToValuePruner(BasePruner):
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
         best = self._best(study)
-        if best is None or trial.last_step is None or trial.last_step * self._step < self._patience * best[0]:
+        if best is None:
+            return self._stalled(trial)
+        if trial.last_step is None or trial.last_step * self._step < self._patience * best[0]:
             return False
         return self._behind(best[1], trial) > self._factor
 
@@ -54,6 +59,16 @@ class TimeToValuePruner(BasePruner):
         """
         best = self._best(study)
         return self._behind(best[1], trial) if best is not None else math.inf
+
+    def _stalled(self, trial: FrozenTrial) -> bool:
+        """Whether the second half of a run's time brought it hardly any further."""
+        steps = sorted(trial.intermediate_values)
+        late = [step for step in steps if step > steps[-1] / 2]
+        if len(steps) < _FEWEST_LOOKS or len(late) < _FEWEST_LOOKS / 2:
+            return False
+        values = [self._sign * trial.intermediate_values[step] for step in steps]
+        first, before, now = values[0], min(values[: -len(late)]), min(values)
+        return before - now <= _STALLED_GAIN * (first - now)
 
     def _best(self, study: Study) -> tuple[float, FrozenTrial] | None:
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))

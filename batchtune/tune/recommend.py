@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial, Value
@@ -14,11 +15,13 @@ from batchtune.tune.cost import JOULES, SECONDS, Cost, Kind, cost_of
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 CONFIDENCE = 0.9
+LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 _RESAMPLES = 4000
 _MAX_ENUMERATED = 5**5
 Goal = Literal["minimize", "maximize"]
 Config = tuple[int, float, str, tuple[tuple[str, Value], ...]]
+Expected = Mapping[Config, float]  # logarithm of what a configuration costs on average, by all runs together
 
 
 def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float | None:
@@ -72,8 +75,10 @@ def score(trial: Trial, *, kind: Kind, goal: Goal) -> float | None:
     return trial.value if goal == "minimize" else -trial.value
 
 
-def finalists(trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal) -> list[Trial]:
-    """The best `top` configurations of the search, the baseline's own left out, best first."""
+def finalists(
+    trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal, expected: Expected | None = None
+) -> list[Trial]:
+    """The best `top` configurations of the search, the baseline's own left out, best first; see `recommend`."""
     base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
     best: dict[Config, Trial] = {}
     for trial in trials:
@@ -83,7 +88,15 @@ def finalists(trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal) -> l
         held = best.get(config_of(trial))
         if held is None or value < (score(held, kind=kind, goal=goal) or 0.0):
             best[config_of(trial)] = trial
-    return sorted(best.values(), key=lambda trial: score(trial, kind=kind, goal=goal) or 0.0)[:top]
+    return sorted(best.values(), key=lambda trial: _worth(trial, expected, kind=kind, goal=goal))[:top]
+
+
+def _worth(trial: Trial, expected: Expected | None, *, kind: Kind, goal: Goal) -> float:
+    """What orders configurations, lower is better: what all runs tell of this one, or else its own run's score."""
+    if expected is not None:
+        return expected.get(config_of(trial), math.inf)
+    value = score(trial, kind=kind, goal=goal)
+    return math.inf if value is None else value
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -119,13 +132,14 @@ def _interval(median: float, resampled: list[float]) -> Interval:
 
 
 def recommend(
-    trials: Sequence[Trial], *, kind: Kind, goal: Goal
+    trials: Sequence[Trial], *, kind: Kind, goal: Goal, expected: Expected | None = None
 ) -> tuple[Recommendation | None, Recommendation | None]:
     """The recommendation and the baseline, from confirmation runs where there are any.
 
-    Of configurations that are level, within 5 % and within the noise of their seeds, the one with the smallest batch
-    is taken. Where none beats
-    the baseline beyond noise, the baseline is recommended, and the reason says so.
+    The figures are those of fresh seeds. Which configuration is the best is told by all runs together where `expected`
+    has that, since three seeds cannot tell two good ones apart, and otherwise by the median of the fresh seeds. Of
+    those that are level the one with the smallest batch is taken. Where none beats the baseline beyond noise, the
+    baseline is recommended, and the reason says so.
 
     Returns:
         (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
@@ -134,23 +148,33 @@ def recommend(
     for trial in trials:
         if trial.role == "confirm" and trial.state in {"complete", "pruned"}:
             groups.setdefault(config_of(trial), []).append(trial)
-    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    today = next((trial for trial in trials if trial.role == "baseline"), None)
+    base = config_of(today) if today is not None else None
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
-        return _unconfirmed(trials, kind=kind, goal=goal), None
+        return _unconfirmed(trials, kind=kind, goal=goal, expected=expected), None
     scores = {config: _confirmed(group, kind=kind, goal=goal) for config, group in groups.items()}
     usable = {config: values for config, values in scores.items() if values and config != base}
-    best = min(usable, key=lambda config: statistics.median(usable[config]), default=None)
-    if best is None:
+    if not usable:
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason="no other configuration was usable"), None
-    ties = [config for config in usable if _tied(usable[config], usable[best])]
-    winner = min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
+    winner = _winner(usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
     if not scores[base]:
         reason = "the baseline failed on fresh seeds, so there is no speed-up to give"
         return _of(groups[winner], usable[winner], kind=kind, goal=goal, reason=reason), None
-    return _verdict(groups, scores, winner, base, kind=kind, goal=goal), baseline
+    return _verdict(groups, scores, winner, base, today=today, kind=kind, goal=goal), baseline
+
+
+def _winner(usable: Mapping[Config, Sequence[float]], expected: Expected | None) -> Config:
+    """The best of the confirmed configurations; of those that are level the one with the smallest batch."""
+    if expected is not None and all(config in expected for config in usable):
+        least = min(expected[config] for config in usable)
+        level = [config for config in usable if expected[config] <= least + math.log(LEVEL)]
+        return min(level, key=lambda config: (config[0], expected[config]))
+    best = min(usable, key=lambda config: statistics.median(usable[config]))
+    ties = [config for config in usable if _tied(usable[config], usable[best])]
+    return min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
 
 
 def _verdict(
@@ -159,6 +183,7 @@ def _verdict(
     winner: Config,
     base: Config | None,
     *,
+    today: Trial | None,
     kind: Kind,
     goal: Goal,
 ) -> Recommendation:
@@ -172,14 +197,23 @@ def _verdict(
         chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
     gain = ratio_interval(scores[base], scores[winner])
-    at_least = any(cost.of(trial) is None for trial in groups[base])
-    times = f"{'at least ' if at_least else ''}{gain.median:.2f} times as {cost.adverb} as the baseline"
+    gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in groups[base])})
+    times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
     interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each"
+    if gain.at_least:
+        times = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
+        interval = f"{seeds} fresh seeds each, on which the baseline was cut off{_whole(today, scores[winner], cost)}"
     if gain.low <= 1:
         reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {times} ({interval})"
     return found.model_copy(update={cost.gain: gain, "reason": reason})
+
+
+def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
+    """What the baseline's one whole run says beyond those that were cut off."""
+    whole = cost.of(today) if today is not None else None
+    return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much" if whole else ""
 
 
 def _confirmed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
@@ -199,25 +233,30 @@ def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
     if any(value <= 0 for value in (*left, *right)):
         return statistics.median(left) <= max(right)
     ratio = ratio_interval(left, right)
-    return ratio.median < 1.02 or (ratio.median <= TIED and ratio.low <= 1.0)  # noqa: PLR2004
+    return ratio.median < LEVEL or (ratio.median <= TIED and ratio.low <= 1.0)
 
 
-def _unconfirmed(trials: Sequence[Trial], *, kind: Kind, goal: Goal) -> Recommendation | None:
-    """The best single run of search or baseline, said to be just that."""
+def _unconfirmed(
+    trials: Sequence[Trial], *, kind: Kind, goal: Goal, expected: Expected | None
+) -> Recommendation | None:
+    """The best configuration of search or baseline, said to be just that."""
     runs = [trial for trial in trials if trial.role != "confirm" and score(trial, kind=kind, goal=goal) is not None]
     if not runs:
         return None
-    best = min(runs, key=lambda trial: score(trial, kind=kind, goal=goal) or 0.0)
+    best = min(runs, key=lambda trial: _worth(trial, expected, kind=kind, goal=goal))
+    group = [trial for trial in runs if config_of(trial) == config_of(best)]
+    values = [value for trial in group if (value := score(trial, kind=kind, goal=goal)) is not None]
     count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     reason = f"{count}, not confirmed on fresh seeds"
-    value = score(best, kind=kind, goal=goal)
-    return _of([best], [value] if value is not None else [], kind=kind, goal=goal, reason=reason)
+    return _of(group, values, kind=kind, goal=goal, reason=reason)
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Goal, reason: str) -> Recommendation:
     first = group[0]
     interval = median_interval(values) if values else None
     cost = cost_of(kind)
+    if interval is not None and cost is not None and any(cost.of(trial) is None for trial in group):
+        interval = interval.model_copy(update={"at_least": True})
     if interval is not None and cost is None and goal == "maximize":
         interval = Interval(median=-interval.median, low=-interval.high, high=-interval.low)
     return Recommendation(

@@ -18,9 +18,9 @@ from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult,
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.crew import Crew, OneAtATime
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
-from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
@@ -156,7 +156,7 @@ class _Tuning:
 
     def __init__(self, config: Config, observer: Observer, root: Path) -> None:
         self._config = config
-        self._observer = _Recorder(self, observer)
+        self._observer = OneAtATime(_Recorder(self, observer))
         self.folder = RunFolder(config.name, root)
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
         self._facts: dict[str, Any] = {}
@@ -173,8 +173,12 @@ class _Tuning:
         known = [entry for entry in self.folder.attempts() if entry.get("memory_limit_bytes")]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
-        with Worker(settings, self._observer.printed) as worker:
+        with Crew(settings, self._config.workers, self._observer) as crew:
+            worker = crew.first
             self._facts = _start(worker, self._config)
+            crew.grow(self._facts)
+            if len(crew) > 1:
+                self._observer.note(f"{len(crew)} workers, each on a device of its own")
             precisions = [name for name, _ in self._facts["precision"]]
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
@@ -187,7 +191,7 @@ class _Tuning:
             self.save("interrupted")
             plan = self._plan(self._probed, self._prior, precisions)
             storage = open_storage(self._config.storage, self.folder.path)
-            self._study = TuneStudy(plan, worker, storage, self._observer)
+            self._study = TuneStudy(plan, worker, storage, self._observer, crew)
             self._study.run()
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
@@ -253,8 +257,7 @@ class _Tuning:
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
-            objective = self._config.objective
-            recommendation, baseline = recommend(trials, kind=objective.kind, goal=objective.goal)
+            recommendation, baseline = study.recommendation()
         return Result(
             kind="tune",
             status=status,

@@ -70,7 +70,7 @@ class TimeToTargetSampler(BaseSampler):
         if not search_space:
             return {}
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        runs = self.runs(finished)
+        runs = [run for _, run in self.runs(finished)]
         if not runs:
             return {}
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
@@ -111,8 +111,8 @@ class TimeToTargetSampler(BaseSampler):
     ) -> Any:
         return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
-    def runs(self, trials: Sequence[FrozenTrial]) -> list[Run]:
-        """The finished trials as the surface sees them."""
+    def runs(self, trials: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Run]]:
+        """The finished trials of which the surface can learn, each with how it sees them."""
         usable = [trial for trial in trials if {self._batch_size, self._learning_rate} <= trial.params.keys()]
         times = [trial.value for trial in usable if trial.state is TrialState.COMPLETE and trial.value is not None]
         found = []
@@ -121,7 +121,7 @@ class TimeToTargetSampler(BaseSampler):
             seconds = trial.value if complete else _lower_bound(trial, max(times, default=None))
             if seconds is not None and seconds > 0:
                 batch_size, rate = int(trial.params[self._batch_size]), float(trial.params[self._learning_rate])
-                found.append(Run(batch_size, rate, float(seconds), censored=not complete))
+                found.append((trial, Run(batch_size, rate, float(seconds), censored=not complete)))
         return found
 
 

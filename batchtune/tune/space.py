@@ -40,6 +40,11 @@ class Space:
         self.distributions |= self._arguments
         self.baseline |= {name: plan.optimizer_defaults[name] for name in self._arguments}
 
+    @property
+    def has_other_parameters(self) -> bool:
+        """Whether more than batch size and learning rate is searched: of that the response surface knows nothing."""
+        return self.distributions.keys() != {"batch_size", "learning_rate"}
+
     def of(self, trial: Trial) -> dict[str, Any]:
         """The parameters of a trial."""
         values = trial.model_dump() | trial.optimizer_arguments

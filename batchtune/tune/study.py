@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
 from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.progress import Observer
-from batchtune.results import Landscape, Target, Trial
+from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
+from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
+from batchtune.tune.crew import Crew, work_alone
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.limits import CAP_FACTOR
+from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
-from batchtune.tune.prior import rate_belief, surface_prior
 from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.recommend import finalists
+from batchtune.tune.recommend import Config as Configuration
+from batchtune.tune.recommend import finalists, recommend
 from batchtune.tune.sampler import TimeToTargetSampler
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
@@ -30,9 +35,11 @@ from batchtune.tune.trials import NO_TIME_LEFT, Trials
 
 __all__ = ["Plan", "TuneStudy"]
 
-ENOUGH = 0.03  # expected improvement of log time below which two proposals in a row end the search
+ENOUGH = 0.03  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 6
+_QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
+OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
@@ -44,10 +51,16 @@ class TuneStudy:
         worker: the child that trains.
         storage: where the study is kept.
         observer: told of every trial.
+        crew: the workers that share the trials, `worker` among them; None: there is no other.
     """
 
-    def __init__(self, plan: Plan, worker: Worker, storage: BaseStorage, observer: Observer) -> None:
+    def __init__(
+        self, plan: Plan, worker: Worker, storage: BaseStorage, observer: Observer, crew: Crew | None = None
+    ) -> None:
         self._plan, self._observer = plan, observer
+        self._work: Callable[[Callable[[Worker], bool]], None] = crew.work if crew else partial(work_alone, worker)
+        self._lock = crew.lock if crew else RLock()
+        self._at_once, self._under_way, self._quiet = len(crew) if crew else 1, 0, 0
         config = plan.config
         cost = cost_of(config.objective.kind)
         pruner = TimeToValuePruner(config.objective.goal, step=cost.step) if cost else None
@@ -66,7 +79,6 @@ class TuneStudy:
         self.study.sampler = self._sampler = self._make_sampler(paused)
         self._trials = Trials(
             plan=plan,
-            worker=worker,
             study=self.study,
             space=self._space,
             ledger=self._ledger,
@@ -74,6 +86,8 @@ class TuneStudy:
             paused=paused,
             observer=observer,
             seconds_left=self._seconds_left,
+            lock=self._lock,
+            at_once=self._at_once,
         )
         if plan.prior is not None and "prior" not in self.study.user_attrs:
             self.study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
@@ -89,15 +103,7 @@ class TuneStudy:
             fallback = TPESampler(seed=config.seed, n_startup_trials=8)
         if cost_of(config.objective.kind) is None:
             return fallback
-        base, known = config.baseline, self._plan.prior
-        rate, decades = (
-            (known.learning_rate, known.learning_rate_decades)
-            if known
-            else rate_belief(optimizer=self._plan.optimizer, batch_size=base.batch_size, rate_today=base.learning_rate)[
-                :2
-            ]
-        )
-        prior = surface_prior(self._plan.probe, baseline_batch_size=base.batch_size, rate=rate, spread_decades=decades)
+        prior = belief(self._plan)
         return TimeToTargetSampler(prior, seed=config.seed, independent=fallback, resumable=paused.numbers)
 
     def run(self) -> None:
@@ -107,18 +113,53 @@ class TuneStudy:
             UserCodeError: the user's code raised in the baseline run, or its metric is no number.
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
-        self._observer.stage("baseline")
-        if not self._ledger.finished("baseline") and not self._ledger.waiting("baseline"):
-            self._queue(self._space.baseline, "baseline", self._plan.config.seed)
-        self._drain()
-        self._targets.check(self._ledger)
+        if not self._opens_with_the_search():
+            self._run_baseline()
+        self._drain()  # what an earlier start left
         if self.study.user_attrs.get("searched") != self._search_budget():
             self._observer.stage("searching")
+            self._open()
+            if self._ledger.best_cost() is None:  # then its time is what there is to go by
+                self._run_baseline()
             self._search()
             self.study.set_user_attr("searched", self._search_budget())
+        if self._seconds_left() > 0:
+            self._run_baseline()
         if self._plan.config.confirm.seeds:
             self._observer.stage("confirming")
             self._confirm()
+
+    def _opens_with_the_search(self) -> bool:
+        """Whether a first run can do without the baseline's: there is a target, and a range test says where to start.
+
+        A baseline is slow, or nobody would tune it: whatever runs after a good configuration can be cut sooner.
+        """
+        prior = self._plan.prior
+        return bool(self._targets.current.value and not self._targets.is_automatic and prior and prior.range_tests)
+
+    def _run_baseline(self) -> None:
+        if not self._ledger.finished("baseline"):
+            self._observer.stage("baseline")
+            if not self._ledger.waiting("baseline"):
+                self._queue(self._space.baseline, "baseline", self._plan.config.seed)
+            self._drain()
+        self._targets.check(self._ledger)
+
+    def _open(self) -> None:
+        """The first runs of the search: where the range test says, and at lower rates while they come to nothing."""
+        prior = self._plan.prior
+        if prior is None or not prior.range_tests or prior.start_batch_size is None:
+            return
+        self._drain()
+        lowest, highest = self._space.learning_rates
+        for number in range(self._ledger.searched(), OPENING):
+            rate = min(max(prior.learning_rate / RETREAT**number, lowest), highest)
+            start = {"batch_size": prior.start_batch_size, "learning_rate": float(f"{rate:.3g}")}
+            self._queue(self._space.baseline | start, "search", self._plan.config.seed + len(self.study.trials))
+            self._drain()
+            self._targets.check_start(self._ledger)
+            if self._ledger.best_seconds("search") is not None:
+                return
 
     @property
     def target(self) -> Target:
@@ -129,6 +170,11 @@ class TuneStudy:
         """All trials, in the form of the result document."""
         return self._ledger.records()
 
+    def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
+        """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
+        objective = self._plan.config.objective
+        return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self._expected())
+
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""
         sampler, config = self._sampler, self._plan.config
@@ -136,10 +182,17 @@ class TuneStudy:
             return None
         if cost_of(config.objective.kind) != SECONDS:
             return None
-        states = (TrialState.COMPLETE, TrialState.PRUNED)
-        runs = sampler.runs(self.study.get_trials(deepcopy=False, states=states))
         sizes = sorted(self._plan.candidates.batch_sizes)
+        runs = [run for _, run in sampler.runs(self._finished())]
         return landscape(sampler.prior, runs, sizes, self._space.learning_rates, seed=config.seed)
+
+    def _expected(self) -> dict[Configuration, float] | None:
+        if not isinstance(self._sampler, TimeToTargetSampler) or self._space.has_other_parameters:
+            return None
+        return expected_costs(self._sampler, self._finished(), seed=self._plan.config.seed)
+
+    def _finished(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
 
     def _queue(self, params: dict[str, Any], role: Role, seed: int) -> None:
         self.study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
@@ -157,22 +210,37 @@ class TuneStudy:
 
     def _drain(self) -> None:
         """Runs whatever is queued."""
-        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            self._trials.run_next()
+
+        def is_wanted() -> bool:
+            return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+        self._work(lambda worker: self._trials.run_next(worker, is_wanted))
 
     def _search(self) -> None:
-        config = self._plan.config
-        quiet = 0
-        while quiet < 2 and self._ledger.searched() < config.budget.trials:  # noqa: PLR2004 - twice is no accident
-            if self._seconds_left() <= self._reserve():
-                self._observer.note("the search ends: what is left of budget.total is for confirmation")
-                return
-            self._trials.run_next()
+        self._quiet = self._under_way = 0
+        self._work(self._search_on)
+        if self._quiet >= _QUIET:
+            self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
+        elif self._ledger.searched() < self._plan.config.budget.trials:
+            self._observer.note("the search ends: what is left of budget.total is for confirmation")
+
+    def _search_on(self, worker: Worker) -> bool:
+        """Runs one trial of the search on a worker, if there is to be another."""
+        if not self._trials.run_next(worker, self._is_search_wanted):
+            return False
+        with self._lock:
+            self._under_way -= 1
             gain = getattr(self._sampler, "last_expected_improvement", None)
             settled = gain is not None and len(self._ledger.finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
-            quiet = quiet + 1 if settled else 0
-        if quiet:
-            self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
+            self._quiet = self._quiet + 1 if settled else 0
+        return True
+
+    def _is_search_wanted(self) -> bool:
+        started = self._ledger.searched() + self._under_way
+        wanted = self._quiet < _QUIET and started < self._plan.config.budget.trials
+        wanted = wanted and self._seconds_left() > self._reserve()
+        self._under_way += wanted
+        return wanted
 
     def _seconds_left(self) -> float:
         """Of budget.total; the probe and earlier starts are counted in."""
@@ -184,11 +252,12 @@ class TuneStudy:
         Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
         searched: it is then cut short instead.
         """
-        config, best = self._plan.config, self._ledger.best_seconds() or self._plan.config.budget.run
-        wall = [trial.user_attrs.get("wall_seconds", 0.0) for trial in self._ledger.finished("baseline")]
-        base = min(max(wall, default=config.budget.run), config.budget.run)
-        one_baseline = min(self._ledger.best_seconds("baseline") or base, base)
+        config, longest = self._plan.config, self._plan.config.budget.run
+        best = self._ledger.best_seconds() or longest
+        one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        if not self._ledger.finished("baseline"):
+            needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)
 
     def _search_budget(self) -> list[float]:
@@ -203,11 +272,12 @@ class TuneStudy:
         done = [(self._space.of(trial), trial.seed) for trial in self._ledger.records() if over(trial)]
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
-            for params in planned:
+            missing = [params for params in planned if (params, seed) not in done]
+            for first in range(0, len(missing), self._at_once):
                 if self._seconds_left() <= 0:
                     self._observer.note(f"the confirmation ends: {NO_TIME_LEFT}")
                     return
-                if (params, seed) not in done:
+                for params in missing[first : first + self._at_once]:
                     self._queue(params, "confirm", seed)
                 self._drain()
 
@@ -218,9 +288,14 @@ class TuneStudy:
         stored = self.study.user_attrs.get("finalists")
         if stored and stored["chosen_from"] == chosen_from:
             return list(stored["params"])
+        objective = config.objective
         chosen = finalists(
-            self._ledger.records(), config.confirm.top, kind=config.objective.kind, goal=config.objective.goal
+            self._ledger.records(),
+            config.confirm.top,
+            kind=objective.kind,
+            goal=objective.goal,
+            expected=self._expected(),
         )
-        planned = [self._space.baseline] + [self._space.of(trial) for trial in chosen]
+        planned = [self._space.of(trial) for trial in chosen] + [self._space.baseline]
         self.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
         return planned

@@ -10,7 +10,7 @@ from batchtune.results import CurvePoint, Target
 from batchtune.tune.cost import cost_of
 from batchtune.tune.ledger import Ledger
 from batchtune.tune.recommend import automatic_target
-from batchtune.tune.records import meets, to_record
+from batchtune.tune.records import meets
 
 
 class Targets:
@@ -58,21 +58,33 @@ class Targets:
         """
         if not self._counted:
             return
-        baselines, metric = ledger.finished("baseline"), self._objective.metric
-        if not baselines:
+        metric = self._objective.metric
+        if not ledger.finished("baseline") and ledger.best_cost() is None:
             failed = [trial for trial in ledger.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
-        curve = to_record(baselines[0]).curve
-        if all(point.value is None for point in curve):
-            raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
+        self.check_start(ledger)
         target = self.current
         if target.value is None:
             raise NothingFitsError(
                 f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
                 "no target; raise budget.run, mend the baseline, or set objective.target"
             )
-        if meets(curve[0].value, target):
+
+    def check_start(self, ledger: Ledger) -> None:
+        """Refuses a metric that no run could be judged by, once a first run has begun.
+
+        Raises:
+            UserCodeError: the metric is no number before training.
+            UsageError: the target is met before training.
+        """
+        curve = next((trial.curve for trial in ledger.records() if trial.curve), None)
+        if curve is None or not self._counted:
+            return
+        metric, target = self._objective.metric, self.current
+        if all(point.value is None for point in curve):
+            raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
+        if target.value is not None and meets(curve[0].value, target):
             raise UsageError(
                 f"objective.target {target.value:g} is met before training ({metric} starts at {curve[0].value:.4g}); "
                 "set a harder one, or check objective.goal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from batchtune.results import CurvePoint
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker
 from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.ledger import Ledger, Role, over
+from batchtune.tune.ledger import AT_ONCE, Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, Limits
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
@@ -35,10 +36,11 @@ class Trials:
 
     Attributes:
         seconds_left: of budget.total.
+        lock: held while a trial is chosen or told, for several workers may run trials at once.
+        at_once: how many do.
     """
 
     plan: Plan
-    worker: Worker
     study: Study
     space: Space
     ledger: Ledger
@@ -46,26 +48,41 @@ class Trials:
     paused: Paused
     observer: Observer
     seconds_left: Callable[[], float]
+    lock: AbstractContextManager[Any]
+    at_once: int = 1
 
-    def run_next(self) -> None:
-        """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again."""
-        trial = self.study.ask(self.space.distributions)
-        role: Role = trial.user_attrs.get("role", "search")
-        earlier = self.paused.find(trial.params) if role == "search" else None
-        seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
-        spec = self._spec(trial, role, seed, earlier)
-        for key, value in _about(spec, role, earlier).items():
-            trial.set_user_attr(key, value)
+    def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
+        """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
+
+        Args:
+            worker: that trains it.
+            is_wanted: whether there is to be another one; asked at the moment of asking for it.
+
+        Returns:
+            Whether there was.
+        """
+        with self.lock:  # what one worker asks for depends on what the others run
+            if not is_wanted():
+                return False
+            trial = self.study.ask(self.space.distributions)
+            role: Role = trial.user_attrs.get("role", "search")
+            earlier = self.paused.find(trial.params) if role == "search" else None
+            seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
+            spec = self._spec(trial, role, seed, earlier)
+            for key, value in _about(spec, role, earlier).items():
+                trial.set_user_attr(key, value)
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
         race = _Race(self, trial, role, to_curve(earlier.user_attrs["curve"]) if earlier else [])
         tolerant = role != "baseline" and self.ledger.user_errors() < MAX_USER_ERRORS
-        run = run_trial(self.worker, spec, race.goes_on, tolerant=tolerant)
-        self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
-        self.paused.tidy()
+        run = run_trial(worker, spec, race.goes_on, tolerant=tolerant)
+        with self.lock:
+            self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
+            self.paused.tidy()
         ended = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         done = sum(1 for each in self.ledger.records() if over(each))
         self.observer.trial_ended(ended, done=done, seconds_left=self.seconds_left())
+        return True
 
     def _spec(self, trial: Trial, role: Role, seed: int, earlier: FrozenTrial | None) -> RunSpec:
         runs_through = not self.targets.current.value or (role == "baseline" and self.targets.is_automatic)
@@ -86,6 +103,8 @@ class Trials:
         attributes: dict[str, Any] = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
         found = {"message": run.message, "total_steps": run.total_steps, "kept": run.kept and outcome == "pruned"}
         attributes |= {key: value for key, value in found.items() if value}
+        if role != "baseline" and self.at_once > 1:
+            attributes[AT_ONCE] = self.at_once
         if cost is not None:
             best = self.ledger.best_cost() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from batchtune.results import CurvePoint, ThroughputFit
-from batchtune.train.loop import RunSpec, next_evaluation
+from batchtune.train.loop import WORSE_LOOKS, WORSE_SHARE, RunSpec, next_evaluation
 
 DATA = Path(__file__).parent / "data"
 SLOWER = 100.0  # than measured: the tasks are small, and stand for trainings whose runs last seconds; ratios count
 HORIZON = 1.5  # times the baseline's median time to target: how long the record and a study's longest run last
 BASELINE_BATCH_SIZE = 32
+RANGE_TEST_RATES = np.geomspace(1e-6, 10, 100)
 SETTLED_POINTS, SETTLED_GAIN = 16, 0.01  # a run gained so little of the way to the target while steps grew threefold
 
 
@@ -64,6 +65,7 @@ class Record:
         self.alpha_seconds: float = SLOWER * times["alpha_seconds"]
         self.beta_seconds: float = SLOWER * times["beta_seconds_per_sample"]
         self.evaluation_seconds: float = SLOWER * times["evaluation_seconds"]
+        self.noise_scale: float = times["noise_scale_samples"]
         self.rates: np.ndarray = self._stored["rates"]
         self.batch_sizes = sorted(int(key.removeprefix("steps_")) for key in self._stored if key.startswith("steps_"))
         self.target = float(self._stored["target"]) if target is None else target
@@ -170,16 +172,18 @@ class Record:
         """The recorded run of a configuration, as `batchtune.train.loop.train` would have yielded it."""
         run, stretch = self.run(spec.batch_size, spec.learning_rate, spec.seed)
         step_seconds = self.step_seconds(self.snapped(spec.batch_size))
-        steps = 0
+        steps, start, worse = 0, run.value(0.0), list[float]()
         while True:
             value = run.value(steps / stretch)
             seconds = steps * step_seconds
+            worse = [*worse, seconds] if value > start else []
             go_on = yield CurvePoint(
                 seconds=seconds, samples=steps * spec.batch_size, value=value if math.isfinite(value) else None
             )
             if spec.reached(value):
                 return "reached"
-            if not math.isfinite(value):
+            lost = len(worse) >= WORSE_LOOKS and seconds - worse[0] >= WORSE_SHARE * spec.limit_seconds
+            if lost or not math.isfinite(value):
                 return "diverged"
             if seconds >= spec.limit_seconds:
                 return "finished"

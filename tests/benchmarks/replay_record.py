@@ -22,15 +22,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from replay_curves import BASELINE_BATCH_SIZE, DATA, HORIZON, SETTLED_GAIN, SETTLED_POINTS
+from replay_curves import BASELINE_BATCH_SIZE, DATA, HORIZON, RANGE_TEST_RATES, SETTLED_GAIN, SETTLED_POINTS
 from replay_tasks import TASKS, ReplayTask
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
+from batchtune.device.memory import open_device
 from batchtune.task.contract import Task
 from batchtune.train.evaluate import metric_value
 from batchtune.train.loop import EVALUATION_GROWTH
+from batchtune.train.noise_scale import noise_scale
 from batchtune.train.step import Trainer, TrainingBatches, seed_everything
+from batchtune.tune.prepare import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
 TIMES = DATA / "times.json"
 BATCH_SIZES = tuple(round(2 ** (half / 2)) for half in range(6, 19))  # 8 to 512 in half octaves
@@ -44,7 +47,6 @@ BELOW_TARGET = 0.97  # of the target: there a run has shown all that is asked
 TIMED_STRETCHES, STRETCH_SECONDS = 30, 0.03
 EVALUATION_BATCH_SIZE = 512
 BASELINE_STEPS = 20_000  # more than any baseline needs
-RANGE_TEST_RATES = np.geomspace(1e-6, 10, 100)
 StepSeconds = Callable[[int], float]
 
 
@@ -248,6 +250,22 @@ def record_times(task: ReplayTask) -> dict[str, Any]:
     }
 
 
+def record_noise_scale(task: ReplayTask) -> float:
+    """The gradient noise scale as batchtune measures it before a study, in samples."""
+    found = noise_scale(
+        Task(task, task.name),
+        open_device("cpu"),
+        small=BASELINE_BATCH_SIZE,
+        large=LARGE_FACTOR * BASELINE_BATCH_SIZE,
+        precision="fp32",
+        learning_rate=task.baseline_rate,
+        warm_up_steps=WARM_UP_STEPS,
+        draws=DRAWS,
+        seconds=60.0,
+    )
+    return float(f"{found.samples:.4g}")
+
+
 def _seconds_a_step(trainer: Trainer, batches: Iterator[Any]) -> float:
     trainer.step(batches)
     started, steps = time.perf_counter(), 0
@@ -270,7 +288,9 @@ def main() -> None:
     for name in arguments.tasks:
         if arguments.times or name not in times:
             times[name] = record_times(TASKS[name])
-            TIMES.write_text(json.dumps(times, indent=1) + "\n")
+        if "noise_scale_samples" not in times[name]:
+            times[name]["noise_scale_samples"] = record_noise_scale(TASKS[name])
+        TIMES.write_text(json.dumps(times, indent=1) + "\n")
     if arguments.times:
         return
     for name in arguments.tasks:

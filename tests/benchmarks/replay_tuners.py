@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution, IntDistribution
-from replay_curves import BASELINE_BATCH_SIZE, Record
+from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, Record
 from replay_tasks import TASKS
 
-from batchtune.config import Baseline, BatchSize, Budget, Config, Objective
+from batchtune.config import Baseline, BatchSize, Budget, Config, LearningRate, Objective
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint, ProbeResult, Trial
 from batchtune.train.loop import RunSpec
+from batchtune.train.range_test import Edge
+from batchtune.tune import prepare as tune_prepare
 from batchtune.tune import study as tune_study
 from batchtune.tune import workers as tune_workers
-from batchtune.tune.prior import candidate_batch_sizes
-from batchtune.tune.recommend import recommend
+from batchtune.tune.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
 
 LARGEST = 512  # the batch size that fits, by decree
 MOST_TRIALS = 200  # of the other tuners
@@ -69,16 +70,22 @@ class SimulatedClock:
 
 
 class ReplayWorker:
-    """Stands in for the child process: answers `train` from the record, on a clock that only training moves."""
+    """Stands in for the child process: answers from the record, on a clock that only training moves."""
 
-    def __init__(self, record: Record, clock: SimulatedClock) -> None:
-        self._record, self._clock = record, clock
+    def __init__(self, record: Record, clock: SimulatedClock, seed: int) -> None:
+        self._record, self._clock, self._seed = record, clock, seed
+        self.measured: list[tuple[str, float, int]] = []
 
-    def call(
-        self, command: str, *, timeout: float, on_event: Callable[[dict[str, Any]], bool], **arguments: Any
-    ) -> dict[str, Any]:
-        if command != "train":
-            raise NotImplementedError(f"the record has no answer to {command!r}")
+    def call(self, command: str, *, timeout: float, **arguments: Any) -> dict[str, Any]:
+        if command == "train":
+            return self._train(**arguments)
+        before = self._clock.now
+        answer = {"range_test": self._range_test, "noise_scale": self._noise_scale}[command](**arguments)
+        seconds = answer["seconds"] = self._clock.now - before
+        self.measured.append((command.replace("_", " "), seconds, answer.get("batch_size", BASELINE_BATCH_SIZE)))
+        return answer
+
+    def _train(self, on_event: Callable[[dict[str, Any]], bool], **arguments: Any) -> dict[str, Any]:
         run = self._record.train(RunSpec(**arguments))
         before, point = 0.0, next(run)
         while True:
@@ -89,27 +96,69 @@ class ReplayWorker:
             except StopIteration as end:
                 return {"outcome": end.value}
 
+    def _range_test(
+        self, batch_size: int, lowest_rate: float, highest_rate: float, steps: int, **_: Any
+    ) -> dict[str, Any]:
+        """The recorded one from the lowest rate on: what it did below that is little, and is not paid for."""
+        edge, found, taken, rate = Edge(), None, 0, lowest_rate
+        losses = self._record.range_test(self._record.snapped(batch_size), self._seed)
+        for rate, loss in zip(RANGE_TEST_RATES, losses, strict=True):
+            if not lowest_rate <= rate <= highest_rate or taken == steps:
+                continue
+            taken += 1
+            self._clock.now += self._record.step_seconds(batch_size)
+            if edge.is_past(float(loss), float(rate)):
+                found = float(rate)
+                break
+        return {
+            "batch_size": batch_size,
+            "edge_learning_rate": found,
+            "lowest_loss_learning_rate": edge.lowest_at,
+            "highest_learning_rate": found or highest_rate,
+            "steps": taken,
+        }
+
+    def _noise_scale(self, small: int, large: int, warm_up_steps: int, draws: int, **_: Any) -> dict[str, Any]:
+        gradients = draws * (SMALL_PER_LARGE * self._record.step_seconds(small) + self._record.step_seconds(large))
+        self._clock.now += warm_up_steps * self._record.step_seconds(small) + FORWARD_SHARE * gradients
+        return {"samples": self._record.noise_scale, "batch_sizes": [small, large], "draws": draws}
+
+
+class Answers(Observer):
+    """Notes what a study would answer after each of its trials."""
+
+    def __init__(self) -> None:
+        self.study: tune_study.TuneStudy | None = None
+        self.given: list[Configuration | None] = []
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        assert self.study is not None
+        found, _ = self.study.recommendation()
+        self.given.append((found.global_batch_size, found.learning_rate) if found else None)
+
 
 def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:
-    """The real study: its sampler, pruner, caps, stop rule and confirmation."""
-    trials = batchtune_trials(record, seed)
-    story = []
-    for number, trial in enumerate(trials):
-        found, _ = recommend(trials[: number + 1], kind="time_to_target", goal="minimize")
-        answer = (found.global_batch_size, found.learning_rate) if found else None
+    """The real study: its measurements before it, sampler, pruner, caps, stop rule and confirmation."""
+    trials, measured, answers = batchtune_trials(record, seed)
+    today = TASKS[record.name].baseline_rate
+    story = [Spent(what, seconds, size, today, None) for what, seconds, size in measured]
+    for trial, answer in zip(trials, answers, strict=True):
         what = trial.role if trial.role != "search" else f"search, {trial.outcome}"
         story.append(Spent(what, trial.training_seconds or 0.0, trial.batch_size, trial.learning_rate, answer))
     return story
 
 
-def batchtune_trials(record: Record, seed: int) -> list[Trial]:
-    """The trials of a study of a recorded task on a simulated clock."""
+def batchtune_trials(
+    record: Record, seed: int
+) -> tuple[list[Trial], list[tuple[str, float, int]], list[Configuration | None]]:
+    """The trials of a study of a recorded task on a simulated clock, what was measured before, and its answers."""
     task, clock = TASKS[record.name], SimulatedClock()
     config = Config(
         task=record.name,
         name=record.name,
         baseline=Baseline(batch_size=BASELINE_BATCH_SIZE, learning_rate=task.baseline_rate),
-        batch_size=BatchSize(max=LARGEST),
+        batch_size=BatchSize(min=8, max=LARGEST),
+        learning_rate=LearningRate(min=LOWEST_RATE, max=HIGHEST_RATE),
         objective=Objective(target=record.target),
         budget=Budget(run=record.longest_run_seconds, total=NO_LIMIT_SECONDS),
         seed=SEED_STRIDE * seed,
@@ -117,20 +166,21 @@ def batchtune_trials(record: Record, seed: int) -> list[Trial]:
     probe = ProbeResult(
         precision="fp32", max_batch_size=LARGEST, limited_by="max", throughput_fit=record.fit, seconds=0.0
     )
-    candidates = candidate_batch_sizes(
-        probe, minimum=8, maximum=LARGEST, baseline=BASELINE_BATCH_SIZE, multiple_of=1, data_size=None
-    )
-    plan = tune_study.Plan(
-        config=config,
-        probe=probe,
-        candidates=candidates,
-        precisions=["fp32"],
-        optimizer=task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD",
-    )
+    optimizer = task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD"
+    worker, answers = ReplayWorker(record, clock, config.seed), Answers()
     with simulated_time(clock):
-        study = tune_study.TuneStudy(plan, ReplayWorker(record, clock), optuna.storages.InMemoryStorage(), Observer())
-        study.run()
-    return study.records()
+        prior = prepare(config, probe, {"train_size": None, "optimizer": optimizer}, worker, Observer())
+        plan = tune_study.Plan(
+            config=config,
+            probe=probe,
+            candidates=candidates(config, probe, None),
+            precisions=["fp32"],
+            optimizer=optimizer,
+            prior=prior,
+        )
+        answers.study = tune_study.TuneStudy(plan, worker, optuna.storages.InMemoryStorage(), answers)
+        answers.study.run()
+    return answers.study.records(), worker.measured, answers.given
 
 
 class simulated_time:  # noqa: N801 - reads as a function
@@ -140,13 +190,13 @@ class simulated_time:  # noqa: N801 - reads as a function
         self._clock = clock
 
     def __enter__(self) -> None:
-        for module in (tune_study, tune_workers):
+        for module in (tune_prepare, tune_study, tune_workers):
             module.time = self._clock
 
     def __exit__(self, *_: object) -> None:
         import time
 
-        for module in (tune_study, tune_workers):
+        for module in (tune_prepare, tune_study, tune_workers):
             module.time = time
 
 

@@ -20,20 +20,21 @@ def record():
 
 @pytest.fixture(scope="module")
 def trials(record):
-    return batchtune_trials(record, seed=0)
+    return batchtune_trials(record, seed=0)[0]
 
 
 def test_the_same_seed_gives_the_same_trials(record, trials):
     def what(trials):
         return [(t.role, t.batch_size, t.learning_rate, t.seed, t.outcome, t.training_seconds) for t in trials]
 
-    assert what(batchtune_trials(record, seed=0)) == what(trials)
-    assert what(batchtune_trials(record, seed=1)) != what(trials)
+    assert what(batchtune_trials(record, seed=0)[0]) == what(trials)
+    assert what(batchtune_trials(record, seed=1)[0]) != what(trials)
 
 
 def test_a_study_ends_far_below_the_baseline_and_near_the_oracle(record):
     story = TUNERS["batchtune"](record, 0, math.inf)
-    assert true_ratio(record, story[0].answer) > 10
+    assert [run.what for run in story[:2]] == ["noise scale", "range test"]
+    assert true_ratio(record, (story[0].batch_size, story[0].learning_rate)) > 10
     assert true_ratio(record, story[-1].answer) < 2
 
 
@@ -42,7 +43,7 @@ def test_a_trial_takes_what_the_record_says(record, trials):
         if trial.role == "search" and trial.time_to_target_seconds is not None:
             recorded = record.seconds_to_target(trial.batch_size, trial.learning_rate, trial.seed)
             assert recorded <= trial.time_to_target_seconds + 1e-9
-            assert trial.time_to_target_seconds <= 1.2 * recorded  # seen at the next evaluation
+            assert trial.time_to_target_seconds <= 1.5 * recorded  # seen at an evaluation; the loss may rise before it
 
 
 def test_between_two_learning_rates_a_run_takes_a_time_between_theirs(record):

@@ -1,7 +1,8 @@
 """The recipes end to end on this machine: is the recommendation as good as the best of a grid, and what did it cost?
 
     python tests/benchmarks/tune_live.py                 # both recipes; about 20 minutes on a quiet machine
-    python tests/benchmarks/tune_live.py digits --seeds 3
+    python tests/benchmarks/tune_live.py digits --seeds 3 --coarse
+    python tests/benchmarks/tune_live.py digits --study-only --set budget.total=5m     # where the time of a study goes
 
 Runs the recipe's own study, then a grid of 8 batch sizes x 9 learning rates on the same target (a run ends at twice
 the best time so far, so the grid is a cheap one), and then baseline, recommendation and the best of the grid on fresh
@@ -15,6 +16,7 @@ import datetime as dt
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -30,10 +32,11 @@ from batchtune.progress import Observer
 from batchtune.results import CurvePoint, Recommendation, Result, Trial
 from batchtune.task.load import load_task
 from batchtune.train.evaluate import metric_value
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import Trainer
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.recommend import median_interval, ratio_interval
-from batchtune.tune.workers import TrialRun, TrialSpec, run_trial
+from batchtune.tune.workers import TrialRun, run_trial
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RESULT = Path(__file__).parent / "results" / "tune_live.md"
@@ -65,7 +68,7 @@ class Recipe:
     def train(self, choice: Choice, seed: int, limit_seconds: float) -> TrialRun:
         """One run until the target or the limit."""
         steps = -(-choice.batch_size // self.max_micro)
-        spec = TrialSpec(
+        spec = RunSpec(
             micro_batch_size=choice.batch_size // steps,
             accumulation_steps=steps,
             learning_rate=choice.learning_rate,
@@ -92,9 +95,10 @@ class Stopwatch(Observer):
         self.evaluations += 1
 
 
-def search_grid(recipe: Recipe) -> tuple[Choice, float]:
-    """The best of the grid, and the training seconds that it cost."""
-    points = [Choice("best of the grid", size, rate) for size in BATCH_SIZES for rate in RATES]
+def search_grid(recipe: Recipe, *, coarse: bool) -> tuple[Choice, float]:
+    """The best of the grid (of a quarter of it where it is coarse), and the training seconds that it cost."""
+    step = 2 if coarse else 1
+    points = [Choice("best of the grid", size, rate) for size in BATCH_SIZES[::step] for rate in RATES[::step]]
     random.Random(0).shuffle(points)
     times: dict[Choice, list[float]] = {}
     best, spent = recipe.config.budget.run, 0.0
@@ -150,9 +154,9 @@ def overhead(result: Result, wall_seconds: float, evaluations: int, each_evaluat
     )
 
 
-def report_recipe(name: str, seeds: int) -> str:
+def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, study_only: bool) -> str:
     """A recipe's section of the report."""
-    config = load_config(RECIPES / name / "config.yaml", [])
+    config = load_config(RECIPES / name / "config.yaml", overrides)
     watch, started = Stopwatch(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = batchtune.tune(config, fresh=True, observer=watch, run_folders=folder)
@@ -161,12 +165,14 @@ def report_recipe(name: str, seeds: int) -> str:
     assert isinstance(found, Recommendation)
     assert probe is not None
     assert result.target is not None
+    if study_only:
+        return f"## {name}\n\n{overhead(result, wall_seconds, watch.evaluations, evaluation_seconds(config))}"
     settings = WorkerSettings(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
     with Worker(settings) as worker:
         worker.start()
         recipe = Recipe(config, worker)
         recipe.target, recipe.max_micro = result.target.value, probe.max_batch_size or 1
-        best, grid_seconds = search_grid(recipe)
+        best, grid_seconds = search_grid(recipe, coarse=coarse)
         base = config.baseline
         choices = [
             Choice("baseline", base.batch_size, base.learning_rate),
@@ -201,19 +207,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=["digits", "charlm"])
     parser.add_argument("--seeds", type=int, default=7, help="fresh seeds of the comparison")
+    parser.add_argument("--coarse", action="store_true", help="every second batch size and learning rate of the grid")
+    parser.add_argument("--study-only", action="store_true", help="no grid and no comparison; nothing is kept")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over the recipe's keys")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "optuna"))
-    recipes = " ".join(arguments.recipes)
-    command = f"python tests/benchmarks/tune_live.py {recipes} --seeds {arguments.seeds}"
+    command = " ".join(["python tests/benchmarks/tune_live.py", *sys.argv[1:]])
     where = f"batchtune {batchtune.__version__}, Python {platform.python_version()}, {versions}"
     threads = f"{torch.get_num_threads()} threads"
     head = f"{dt.datetime.now(dt.UTC).date()}, {where}, {threads}. Command: `{command}`"
     sections = [f"# The recipes on this machine\n\n{head}"]
     for name in arguments.recipes:
-        sections.append(report_recipe(name, arguments.seeds))
+        options = {"coarse": arguments.coarse, "study_only": arguments.study_only}
+        sections.append(report_recipe(name, arguments.seeds, arguments.set, **options))
         print(sections[-1], flush=True)
-    arguments.output.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    if not arguments.study_only:
+        arguments.output.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

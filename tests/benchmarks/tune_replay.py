@@ -2,6 +2,7 @@
 
     python tests/benchmarks/tune_replay.py                       # all tasks, all tuners, 20 seeds
     python tests/benchmarks/tune_replay.py digits_sgd --tuners batchtune --seeds 5 --trials
+    python tests/benchmarks/tune_replay.py --kept runs.jsonl     # goes on where an earlier start with this file ended
 
 batchtune's study, sampler, pruner, caps, stop rule and confirmation are the real ones; only the child process is
 replaced by the record (replay_curves.py) and the clock by one that training alone moves. The other tuners search the
@@ -14,13 +15,14 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib.util
+import json
 import math
 import platform
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,6 +75,30 @@ def judged(record: Record, story: Story) -> Repetition:
     return Repetition(held, at_budget, ratio, total, spent)
 
 
+class Kept:
+    """Repetitions in a file, one a line, so that a long benchmark can be stopped and taken up again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._known = {tuple(each["of"]): each["run"] for each in map(json.loads, lines)}
+
+    def get(self, *of: str | int) -> Repetition | None:
+        """The repetition of (task, tuner, seed), if it is there."""
+        run = self._known.get(of)
+        if run is None:
+            return None
+        held = {float(factor): cost for factor, cost in run["held"].items()}
+        return Repetition(held, run["at_budget"], run["final"], run["cost"], Counter(run["spent"]))
+
+    def add(self, run: Repetition, *of: str | int) -> None:
+        """Keeps one more."""
+        figures = {field.name: getattr(run, field.name) for field in fields(run)}
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"of": of, "run": figures}) + "\n")
+
+
 def true_ratio(record: Record, answer: Configuration | None) -> float:
     """The median time to target of a configuration over the oracle's."""
     return math.inf if answer is None else record.true_seconds(*answer) / record.oracle[0]
@@ -98,7 +124,7 @@ def row(name: str, runs: Sequence[Repetition]) -> str:
     for factor in (GOOD, VERY_GOOD):
         costs = [run.held[factor] for run in runs]
         cells += [shown(quantile(costs, 0.5)), shown(quantile(costs, 0.9))]
-        cells.append(f"{statistics.mean(run.at_budget <= factor for run in runs):.0%}")
+        cells.append(f"{statistics.mean(float(run.at_budget <= factor) for run in runs):.0%}")
     final = [run.final for run in runs]
     cells += [percent(quantile(final, 0.5)), percent(quantile(final, 0.9))]
     cells.append(shown(statistics.median(run.cost for run in runs), 0))
@@ -138,7 +164,7 @@ def goals(every: dict[str, list[Repetition]]) -> str:
     """The issue's goals and whether they are met."""
     median = {name: quantile([run.held[GOOD] for run in runs], 0.5) for name, runs in every.items() if runs}
     ours = median[OURS]
-    success = statistics.mean(run.at_budget <= GOOD for run in every[OURS])
+    success = statistics.mean(float(run.at_budget <= GOOD) for run in every[OURS])
     lines = [("at most 8 oracle runs in the median", f"{shown(ours)}", ours <= 8)]
     lines.append(("success at least 95 %", f"{success:.0%}", success >= 0.95))
     if DEFAULTS in median:
@@ -204,7 +230,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--trials", action="store_true", help="print every run")
     parser.add_argument("-o", "--output", type=Path, help=f"default with all tasks and tuners: {RESULT.name}")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="repetitions already made, and where to add more")
     arguments = parser.parse_args()
+    kept = Kept(arguments.kept)
     chosen = {name: tuner for name, tuner in TUNERS.items() if any(map(name.startswith, arguments.tuners))}
     if importlib.util.find_spec("ray") is None:
         chosen = {name: tuner for name, tuner in chosen.items() if "Ray" not in name}
@@ -214,11 +242,14 @@ def main() -> None:
         for tuner, story_of in chosen.items():
             found[name][tuner] = []
             for seed in range(arguments.seeds):
-                story = story_of(record, seed, HORIZON * record.oracle[0])
-                found[name][tuner].append(judged(record, story))
-                if arguments.trials:
-                    print(f"{name}, {tuner}, seed {seed}")
-                    print_trials(record, story)
+                run = kept.get(name, tuner, seed)
+                if run is None:
+                    story = story_of(record, seed, HORIZON * record.oracle[0])
+                    kept.add(run := judged(record, story), name, tuner, seed)
+                    if arguments.trials:
+                        print(f"{name}, {tuner}, seed {seed}")
+                        print_trials(record, story)
+                found[name][tuner].append(run)
             print(row(f"{name}: {tuner}", found[name][tuner]), file=sys.stderr, flush=True)
     text = report(found, records, " ".join(["python tests/benchmarks/tune_replay.py", *sys.argv[1:]]))
     print(text)

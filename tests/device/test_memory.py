@@ -53,14 +53,23 @@ held = take(120)
 told["above what is left of it"] = try_to_take(120)
 del held
 told["after ten failures"] = [try_to_take(260) for _ in range(10)][-1:] + [try_to_take(150)]
-small = [torch.ones(1 << 14) for _ in range(1600)]
-last = small[-1]  # below it the heap is full of holes, which an allocator keeps unless told
-memory.reset_peaks()
-told["peak of 100 MiB in small pieces"] = peak()
-small.clear()
-memory.release()
-memory.reset_peaks()
-told["peak after giving back"] = peak()
+with memory.attempt():
+    memory.reset_peaks()
+    small = [torch.ones(1 << 14) for _ in range(1600)]
+    last = small[-1]  # below it the heap is full of holes, which an allocator keeps unless told
+    told["peak of 100 MiB in small pieces"] = peak()
+    small.clear()
+with memory.attempt():
+    memory.reset_peaks()
+    told["peak after giving back"] = peak()
+    never_written = torch.empty(100 * MIB // 4)
+    told["peak of 100 MiB that nobody wrote to"] = peak()
+    del never_written
+with memory.attempt():
+    told["what an attempt may take after another left 30 MiB"] = [try_to_take(190), try_to_take(210)]
+    left_for_good = take(30)
+with memory.attempt():
+    told["what an attempt may take after another left 30 MiB"] += [try_to_take(190), try_to_take(210)]
 memory.lift()
 told["above the limit that was"] = try_to_take(260)
 print(json.dumps(told))
@@ -103,6 +112,14 @@ def test_a_peak_is_what_was_taken_until_it_is_reset(told):
 def test_memory_in_small_pieces_is_given_back_too(told):
     assert told["peak of 100 MiB in small pieces"] == pytest.approx(100, abs=20)
     assert told["peak after giving back"] < 20
+
+
+def test_what_is_reserved_counts_although_nobody_wrote_to_it(told):
+    assert told["peak of 100 MiB that nobody wrote to"] == pytest.approx(100, abs=20)
+
+
+def test_what_an_attempt_leaves_behind_is_not_counted_against_the_next(told):
+    assert told["what an attempt may take after another left 30 MiB"] == ["fit", "oom"] * 2
 
 
 def test_a_limit_that_was_lifted_is_gone(told):

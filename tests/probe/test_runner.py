@@ -137,7 +137,8 @@ class TestTheFinalCheck:
         result = probe(ScriptedWorker(up_to(700), up_to(690))).run()
         assert_certified(result)
         assert 0.97 * 690 < result.max_batch_size <= 690
-        assert sizes(result, "verify") == [result.first_failing_batch_size, result.max_batch_size]
+        assert sizes(result, "verify")[-2:] == [result.first_failing_batch_size, result.max_batch_size]
+        assert result.first_failing_batch_size - result.max_batch_size <= 0.01 * result.max_batch_size
 
     @pytest.mark.parametrize("boundary", [600, 350, 90, 7])
     def test_an_evaluation_that_needs_much_more_than_training_is_searched_to_the_tolerance(self, boundary):

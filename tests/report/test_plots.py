@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 import pytest
 from documents import DOCUMENTS, estimate, estimated
 
+from batchtune.device.gpus import all_gpus
 from batchtune.errors import UsageError
 from batchtune.report.plots import figures
 from batchtune.report.theme import DARK, LIGHT, label
@@ -138,12 +139,13 @@ def test_a_prediction_along_one_axis_only_draws_no_lines(result_of, cut):
     assert not any(trace.type == "contour" for trace in result_of("tune", landscape=None).plot_landscape().data)
 
 
-def test_estimates_of_equal_names_each_get_their_bar():
-    long = "RTX PRO 6000 Blackwell Workstation Edition"
-    made = Result.model_validate_json(json.dumps(estimated((f"{long} A", 96), (f"{long} B", 90))))
+def test_gpus_whose_long_names_begin_alike_each_get_a_bar_and_a_name_of_their_own():
+    names = [gpu.name for gpu in all_gpus() if gpu.name.startswith("RTX PRO 6000 Blackwell")]
+    assert len(names) > 1
+    made = Result.model_validate_json(json.dumps(estimated(*((name, 90 + at) for at, name in enumerate(names)))))
     figure = figures(made)["estimates"]
-    assert figure.data[0].y == (0, 1)
-    assert figure.data[0].x == (12 * 90, 12 * 96)
+    assert figure.data[0].y == tuple(range(len(names)))
+    assert [text.replace("<br>", " ") for text in figure.layout.yaxis.ticktext] == names
     assert list(traces(figure)) == ["expected", "safe, error band included"]
 
 

@@ -1,6 +1,7 @@
 """What the tests of training share: a device that runs out of memory on demand, and a small task."""
 
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,10 @@ class FakeDevice(TorchDispatchMode):
     def enforce(self, limit_bytes):
         self.limit = limit_bytes
 
-    def begin(self):
+    @contextmanager
+    def attempt(self):
+        self.release()
+        yield
         self.release()
 
     def reset_peaks(self):

@@ -11,7 +11,7 @@ from batchtune.train.range_test import Edge, range_test
 def edge_of(losses):
     """How many losses it takes until training is said to have come apart; None: never."""
     edge = Edge()
-    return next((number for number, loss in enumerate(losses) if edge.is_past(loss)), None)
+    return next((number for number, loss in enumerate(losses) if edge.is_past(loss, float(number))), None)
 
 
 FALLING = [2.0] * 10 + [2.0 * 0.95**step for step in range(40)]
@@ -73,9 +73,11 @@ def test_gradient_descent_comes_apart_soon_after_two_over_the_curvature(linear_t
         return torch.nn.Linear(1, 1, bias=False)
 
     def compute_loss(model, batch):
-        return 0.5 * curvature * (model(torch.ones(1, 1)) - 3).square().mean()
+        target = 3 + 1e-3 * torch.randn(1, 1)  # or the weight would meet it to the last bit, and never leave it again
+        return 0.5 * curvature * (model(torch.ones(1, 1)) - target).square().mean()
 
     found = run(linear_task(build_model=build_model, compute_loss=compute_loss), fake_device)
+    assert 1 / curvature < found.lowest_loss_learning_rate < found.edge_learning_rate
     assert 2 / curvature <= found.edge_learning_rate <= 2 * 2 / curvature
     assert found.highest_learning_rate == pytest.approx(found.edge_learning_rate)
     assert found.steps < 80

@@ -6,7 +6,7 @@ from batchtune.config import Baseline, Budget, Config
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
-from batchtune.tune.prepare import PRIOR_SHARE, affordable, prepare, require
+from batchtune.tune.prepare import PRIOR_SHARE, affordable_noise_scale, affordable_range_test, prepare, require
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {
@@ -34,8 +34,9 @@ def probe(largest=1024):
 class Answers:
     """Stands in for a child process."""
 
-    def __init__(self, edge=1.0, noise=48.0, speeds=None, fails=()):
-        self.edge, self.noise, self.speeds, self.fails, self.asked = edge, noise, speeds or {}, fails, []
+    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=()):
+        self.lowest, self.edge, self.noise = lowest, edge, noise
+        self.speeds, self.fails, self.asked = speeds or {}, fails, []
 
     def call(self, command, *, timeout, **given):
         self.asked.append((command, given))
@@ -43,6 +44,7 @@ class Answers:
             raise UserCodeError("compute_loss raised ValueError")
         if command == "range_test":
             rates = {"edge_learning_rate": self.edge, "highest_learning_rate": self.edge or given["highest_rate"]}
+            rates["lowest_loss_learning_rate"] = self.lowest
             return rates | {"batch_size": given["batch_size"], "steps": given["steps"], "seconds": 0.1}
         if command == "noise_scale":
             return {"samples": self.noise, "batch_sizes": [given["small"], given["large"]], "draws": 8, "seconds": 0.1}
@@ -53,7 +55,7 @@ class Answers:
 
 
 def config(run=60.0, **changes):
-    known = {"task": "model.py", "budget": Budget(run=run, total=600.0)}
+    known = {"task": "model.py", "budget": Budget(run=run, total=10 * run)}
     return Config(**known | {"baseline": Baseline(batch_size=32, learning_rate=1e-3)} | changes)
 
 
@@ -61,42 +63,45 @@ def prepared(worker, *, run=60.0, facts=None, largest=1024, **changes):
     return prepare(config(run, **changes), probe(largest), FACTS | (facts or {}), worker, Observer())
 
 
-def test_edge_and_noise_scale_move_the_belief_and_are_told():
-    found = prepared(Answers(edge=1.0, noise=48.0))
-    assert [test.batch_size for test in found.range_tests] == [32, 512]
-    assert found.noise_scale.samples == 48
-    assert 2e-3 < found.learning_rate < 1 / (1 + 48 / 32)  # between today's, doubled, and the rule's
-    assert "came apart at 1," in found.learning_rate_reason
-    assert "noise scale of 48 samples points to 0.4" in found.learning_rate_reason
-    assert prepared(Answers(edge=0.1, noise=48.0)).learning_rate < found.learning_rate
+def test_the_noise_scale_says_at_which_batch_size_to_start_and_the_range_test_at_which_rate():
+    found = prepared(Answers(lowest=0.5, edge=1.0, noise=400.0))
+    assert found.noise_scale.samples == 400
+    assert found.start_batch_size == 64  # about the root of 400 samples and the saturation batch size, 10
+    assert [test.batch_size for test in found.range_tests] == [64]
+    assert found.learning_rate == pytest.approx(0.25)
+    assert "at batch 64 loss was least at 0.5 and training came apart at 1;" in found.learning_rate_reason
+    assert prepared(Answers(noise=6000.0)).start_batch_size == 256
 
 
-def test_hints_that_disagree_make_nobody_surer():
-    agreeing, apart = prepared(Answers(edge=0.005, noise=48.0)), prepared(Answers(edge=10.0, noise=48.0))
-    assert agreeing.learning_rate_decades < 0.5
-    assert apart.learning_rate_decades > 0.9
+def test_the_range_test_starts_at_todays_rate_with_which_training_goes_well():
+    worker = Answers()
+    prepared(worker)
+    (given,) = (given for command, given in worker.asked if command == "range_test")
+    assert (given["lowest_rate"], given["highest_rate"]) == (1e-3, 1.0)
+    assert given["steps"] == 3 * 14
 
 
 def test_the_adam_family_has_a_rule_of_its_own_and_others_none():
     sgd = prepared(Answers())
     adam = prepared(Answers(), facts={"optimizer": "AdamW"})
     other = prepared(Answers(), facts={"optimizer": "Shampoo"})
-    assert "points to 0.4" in sgd.learning_rate_reason
-    assert "points to 0.21" in adam.learning_rate_reason  # 1 / 3 / sqrt(1 + 48 / 32)
-    assert other.learning_rate == pytest.approx(2e-3)
-    assert other.learning_rate_decades == 1.0
-    assert "nothing more is known about Shampoo" in other.learning_rate_reason
+    assert sgd.learning_rate == pytest.approx(0.5 / 2)
+    assert adam.learning_rate == pytest.approx(0.5 / 3)
+    assert adam.learning_rate_decades < 0.5 < other.learning_rate_decades == 1.0
+    assert "little known about Shampoo" in other.learning_rate_reason
 
 
 def test_an_edge_beyond_the_rates_searched_is_a_weaker_hint():
     found = prepared(Answers(edge=None))
-    assert "was stable up to 1," in found.learning_rate_reason
+    assert "was stable up to 1;" in found.learning_rate_reason
     assert found.learning_rate_decades > prepared(Answers(edge=1.0)).learning_rate_decades
 
 
-def test_without_a_noise_scale_the_edge_counts_all_the_same():
-    found = prepared(Answers(noise=None))
-    assert "noise scale unknown points to 0.5" in found.learning_rate_reason
+def test_without_a_range_test_there_is_todays_rate_at_todays_batch():
+    found = prepared(Answers(), run=1.0)
+    assert found.range_tests == []
+    assert (found.start_batch_size, found.learning_rate) == (32, 2e-3)
+    assert "more often too low than too high" in found.learning_rate_reason
 
 
 @pytest.mark.parametrize("run", [5.0, 20.0, 60.0, 3600.0])
@@ -115,26 +120,27 @@ def test_what_is_measured_stays_a_small_share_of_the_longest_run(run):
             gradients = given["draws"] * (4 * step(given["small"]) + step(given["large"]))
             seconds += given["warm_up_steps"] * step(given["small"]) + 0.9 * gradients
     assert seconds <= PRIOR_SHARE * run
-    assert found.range_tests or "more than 10% of budget.run" in found.learning_rate_reason
+    assert found.range_tests or "10% of budget.run is for all of it" in found.learning_rate_reason
 
 
-def test_less_time_means_fewer_steps_or_sizes_nearer_to_each_other_and_then_none():
-    plans = [affordable(32, probe(), seconds) for seconds in (10.0, 4.0, 2.5, 0.1)]
-    assert plans[0] == (32, 512, 100)
-    assert [isinstance(plan, tuple) for plan in plans] == [True, True, True, False]
-    assert plans[1][1] * plans[1][2] > plans[2][1] * plans[2][2]
-    assert plans[2][2] >= 60
-    assert "steps at batch 32 and 128" in plans[3]
+def test_what_takes_too_long_is_left_out_with_the_reason():
+    small, large, seconds = affordable_noise_scale(32, probe(), 10.0)
+    assert (small, large) == (32, 256)
+    assert affordable_noise_scale(32, probe(), seconds) == (32, 256, seconds)
+    assert "a noise scale at batch 32 and 256 would take about" in affordable_noise_scale(32, probe(), seconds / 2)
+    assert affordable_range_test(256, (1e-3, 1.0), probe(), 10.0) == 42
+    assert "42 steps of a range test at batch 256" in affordable_range_test(256, (1e-3, 1.0), probe(), 0.1)
+    assert "must be accumulated" in affordable_range_test(2048, (1e-3, 1.0), probe(), 1000.0)
 
 
 def test_a_batch_that_fills_the_memory_has_none_larger_to_be_compared_with():
-    assert "no batch of 4 times the baseline's fits" in affordable(32, probe(100), 1000.0)
+    assert "no batch of 4 times the baseline's fits" in affordable_noise_scale(32, probe(100), 1000.0)
 
 
 def test_code_that_cannot_bear_a_high_rate_costs_the_measurement_and_not_the_study():
     found = prepared(Answers(fails=["noise_scale"]))
-    assert len(found.range_tests) == 2
     assert found.noise_scale is None
+    assert found.start_batch_size == 32
     assert "not all was measured: compute_loss raised ValueError" in found.learning_rate_reason
 
 

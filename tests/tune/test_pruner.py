@@ -34,9 +34,18 @@ def test_nothing_is_judged_before_a_third_of_the_best_time():
     assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 2.5: 1.9})
 
 
-def test_the_first_run_is_never_pruned():
+def first_run(values):
     study = optuna.create_study(pruner=TimeToValuePruner("minimize"))
-    assert not pruned(study, {0: 2.0, 60: 1.99})
+    return pruned(study, {0.1 * 1.1**n: value for n, value in enumerate(values)})
+
+
+def test_a_first_run_that_still_gets_further_goes_on():
+    assert not first_run([2.0 - 0.04 * n for n in range(30)])
+    assert not first_run([2.0] * 11)  # too few looks to tell
+
+
+def test_a_first_run_that_settles_before_the_target_ends():
+    assert first_run([2.0, 1.6, 1.2, 1.0] + [0.9 + 0.01 * (n % 3) for n in range(26)])
 
 
 def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():

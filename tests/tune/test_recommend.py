@@ -1,7 +1,14 @@
 import pytest
 
 from batchtune.results import CurvePoint, Trial
-from batchtune.tune.recommend import automatic_target, finalists, median_interval, ratio_interval, recommend
+from batchtune.tune.recommend import (
+    automatic_target,
+    config_of,
+    finalists,
+    median_interval,
+    ratio_interval,
+    recommend,
+)
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):
@@ -99,9 +106,33 @@ def test_no_better_than_the_baseline_is_an_answer():
 def test_a_baseline_that_missed_the_target_makes_the_speedup_a_lower_bound():
     trials = confirmed(((64, 1e-2), (4, 5, 6)))
     trials += [trial(10 + n, "confirm", 32, 1e-3, None, used=20.0) for n in range(3)]
-    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
-    assert "at least" in found.reason
+    found, base = recommend(trials, kind="time_to_target", goal="minimize")
+    assert "at least 3.33 times" in found.reason
+    assert "its one whole run took 2.0 times as much" in found.reason
+    assert found.speedup_over_baseline.at_least
     assert found.speedup_over_baseline.median == pytest.approx(4.0)
+    assert base.time_to_target_seconds.at_least
+    assert not found.time_to_target_seconds.at_least
+
+
+def test_what_all_runs_tell_decides_between_configurations_that_three_seeds_cannot_tell_apart():
+    groups = (((32, 1e-3), (30, 31, 32)), ((64, 1e-2), (4.0, 5.2, 5.4)), ((256, 1e-2), (5.5, 5.6, 5.7)))
+    trials = confirmed(*groups)
+    logs = {config_of(each): 1.5 if each.batch_size == 256 else 2.0 for each in trials}
+    assert recommend(trials, kind="time_to_target", goal="minimize", expected=logs)[0].global_batch_size == 256
+    assert recommend(trials, kind="time_to_target", goal="minimize")[0].global_batch_size == 64
+    level = logs | {config_of(trials[4]): 1.51}
+    assert recommend(trials, kind="time_to_target", goal="minimize", expected=level)[0].global_batch_size == 64
+
+
+def test_a_lucky_run_is_no_answer_where_all_runs_tell_otherwise():
+    trials = [trial(1, "search", 64, 1e-2, 4.0), trial(2, "search", 64, 2e-2, 4.4), trial(3, "search", 64, 4e-2, 3.9)]
+    logs = {config_of(each): value for each, value in zip(trials, (1.5, 1.4, 1.8), strict=True)}
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=logs)
+    assert found.learning_rate == 2e-2
+    assert found.time_to_target_seconds.median == 4.4
+    best = finalists(trials, 2, kind="time_to_target", goal="minimize", expected=logs)
+    assert [each.number for each in best] == [2, 1]
 
 
 def test_without_confirmation_the_best_single_run_is_said_to_be_just_that():

@@ -46,6 +46,21 @@ def run_study(sampler, trials, *, noise=0.05, cap=None):
     return study
 
 
+def test_a_configuration_that_ran_often_is_believed_by_its_own_runs_and_one_that_ran_once_by_all():
+    runs = [
+        Run(batch, rate, law.seconds_to_target(batch, rate), censored=False)
+        for batch in (16, 64, 256)
+        for rate in (3e-3, 1e-2, 3e-2)
+    ]
+    lucky = Run(64, 2e-2, 0.7 * law.seconds_to_target(64, 2e-2), censored=False)
+
+    def believed(times):
+        logs = Surface(PRIOR, [*runs, *[lucky] * times], seed=0).log_seconds_of_runs()
+        return math.exp(logs[-1]) / lucky.seconds
+
+    assert 1 < believed(5) < believed(1)
+
+
 def test_the_surface_finds_where_a_law_of_its_own_form_is_lowest():
     runs = [
         Run(batch, rate, law.seconds_to_target(batch, rate), censored=False)
@@ -126,6 +141,6 @@ def test_a_pruned_trial_without_a_bound_counts_by_its_last_step_in_milliseconds(
     trial = study.ask(SPACE)
     trial.report(1.0, step=2500)
     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    (run,) = study.sampler.runs(study.trials)
+    ((_, run),) = study.sampler.runs(study.trials)
     assert run.seconds == 2.5
     assert run.censored

@@ -1,0 +1,74 @@
+"""What training on several ranks comes to: who limited it, and a step with communication, without, and of one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchtune.errors import UserCodeError
+from batchtune.probe.curve import SECONDS_PER_POINT
+from batchtune.progress import Observer
+from batchtune.results import Attempt, DataParallel, ThroughputPoint
+from batchtune.train.worker import Worker, WorkerLost
+
+Times = dict[str, float | None]
+
+
+def measure_times(worker: Worker, observer: Observer, **arguments: Any) -> Times:
+    """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured.
+
+    Args:
+        worker: the group.
+        observer: told what could not be measured.
+        **arguments: of every call of `time_steps`: batch size, precision, …
+    """
+
+    def seconds(what: str, **how: Any) -> float | None:
+        try:
+            answer = worker.call("time_steps", seconds=SECONDS_PER_POINT, **how, **arguments)
+        except (WorkerLost, UserCodeError) as error:  # a sharded model may not fit on one rank
+            observer.note(f"no step time {what}: {error}")
+            return None
+        return ThroughputPoint.model_validate(answer).step_seconds
+
+    return {
+        "together": seconds("of the group"),
+        "apart": seconds("without communication", communicate=False),
+        "alone": seconds("of one rank alone", communicate=False, first_rank_alone=True),
+    }
+
+
+def data_parallel(
+    facts: Mapping[str, Any], batch_size: int, accumulation_steps: int, failure: Attempt | None, times: Times
+) -> DataParallel | None:
+    """The record of a group; None for a child alone.
+
+    Args:
+        facts: of the opened worker.
+        batch_size: the largest micro-batch size.
+        accumulation_steps: micro-batches of one optimizer step.
+        failure: the last attempt at the smallest size above it that failed.
+        times: what `measure_times` found, or nothing: `together` with all ranks training as one, `apart` at the same
+            time each on its own, `alone` with the first rank only.
+    """
+    world_size = facts.get("world_size", 1)
+    if world_size == 1:
+        return None
+    together, apart, alone = (times.get(name) for name in ("together", "apart", "alone"))
+    overhead = together - apart if together and apart and together > apart else None  # else it is lost in the noise
+    global_batch_size = batch_size * accumulation_steps * world_size
+    return DataParallel(
+        world_size=world_size,
+        strategy=facts["strategy"],
+        backend=facts["backend"],
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        limiting_rank=failure.limiting_rank if failure else None,
+        step_seconds=together,
+        step_seconds_without_communication=apart,
+        step_seconds_alone=alone,
+        communication_seconds=overhead,
+        communication_share=overhead / together if overhead and together else None,
+        scaling_efficiency=alone / together if alone and together else None,
+        samples_per_second=global_batch_size / together if together else None,
+    )

@@ -1,0 +1,242 @@
+"""The process between the parent and its ranks: it has torch's elastic launcher start them, and conducts them as one.
+
+To the parent it is a child like any other: one command after another comes on stdin, goes to every rank, and what the
+ranks answer comes out of stdout as one answer. It holds no device. A rank that fails gives the others a short time of
+grace, in which they may say how they fared: in a collective they would wait for the failed one for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from batchtune.train.child import Channel
+from batchtune.train.group_answers import Answer, failed, merge
+from batchtune.train.rank import Meeting
+
+FIRST_RANK_ALONE = {"describe", "apply", "count_flops"}
+_ROOT = str(Path(__file__).resolve().parents[2])
+_RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.rank import main; main()"
+_REJOIN_SECONDS = 20.0
+_REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """What a group is started with.
+
+    Attributes:
+        world_size: number of ranks.
+        strategy: ddp or fsdp.
+        folder: for the launcher's files; the parent deletes it.
+        grace_seconds: for the other ranks when one has failed.
+        rank_limits: memory limits in bytes of single ranks, where they are not the same for all.
+        number: of this group among those that the user's own launcher holds; 0: the ranks are launched here.
+    """
+
+    world_size: int
+    strategy: str
+    folder: str = ""
+    grace_seconds: float = 3.0
+    rank_limits: dict[str, int] = field(default_factory=dict)
+    number: int = 0
+
+    def to_argument(self) -> str:
+        """As an argument of the launcher's command line."""
+        return json.dumps(asdict(self))
+
+
+class Conductor:
+    """The ranks' side of one parent's commands.
+
+    Args:
+        settings: the group's.
+        parent: the line to the parent.
+    """
+
+    def __init__(self, settings: GroupSettings, parent: Channel) -> None:
+        self._settings, self._parent = settings, parent
+        own = settings.number == 0
+        self._server = socket.create_server(("127.0.0.1" if own else "", 0))
+        host, port = "127.0.0.1" if own else os.environ["MASTER_ADDR"], self._server.getsockname()[1]
+        self.meeting = Meeting(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
+        self._lines: dict[int, socket.socket] = {}
+        self._followers: list[socket.socket] = []
+        self._said: queue.Queue[tuple[int, Answer | None]] = queue.Queue()
+        self._everybody_here = threading.Event()
+        self._exits: dict[int, str] = {}
+        self._ended = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._admit, daemon=True).start()
+
+    def conduct(self) -> None:
+        """Answers the parent's commands until a rank is lost; the parent then ends this process."""
+        while True:
+            command = self._parent.receive()
+            self._idle.clear()
+            self._everybody_here.wait()
+            self._parent.send(**self._answer(command))
+            self._idle.set()
+
+    def ranks_ended(self, exits: Mapping[int, str]) -> None:
+        """Ranks have ended, the group with them; returns when the parent knows.
+
+        Args:
+            exits: by rank, how those that failed ended.
+        """
+        self._exits |= exits
+        self._ended.set()
+        self._everybody_here.set()
+        self._idle.wait(_REPORT_SECONDS)
+
+    def _admit(self) -> None:
+        pids: dict[int, int] = {}
+        while len(self._lines) < self._settings.world_size:
+            line, _ = self._server.accept()
+            words = line.makefile("r", encoding="utf-8")
+            hello = json.loads(words.readline() or "{}")
+            if hello.get("token") != self.meeting.token:
+                line.close()
+                continue
+            rank, follows = hello["rank"], "follows" in hello
+            threading.Thread(target=self._watch if follows else self._listen, args=(rank, words), daemon=True).start()
+            if follows:
+                self._followers.append(line)  # it ends with this process
+                continue
+            pids[rank] = hello["pid"]
+            self._lines[rank] = line
+            if not self._settings.number:
+                self._parent.send(rank_pids=list(pids.values()))
+        self._everybody_here.set()
+
+    def _watch(self, rank: int, words: IO[str]) -> None:
+        """Hears from the process that runs a rank how that ended."""
+        exits = {}
+        with contextlib.suppress(OSError, ValueError):
+            exits = {rank: str(json.loads(words.readline())["ended"])}
+        self._said.put((rank, None))
+        self.ranks_ended(exits)
+
+    def _listen(self, rank: int, words: IO[str]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for text in words:
+                self._said.put((rank, json.loads(text)))
+        self._said.put((rank, None))
+
+    def _answer(self, command: dict[str, Any]) -> Answer:
+        name = command["command"]
+        alone = command.pop("first_rank_alone", False) or name in FIRST_RANK_ALONE
+        ranks = [0] if alone else list(range(self._settings.world_size))
+        answers = self._ask({rank: self._adapted(command, rank) for rank in ranks}, None)
+        merged = self._loss(answers) or merge(name, answers, len(ranks))
+        usable = merged.get("done", {}).get("usable")
+        if usable and any(failed(answer) for answer in answers.values()):
+            merged["done"]["usable"] = self._rejoined()
+        return merged
+
+    def _adapted(self, command: dict[str, Any], rank: int) -> dict[str, Any]:
+        limit = self._settings.rank_limits.get(str(rank))
+        return command | {"memory_limit": limit} if command["command"] == "open" and limit else command
+
+    def _ask(self, commands: Mapping[int, dict[str, Any]], seconds: float | None) -> dict[int, Answer]:
+        """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
+        for rank, command in commands.items():
+            self._send(rank, command)
+        answers: dict[int, Answer] = {}
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while len(answers) < len(commands):
+            try:
+                rank, said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if said is not None and "compiling" in said:
+                self._parent.send(**said)
+                continue
+            answers[rank] = said or {"lost": True, "error": "its process ended"}
+            if "lost" in answers[rank]:
+                break
+            if failed(answers[rank]):
+                grace = time.monotonic() + self._settings.grace_seconds
+                deadline = grace if deadline is None else min(deadline, grace)
+        return answers
+
+    def _send(self, rank: int, command: dict[str, Any]) -> None:
+        try:
+            self._lines[rank].sendall((json.dumps(command) + "\n").encode())
+        except (OSError, KeyError):  # its end is told by the listener, or it never came
+            self._said.put((rank, None))
+
+    def _loss(self, answers: Mapping[int, Answer]) -> Answer | None:
+        """The answer where a rank's process ended, in the words of whoever saw it end; None where none did."""
+        lost = [rank for rank, answer in answers.items() if "lost" in answer]
+        if not lost:
+            return None
+        self._ended.wait(_REPORT_SECONDS)
+        rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
+        text = self._exits.get(rank, "the process ended")
+        return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
+
+    def _rejoined(self) -> bool:
+        """Whether all ranks have found together again after a failure."""
+        ranks = range(self._settings.world_size)
+        answers = self._ask({rank: {"command": "rejoin"} for rank in ranks}, _REJOIN_SECONDS)
+        return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())
+
+
+def _launch(settings: GroupSettings) -> dict[int, str]:
+    """Has torch start the ranks and waits for their end; by rank, how those ended that failed first."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from batchtune.train.worker import describe_exit
+
+    logging.disable(logging.ERROR)  # that a rank failed is an outcome, told by us
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.world_size,
+        run_id=secrets.token_hex(8),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=settings.folder),
+        shutdown_timeout=1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-P", "-c", _RANK)
+    except ChildFailedError as error:
+        return {rank: describe_exit(failure.exitcode) for rank, failure in error.failures.items()}
+    return {}
+
+
+def main() -> None:
+    """The launcher's process; its one argument is the group's settings."""
+    parent = Channel.on_standard_streams()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = GroupSettings(**json.loads(sys.argv[1]))
+    conductor = Conductor(settings, parent)
+    if settings.number:
+        from batchtune.train.torchrun import Meetings
+
+        Meetings().announce(settings.number, conductor.meeting)
+        conductor.conduct()
+    os.environ |= conductor.meeting.variable()
+    threading.Thread(target=conductor.conduct, daemon=True).start()
+    conductor.ranks_ended(_launch(settings))

@@ -1,0 +1,124 @@
+"""One rank's process: a child that takes its commands from a socket, and trains as a part of its group."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from batchtune.errors import UsageError
+from batchtune.train.child import Channel, Child, give_standard_streams_away, serve
+
+_VARIABLE = "BATCHTUNE_GROUP"
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a group's ranks find whoever conducts them; in each rank's environment.
+
+    Attributes:
+        host: of the conductor.
+        port: on which it listens.
+        token: by which it knows its ranks.
+        strategy: ddp or fsdp.
+        name: of the group among those that use the same store.
+    """
+
+    host: str
+    port: int
+    token: str
+    strategy: str
+    name: str
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` made."""
+        return cls(**json.loads(text))
+
+    def variable(self) -> dict[str, str]:
+        """As a part of a rank's environment."""
+        return {_VARIABLE: self.to_json()}
+
+    def connect(self, **hello: Any) -> socket.socket:
+        """A line to the conductor, on which it has been told who is there."""
+        line = socket.create_connection((self.host, self.port))
+        line.sendall((json.dumps({"token": self.token, **hello}) + "\n").encode())
+        return line
+
+
+class RankChild(Child):
+    """A child that is one of several ranks.
+
+    Args:
+        channel: the line to the conductor.
+        meeting: the group's.
+    """
+
+    def __init__(self, channel: Channel, meeting: Meeting) -> None:
+        super().__init__(channel)
+        self._meeting = meeting
+
+    def open(self, *, device: str, memory_limit: int | None, margin: float, **others: Any) -> dict[str, Any]:
+        """As a child alone does, once the group is made: what its connections take is not in the memory limit."""
+        from batchtune.device.memory import open_device
+        from batchtune.train.parallel import Parallel
+
+        name = _own_device(device)
+        memory = open_device(name)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        strategy: Any = self._meeting.strategy
+        self._parallel = Parallel(strategy, memory.device, rank=rank, world_size=world_size, name=self._meeting.name)
+        self._parallel.join()
+        if memory_limit is None and memory.device.type == "cpu":  # the ranks of a host share its memory
+            free = memory.default_limit(margin)
+            memory_limit = free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+        facts = super().open(device=name, memory_limit=memory_limit, margin=margin, **others)
+        return facts | {"world_size": world_size, "strategy": strategy, "backend": self._parallel.backend}
+
+    def rejoin(self) -> dict[str, Any]:
+        """Makes the process group anew after an attempt that failed."""
+        assert self._parallel is not None  # noqa: S101 - it was opened
+        self._parallel.join()
+        return {}
+
+
+def _own_device(device: str) -> str:
+    """The device of this rank: on a machine with several, that of its local number."""
+    import torch
+
+    if ":" in device:
+        raise UsageError(f"--device {device}: each rank has a device of its own; name the kind alone, e.g. cuda")
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator.type if accelerator else "cpu"
+    return device if device == "cpu" else f"{device}:{os.environ['LOCAL_RANK']}"
+
+
+def main() -> None:
+    """The rank's process, with torch's environment variables for ranks and a `Meeting`."""
+    _die_with_parent()
+    meeting = Meeting.from_json(os.environ[_VARIABLE])
+    try:
+        line = meeting.connect(rank=int(os.environ["RANK"]), pid=os.getpid())
+    except OSError:
+        sys.exit(0)  # the group was ended before it began
+    give_standard_streams_away()
+    channel = Channel(line.makefile("r", encoding="utf-8"), line.makefile("w", encoding="utf-8"))
+    serve(RankChild(channel, meeting), channel)
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process with its launcher, even when it hangs where no line to anybody is read."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,0 +1,158 @@
+"""A group inside of the user's own torchrun: its processes each run one rank, and the first decides for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from batchtune.errors import UsageError
+from batchtune.train.rank import Meeting
+from batchtune.train.worker import describe_exit, entry
+
+_OVER = "over"
+_RESULT = "batchtune/result"
+_LOOK_SECONDS = 0.1
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process's place among those that torchrun started."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """None where no launcher of ranks started this process, or it started a single one."""
+        if any(name not in os.environ for name in _VARIABLES) or int(os.environ["WORLD_SIZE"]) < 2:  # noqa: PLR2004
+            return None
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def rank_of_this_process() -> int:
+    """0 where nothing else was started with it."""
+    place = Place.from_environment()
+    return place.rank if place else 0
+
+
+class Meetings:
+    """Where the processes tell each other which group is at work, one after another: the launcher's own store."""
+
+    def __init__(self, *, hosts: bool = False) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store: Any = TCPStore(*where, is_master=hosts and not agents, wait_for_workers=False)
+
+    def announce(self, number: int, meeting: Meeting | None) -> None:
+        """Tells where group `number` meets; with None, that there is none any more."""
+        self._store.set(_key(number), meeting.to_json() if meeting else _OVER)
+
+    def publish(self, result: str) -> None:
+        """Leaves the first process's result."""
+        self._store.set(_RESULT, result)
+
+    def result(self) -> str | None:
+        """The result that was published; None where there is none."""
+        return self._store.get(_RESULT).decode() if self._store.check([_RESULT]) else None
+
+    def wait_for(self, number: int) -> Meeting | None:
+        """Where group `number` meets; None once there is none any more, or the store has gone with its host."""
+        try:
+            while not self._store.check([_key(number)]):
+                time.sleep(_LOOK_SECONDS)  # not in the store: a signal must be heard
+            text = self._store.get(_key(number)).decode()
+        except RuntimeError:
+            return None
+        return None if text == _OVER else Meeting.from_json(text)
+
+
+def _key(number: int) -> str:
+    return f"batchtune/meeting/{number}"
+
+
+class Following:
+    """The ranks of one process: in each group that is announced, one, for as long as that group's conductor lives."""
+
+    def __init__(self, place: Place, meetings: Meetings) -> None:
+        self._place, self._meetings = place, meetings
+
+    def follow(self) -> str | None:
+        """Runs one rank after another until there are no more groups; returns the published result."""
+        number = 1
+        while (meeting := self._meetings.wait_for(number)) is not None:
+            with contextlib.suppress(OSError):  # the group has ended meanwhile
+                self._run_rank(meeting)
+            number += 1
+        with contextlib.suppress(RuntimeError):  # the store has gone with its host
+            return self._meetings.result()
+        return None
+
+    def _run_rank(self, meeting: Meeting) -> None:
+        with meeting.connect(rank=self._place.rank, follows=True) as line:
+            environment = os.environ | {"MALLOC_ARENA_MAX": "1"} | meeting.variable()
+            process = subprocess.Popen(entry("batchtune.train.rank"), env=environment, start_new_session=True)  # noqa: S603
+            try:
+                threading.Thread(target=_tell_end, args=(process, line), daemon=True).start()
+                while line.recv(1):
+                    pass
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _tell_end(process: subprocess.Popen[bytes], line: Any) -> None:
+    text = describe_exit(process.wait())
+    with contextlib.suppress(OSError):
+        line.sendall((f'{{"ended": "{text}"}}\n').encode())
+
+
+class Leading:
+    """The first process's part: it follows, too, in a thread, and ends all groups when its block ends."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._meetings = place, Meetings(hosts=True)
+        self._groups = 0
+
+    def __enter__(self) -> Self:
+        following = Following(self._place, Meetings())
+        self._thread = threading.Thread(target=following.follow, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._meetings.announce(self._groups + 1, None)
+        self._thread.join(timeout=10)
+
+    def publish(self, result: str) -> None:
+        """Leaves the result for the others to read."""
+        self._meetings.publish(result)
+
+    def next_group(self) -> int:
+        """The number of the group that is about to meet."""
+        self._groups += 1
+        return self._groups
+
+
+def require_whole(place: Place, nproc_per_node: int) -> None:
+    """Refuses a number of ranks that is not torchrun's.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if nproc_per_node not in {1, place.world_size}:
+        raise UsageError(
+            f"--nproc-per-node {nproc_per_node}: torchrun has started {place.world_size} ranks; leave the option out"
+        )

@@ -1,0 +1,230 @@
+"""Several children that train at once, each on a device of its own: which device is whose, and how they share work."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from batchtune.errors import DeviceError, RunInterrupted, UsageError
+from batchtune.progress import Forwarder, Observer
+from batchtune.results import CurvePoint, Trial
+from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+
+_LOOK_SECONDS = 0.2
+_STOPPED = "stopped with the others"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one worker trains: its device, and what its environment says of that."""
+
+    device: str
+    environment: Mapping[str, str]
+
+
+def count_workers(
+    asked: int | Literal["auto"], device: str, *, devices: int, processors: int, visible: str | None
+) -> int:
+    """How many workers there are to be.
+
+    Args:
+        asked: in the configuration.
+        device: the first worker's, as torch names it.
+        devices: of this kind that one process sees.
+        processors: that this process may use.
+        visible: `CUDA_VISIBLE_DEVICES`.
+
+    Raises:
+        DeviceError: there are fewer devices: two runs on one would slow each other down.
+        UsageError: the CPU has fewer processors.
+    """
+    if device == "cpu":
+        if asked != "auto" and asked > processors:
+            raise UsageError(f"workers {asked}: more than the {processors} processors here, so runs would share them")
+        return 1 if asked == "auto" else asked
+    here = max(devices, len(_entries(visible)))
+    if asked != "auto" and asked > here:
+        raise DeviceError(f"workers {asked}: there are only {here} devices, and runs that share one cannot be timed")
+    return here if asked == "auto" else asked
+
+
+def seats(device: str, count: int, *, visible: str | None) -> list[Seat]:
+    """A place for each worker.
+
+    Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
+
+    Args:
+        device: the first worker's, as torch names it.
+        count: of workers.
+        visible: `CUDA_VISIBLE_DEVICES`.
+    """
+    kind, entries = device.partition(":")[0], _entries(visible)
+    if kind == "cpu":
+        return [Seat("cpu", {})] * count
+    if kind == "cuda" and len(entries) >= count:
+        return [Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": entry}) for entry in entries[:count]]
+    return [Seat(f"{kind}:{number}", {}) for number in range(count)]
+
+
+def _entries(visible: str | None) -> list[str]:
+    return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+
+
+class Member(Worker):
+    """A worker of a crew: a run that is cut off because the crew stops is no crash."""
+
+    def __init__(
+        self, settings: WorkerSettings, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
+    ) -> None:
+        super().__init__(settings, observer.printed)
+        self._stopping, self._own_environment = stopping, environment
+
+    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """As any worker's.
+
+        Raises:
+            RunInterrupted: the crew has stopped.
+        """
+        try:
+            if self._stopping.is_set():
+                raise RunInterrupted(_STOPPED)
+            return super().call(command, **arguments)
+        except WorkerLost:
+            if self._stopping.is_set():
+                raise RunInterrupted(_STOPPED) from None
+            raise
+
+    def _environment(self) -> dict[str, str]:
+        return super()._environment() | dict(self._own_environment)
+
+
+class Crew:
+    """Workers that do the same work side by side.
+
+    Args:
+        settings: of the first one.
+        asked: how many; on the CPU they split the processors, the first one, too, so that all runs compare.
+        observer: told what their code prints.
+    """
+
+    def __init__(self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer) -> None:
+        self._asked, self._observer = asked, observer
+        self._stopping = threading.Event()
+        self._threads: dict[str, str] = {}
+        if asked != "auto" and asked > 1:
+            self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // asked))}
+        self.first = Member(settings, self._stopping, self._threads, observer)
+        self._all = [self.first]
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._all:
+            worker.close()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def grow(self, facts: Mapping[str, Any]) -> None:
+        """Adds the others, which start when there is work for them.
+
+        Args:
+            facts: of the first one; all have its memory limit.
+
+        Raises:
+            BatchtuneError: there is no place for so many.
+        """
+        visible, device = os.environ.get("CUDA_VISIBLE_DEVICES"), facts["device"]
+        count = count_workers(
+            self._asked, device, devices=facts["device_count"], processors=processors(), visible=visible
+        )
+        assert self.first.settings is not None  # noqa: S101 - it was opened with them
+        for seat in seats(device, count, visible=visible)[1:]:
+            settings = replace(self.first.settings, device=seat.device)
+            environment = self._threads | dict(seat.environment)
+            self._all.append(Member(settings, self._stopping, environment, self._observer))
+
+    def work(self, step: Callable[[Worker], bool]) -> None:
+        """Has every worker call `step` with itself until that says there is nothing more to do.
+
+        Raises:
+            BaseException: whatever the first one raised that did; the others' runs are cut off.
+        """
+        if len(self._all) == 1:
+            work_alone(self.first, step)
+            return
+        raised: list[BaseException] = []
+        threads = [
+            threading.Thread(target=self._serve, args=(worker, step, raised), daemon=True) for worker in self._all
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_SECONDS)  # a signal must be heard
+        except BaseException:
+            self._stop()
+            for thread in threads:
+                thread.join()
+            raise
+        if raised:
+            raise raised[0]
+
+    def _serve(self, worker: Worker, step: Callable[[Worker], bool], raised: list[BaseException]) -> None:
+        try:
+            while not self._stopping.is_set() and step(worker):
+                pass
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
+            with self.lock:
+                raised.append(error)
+            self._stop()
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for worker in self._all:
+            worker.kill()
+
+
+class OneAtATime(Forwarder):
+    """Hands on what several threads tell, one thing after another."""
+
+    def __init__(self, behind: Observer) -> None:
+        super().__init__(behind)
+        self._lock = threading.RLock()
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            super().note(text)
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        with self._lock:
+            super().trial_started(trial, best_seconds=best_seconds)
+
+    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
+        with self._lock:
+            super().trial_evaluated(trial, point)
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        with self._lock:
+            super().trial_ended(trial, done=done, seconds_left=seconds_left)
+
+    def printed(self, line: str) -> None:
+        with self._lock:
+            super().printed(line)
+
+
+def work_alone(worker: Worker, step: Callable[[Worker], bool]) -> None:
+    """Calls `step` until it says that there is nothing more to do."""
+    while step(worker):
+        pass
+
+
+def processors() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

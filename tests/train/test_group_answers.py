@@ -1,0 +1,63 @@
+"""What several ranks' answers come to as one."""
+
+from batchtune.train.group_answers import failed, merge
+
+
+def attempt(outcome="fit", peak=100, seconds=1.0, usable=True, message=None):
+    figures = {"peak_reserved_bytes": peak, "step_seconds": seconds, "forward_backward_peak_bytes": peak}
+    return {"done": {"attempt": {"outcome": outcome, "message": message, **figures}, "usable": usable}}
+
+
+def merged(answers, world_size=2):
+    return merge("attempt", answers, world_size)["done"]
+
+
+def test_an_attempt_fits_if_it_fits_on_all_with_the_highest_peak_and_the_slowest_step():
+    done = merged({1: attempt(peak=90, seconds=3.0), 0: attempt(peak=120)})
+    assert done["usable"]
+    assert done["attempt"]["outcome"] == "fit"
+    assert (done["attempt"]["peak_reserved_bytes"], done["attempt"]["step_seconds"]) == (120, 3.0)
+    assert "limiting_rank" not in done["attempt"]
+
+
+def test_the_rank_that_failed_first_is_named_with_what_it_said():
+    done = merged({2: attempt("oom", message="no memory left"), 0: attempt(), 1: attempt("oom")}, 3)
+    assert (done["attempt"]["outcome"], done["attempt"]["limiting_rank"]) == ("oom", 2)
+    assert done["attempt"]["message"] == "rank 2: no memory left"
+    assert done["attempt"]["forward_backward_peak_bytes"] is None
+    assert done["usable"]
+
+
+def test_where_all_failed_alike_no_rank_limits():
+    done = merged({1: attempt("oom", message="none"), 0: attempt("oom", message="none")})
+    assert done["attempt"]["outcome"] == "oom"
+    assert done["attempt"]["message"] == "none"
+    assert "limiting_rank" not in done["attempt"]
+
+
+def test_a_rank_that_did_not_answer_or_is_damaged_makes_the_group_start_again():
+    assert not merged({1: attempt("oom")})["usable"]
+    assert not merged({1: attempt("oom", usable=False), 0: attempt("oom")})["usable"]
+
+
+def test_the_memory_limit_of_a_group_is_that_of_its_least_rank():
+    done = merge("open", {1: {"done": {"memory_limit_bytes": 7}}, 0: {"done": {"memory_limit_bytes": 9}}}, 2)["done"]
+    assert (done["memory_limit_bytes"], done["rank_memory_limits_bytes"]) == (7, [9, 7])
+
+
+def test_a_group_is_as_fast_as_its_slowest_rank():
+    answers = {0: {"done": {"samples_per_second": 9.0}}, 1: {"done": {"samples_per_second": 4.0}}}
+    assert merge("time_steps", answers, 2)["done"] == {"samples_per_second": 4.0}
+
+
+def test_an_error_of_one_rank_is_told_with_its_number_and_one_of_all_without():
+    error = {"error": "no such thing", "exit_code": 3, "frames": ""}
+    assert merge("open", {1: error, 0: {"done": {}}}, 2)["error"] == "rank 1: no such thing"
+    assert merge("open", {1: error, 0: error}, 2)["error"] == "no such thing"
+
+
+def test_errors_and_attempts_that_do_not_fit_are_failures():
+    assert failed({"error": "…"})
+    assert failed(attempt("oom"))
+    assert not failed(attempt())
+    assert not failed({"done": {"step_seconds": 1.0}})

@@ -1,0 +1,218 @@
+"""Groups of ranks as real processes: what an attempt comes to when one of them fails, and that nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.progress import Observer
+from batchtune.train.ranks import RankGroup
+from batchtune.train.worker import WorkerLost, WorkerSettings
+
+MIB = 2**20
+LIMIT = 300 * MIB
+ROW_BYTES = (1 << 14) * 4
+TASK = '''
+"""Some sizes of batch have a fate on rank 1; all others only take memory."""
+import os, signal, time
+import torch
+from torch import nn
+
+WIDTH = 1 << 14
+HUGE = 1 << 34
+
+def build_model():
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 4))
+
+def make_batch(batch_size):
+    return torch.ones(batch_size, WIDTH)
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        torch.ones(HUGE)
+        return gradient
+
+class Optimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        if fate == "optimizer":
+            torch.ones(HUGE)
+        return super().step(closure)
+
+fate = None
+
+def build_optimizer(model, lr):
+    return Optimizer(model.parameters(), lr=lr)
+
+def compute_loss(model, batch):
+    global fate
+    fate = FATES.get(len(batch)) if os.environ.get("RANK") == "1" else None
+    loss = model(batch).square().mean()
+    if fate == "forward":
+        torch.ones(HUGE)
+    if fate == "backward":
+        return Backward.apply(loss)
+    if fate == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "hang":
+        time.sleep(600)
+    if fate == "raise":
+        raise ValueError("rank 1 has another opinion")
+    if len(batch) == 29:
+        torch.ones(HUGE)
+    return loss
+
+FATES = {21: "forward", 22: "backward", 23: "optimizer", 24: "kill", 25: "hang", 26: "raise"}
+'''
+FORWARD, BACKWARD, OPTIMIZER, KILL, HANG, RAISE = range(21, 27)
+EVERYWHERE = 29
+PLAIN = 3
+MARK = str(time.time_ns())
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> WorkerSettings:
+    path = tmp_path_factory.mktemp("task") / "model.py"
+    path.write_text(TASK)
+    return WorkerSettings(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _marked():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OF_THESE_TESTS", MARK)
+        yield
+        assert_nobody_left()
+
+
+@pytest.fixture(scope="module")
+def group(settings):
+    with RankGroup(settings, 2, "ddp", grace_seconds=1.0) as group:
+        yield group
+
+
+def relatives() -> list[psutil.Process]:
+    """Launchers and ranks of this module's groups."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("OF_THESE_TESTS") == MARK and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_nobody_left() -> None:
+    deadline = time.monotonic() + 5
+    while relatives() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not relatives()
+
+
+def try_size(group: RankGroup, size: int, timeout: float = 60, **changes) -> dict:
+    usual = {"steps": 1, "precision": "fp32", "verify": False}
+    return group.call("attempt", timeout=timeout, batch_size=size, **usual | changes)["attempt"]
+
+
+@pytest.mark.parametrize("size", [FORWARD, BACKWARD, OPTIMIZER])
+def test_memory_that_one_rank_lacks_is_the_groups_answer_and_the_group_goes_on(group, size):
+    found = try_size(group, size)
+    assert (found["outcome"], found["limiting_rank"]) == ("oom", 1)
+    assert found["message"].startswith("rank 1: ")
+    assert try_size(group, PLAIN)["outcome"] == "fit"
+
+
+def test_memory_that_all_lack_leaves_the_processes_alive(group):
+    group.start()
+    before = list(group._pids)
+    found = try_size(group, EVERYWHERE)
+    assert (found["outcome"], found["limiting_rank"]) == ("oom", None)
+    assert try_size(group, PLAIN)["outcome"] == "fit"
+    assert group._pids == before
+
+
+def test_a_rank_that_dies_is_named_with_its_signal_and_the_group_starts_again(group):
+    group.start()
+    before = list(group._pids)
+    with pytest.raises(WorkerLost, match="rank 1: the process died by SIGKILL") as caught:
+        try_size(group, KILL)
+    assert (caught.value.outcome, caught.value.rank) == ("crash", 1)
+    assert_nobody_left()
+    assert try_size(group, PLAIN)["outcome"] == "fit"
+    assert not set(before) & set(group._pids)
+
+
+def test_a_rank_that_hangs_ends_with_the_timeout(group):
+    group.start()
+    began = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        try_size(group, HANG, timeout=2.0)
+    assert caught.value.outcome == "timeout"
+    assert time.monotonic() - began < 10
+    assert_nobody_left()
+
+
+def test_an_error_of_the_code_on_one_rank_names_the_rank(group):
+    found = try_size(group, RAISE)
+    assert (found["outcome"], found["limiting_rank"]) == ("user_error", 1)
+    assert "rank 1 has another opinion" in found["message"]
+
+
+def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
+    limits, options = {1: LIMIT // 2}, ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
+    with RankGroup(settings, 2, "ddp", grace_seconds=1.0, rank_limits=limits) as group:
+        probe = Probe(group, options, "fp32", Observer())
+        found = probe.run()
+        assert group.settings.memory_limit == LIMIT  # of the other rank
+    assert found.memory_limit_bytes == LIMIT // 2
+    assert found.max_batch_size * ROW_BYTES < LIMIT // 2
+    assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 4
+    ranks = found.data_parallel
+    assert (ranks.world_size, ranks.limiting_rank, ranks.global_batch_size) == (2, 1, 2 * found.max_batch_size)
+
+
+def test_sharded_ranks_accumulate_evaluate_and_save(settings):
+    with RankGroup(settings, 2, "fsdp") as group:
+        found = try_size(group, PLAIN, steps=2, verify=True, accumulation_steps=2)
+        assert (found["outcome"], found["steps"]) == ("fit", 2)
+        point = group.call(
+            "time_steps", timeout=60, batch_size=PLAIN, precision="fp32", seconds=0.1, accumulation_steps=1
+        )
+        assert point["step_seconds"] > 0
+
+
+def test_a_group_whose_parent_is_killed_leaves_nobody(settings, tmp_path):
+    program = tmp_path / "parent.py"
+    program.write_text(
+        "import json, sys, time\n"
+        "from batchtune.train.ranks import RankGroup\n"
+        "from batchtune.train.worker import WorkerSettings\n"
+        f"group = RankGroup(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), 2, 'ddp')\n"
+        "group.start()\n"
+        "print(*group._pids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    with subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}
+    ) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGSTOP)  # it hears nothing any more
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
