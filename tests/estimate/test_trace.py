@@ -237,7 +237,7 @@ def test_a_branch_on_a_value_is_named_with_its_line(ask):
     )
     row = ask(source)["gpus"][0]
     assert row["confidence"].startswith("medium")
-    assert any("task.py:13: reads a tensor's value" in note for note in row["notes"])
+    assert any("task.py:12: reads a tensor's value" in note for note in row["notes"])
 
 
 def test_a_step_that_changes_with_the_batch_falls_back_to_direct_traces(ask):
