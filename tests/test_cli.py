@@ -267,9 +267,9 @@ def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, cli):
     tuned.copy_to(cli)
     (cli.run_folder() / "study.log").unlink()  # the probe stands, and has taken longer than this
     finished = cli("tune", "config.yaml", "budget.total=1s", "confirm=off", "--json", "-q")
-    assert finished.code == 0
-    assert [trial["role"] for trial in finished.document["trials"]] == ["baseline"]
-    assert any("budget.total; raise it" in warning for warning in finished.document["warnings"])
+    assert finished.code == 4
+    assert finished.document["probe"]["max_batch_size"] > 0
+    assert "budget.total (1 s) was used up before the baseline had shown a target; raise it" in finished.err
 
 
 # report

@@ -72,8 +72,7 @@ def _gpu(group: list[Estimate], *, several: bool) -> str:
     """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
     row = group[0]
     more = len({each.gpu for each in group}) - 1
-    words = [row.gpu]
-    words += [f"+{more}"] if more else []
+    words = [row.gpu, *([f"+{more}"] if more else [])]
     words += ["/".join(dict.fromkeys(each.precision for each in group))] if several else []
     # two lines rather than a short first one: what tells GPUs apart is often at the end of their names
     return "<br>".join(map(label, textwrap.wrap(" ".join(words), _LONGEST_LINE, max_lines=2, placeholder="…")))

@@ -17,6 +17,7 @@ import csv
 import enum
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -31,6 +32,7 @@ LADDER = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 GIB = 1 << 30
 CAPACITIES_GIB = [20.0 + 0.25 * i for i in range(15)]
 SPLITS = 200
+FURTHEST = 0.1
 
 
 class _Stub(types.ModuleType):
@@ -125,10 +127,16 @@ def hits(rows: list[dict[str, Any]], place: int) -> int:
     return sum(hit(row, place) for row in rows)
 
 
+def off(row: dict[str, Any], place: int) -> float:
+    """How far a model's estimate is from its bracket, as a logarithm of sizes; what is further off counts no more."""
+    largest = row["largest"][place]
+    return min(FURTHEST, max(0.0, math.log(row["fits"] / largest), math.log((largest + 1) / row["fails"])))
+
+
 def fitted(rows: list[dict[str, Any]]) -> int:
-    """The place of the capacity that hits most; the middle one where several do."""
-    counts = [hits(rows, place) for place in range(len(CAPACITIES_GIB))]
-    equal = [place for place, count in enumerate(counts) if count == max(counts)]
+    """The place of the capacity at which estimates are the least off; the middle one where several are."""
+    sums = [sum(off(row, place) for row in rows) for place in range(len(CAPACITIES_GIB))]
+    equal = [place for place, found in enumerate(sums) if found == min(sums)]
     return equal[len(equal) // 2]
 
 
