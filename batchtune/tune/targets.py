@@ -67,10 +67,8 @@ class Targets:
         target = self.current
         if target.value is None:
             if any(trial.user_attrs.get("outcome") == "capped" for trial in ledger.finished("baseline")):
-                raise NothingFitsError(
-                    f"budget.total ({self._config.budget.total:g} s) was used up before the baseline had shown a target; "
-                    "raise it"
-                )
+                total = f"budget.total ({self._config.budget.total:g} s)"
+                raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             raise NothingFitsError(
                 f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
                 "no target; raise budget.run, mend the baseline, or set objective.target"

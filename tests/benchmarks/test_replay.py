@@ -43,7 +43,7 @@ def test_a_trial_takes_what_the_record_says(record, trials):
         if trial.role == "search" and trial.time_to_target_seconds is not None:
             recorded = record.seconds_to_target(trial.batch_size, trial.learning_rate, trial.seed)
             assert recorded <= trial.time_to_target_seconds + 1e-9
-            assert trial.time_to_target_seconds <= 1.5 * recorded  # seen at an evaluation; the loss may rise before it
+            assert trial.curve[-2].value > record.target >= trial.curve[-1].value  # seen at an evaluation
 
 
 def test_between_two_learning_rates_a_run_takes_a_time_between_theirs(record):

@@ -13,9 +13,16 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 CONFIGURATIONS = [(16, 1e-3), (32, 4e-3), (64, 1e-2), (64, 3e-2), (128, 2e-2), (256, 3e-2), (128, 6e-2), (32, 1e-2)]
 
 
+def seconds_to_target(batch, rate, *, noise=0.0, seed=0):
+    """The law's best time at a batch size, and over the learning rate gradient flow below and instability above."""
+    off = rate / law.best_rate(batch)
+    slower = (3.0 * off**-0.9 + 0.9 * off**3.0) / 3.9
+    return slower * law.seconds_to_target(batch, law.best_rate(batch), noise=noise, seed=f"{seed} {rate}")
+
+
 def runs(seed, *, noise=0.15):
     return [
-        Run(batch, rate, law.seconds_to_target(batch, rate, noise=noise, seed=seed), censored=False)
+        Run(batch, rate, seconds_to_target(batch, rate, noise=noise, seed=seed), censored=False)
         for batch, rate in CONFIGURATIONS
     ]
 
@@ -43,9 +50,9 @@ def test_the_band_holds_the_law_about_as_often_as_it_says():
         for row, batch in enumerate(found.batch_sizes):
             for column, rate in enumerate(found.learning_rates):
                 if abs(law.math.log10(rate / law.best_rate(batch))) > 0.7:
-                    continue  # near the edge of stability the law is another
+                    continue  # nobody searches there
                 total += 1
-                truth = law.seconds_to_target(batch, rate)
+                truth = seconds_to_target(batch, rate)
                 held += found.low_seconds[row][column] <= truth <= found.high_seconds[row][column]
     assert total > 500
     assert held / total > 0.8
