@@ -50,11 +50,6 @@ class Ledger:
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if trial.user_attrs.get("role", "search") == role]
 
-    def waiting(self, role: Role) -> bool:
-        """Whether a trial of a role is queued."""
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        return any(trial.user_attrs.get("role") == role for trial in trials)
-
     def best_cost(self) -> float | None:
         """The least cost of the target so far; None where nothing got there, or there is no target."""
         if self._cost is None:

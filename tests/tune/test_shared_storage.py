@@ -20,11 +20,7 @@ from batchtune.tune.storage import open_storage
 
 pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
 
-# SQLAlchemy's pool leaves open connections to the collector, which the driver complains of
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:Heartbeat of storage"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = """
@@ -131,6 +127,21 @@ def server():
 
 
 @pytest.fixture
+def opened(server):
+    """Opens the storage in a new database, and closes its connections afterwards."""
+    storages = []
+
+    def open_new(name: str):
+        storages.append(open_storage(server.new_database(name), Path()))
+        return storages[-1]
+
+    yield open_new
+    for storage in storages:
+        storage._backend.scoped_session.remove()
+        storage._backend.engine.dispose()
+
+
+@pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(storage_module, "HEARTBEAT_SECONDS", 1)
     monkeypatch.setattr(storage_module, "GRACE_SECONDS", 2)
@@ -190,8 +201,8 @@ def test_a_second_machine_joins_takes_over_from_one_that_is_killed_and_finishes(
     assert found["recommendation"]["learning_rate"] > 0
 
 
-def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(server, quick):
-    study = optuna.create_study(storage=open_storage(server.new_database("silence"), Path()))
+def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
+    study = optuna.create_study(storage=opened("silence"))
     study.enqueue_trial({"x": 0.5}, user_attrs={"role": "confirm", "seed": 7})
     machines = Machines(study)
     trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
@@ -207,8 +218,8 @@ def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(server, quick):
     assert new.system_attrs["fixed_params"] == {"x": 0.5}
 
 
-def test_a_server_that_goes_away_is_waited_for(server):
-    study = optuna.create_study(storage=open_storage(server.new_database("outage"), Path()))
+def test_a_server_that_goes_away_is_waited_for(server, opened):
+    study = optuna.create_study(storage=opened("outage"))
     trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
     server.stop()
     back = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
@@ -222,8 +233,8 @@ def test_a_server_that_goes_away_is_waited_for(server):
     assert study.best_value == 2.0
 
 
-def test_machines_go_by_what_the_first_has_settled(server):
-    storage = open_storage(server.new_database("settled"), Path())
+def test_machines_go_by_what_the_first_has_settled(opened):
+    storage = opened("settled")
     assert settle(storage, "s", "minimize", "begun", None) is None
     assert settle(storage, "s", "minimize", "begun", {"by": "first"}) == {"by": "first"}
     assert settle(storage, "s", "minimize", "begun", {"by": "second"}) == {"by": "first"}
