@@ -57,7 +57,7 @@ def build_optimizer(model, lr):
 def compute_loss(model, batch):
     global fate
     fate = FATES.get(len(batch)) if os.environ.get("RANK") == "1" else None
-    if len(batch) >= int(os.environ.get("FAILS_FROM", "1000")) and os.environ.get("RANK", "1") == "1":
+    if len(batch) >= int(os.environ.get("FAILS_FROM", 1 << 40)) and os.environ.get("RANK", "1") == "1":
         fate = os.environ["FAILS_BY"]
     loss = model(batch).square().mean()
     if fate == "forward":
