@@ -22,8 +22,8 @@ KILLS = [
     ("baseline", 0.6),
     ("searching", 0.5),
     ("  search  ", 0.5),
-    ("confirming", 0.3),
-    ("confirm  run", 0.6),
+    ("confirming", 0.1),
+    ("confirm  run", 0.1),  # what is left then is short: the baseline is cut off
 ]
 
 
