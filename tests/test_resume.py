@@ -23,7 +23,7 @@ KILLS = [
     ("searching", 0.5),
     ("  search  ", 0.5),
     ("confirming", 0.1),
-    ("confirm  run", 0.1),  # what is left then is short: the baseline is cut off
+    ("confirm  run", 0.0),  # what is left then is short: the baseline is cut off
 ]
 
 
@@ -108,7 +108,8 @@ def test_a_study_killed_at_every_stage_completes(killed):
     assert end.document["status"] == "complete"
     assert [len(trials) for trials in found] == sorted(len(trials) for trials in found)
     assert found[2] == {}  # killed in the baseline at the latest
-    assert 0 < len(found[-1]) < len(finished)
+    assert 0 < len(found[-1]) <= len(finished)
+    assert any(0 < len(trials) < len(finished) for trials in found)  # a kill came when some were done and some not
 
 
 def test_no_finished_trial_is_lost_or_changed_by_a_kill(killed):
