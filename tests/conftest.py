@@ -61,9 +61,10 @@ def pytest_collection_modifyitems(config, items):
     """Tests that take minutes run only where they are asked for."""
     if "long" in config.getoption("-m"):
         return
-    for item in items:
-        if "long" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="takes minutes: run it with -m long"))
+    long = [item for item in items if "long" in item.keywords]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if "long" not in item.keywords]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import time
 
 import psutil
 import pytest
-from conftest import Cli
 
 from batchtune.tune.crew import processors
 
@@ -14,11 +13,6 @@ def line_of(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
-
-
-@pytest.fixture
-def cli(tmp_path):
-    return Cli(tmp_path)
 
 
 @pytest.mark.skipif(processors() < 2, reason="two workers need two processors")
