@@ -38,7 +38,7 @@ def tuned(recipe, folder, *overrides):
 @pytest.mark.parametrize("recipe", ["digits", "charlm"])
 def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(recipe, tmp_path):
     with watching_others() as load:
-        result = tuned(recipe, tmp_path, "budget.trials=10", "confirm.seeds=3", "confirm.top=1")
+        result = tuned(recipe, tmp_path, "batch_size.max=64", "budget.trials=5", "confirm.seeds=2", "confirm.top=1")
     assert result.status == "complete"
     if load.others is None or load.others < BUSY:  # else runs of a second or two are noise, and the report may say so
         assert result.recommendation.speedup_over_baseline.low > 1
@@ -67,8 +67,8 @@ def test_a_recipe_of_another_library_is_tuned_as_its_users_wrote_it(recipe, metr
     if importlib.util.find_spec(recipe) is None:
         pytest.skip(f"{recipe} is not installed")
     assert "batchtune" not in (ROOT / "recipes" / recipe / "model.py").read_text(encoding="utf-8")
-    short = ("budget.run=2s", "budget.total=5m", "budget.trials=3", "batch_size.max=32", "confirm.seeds=2", "confirm.top=1")
-    result = tuned(recipe, tmp_path, *short)
+    budget = ("budget.run=1s", "budget.total=5m", "budget.trials=3", "batch_size.max=32")
+    result = tuned(recipe, tmp_path, *budget, "confirm.seeds=2", "confirm.top=1")
     assert result.status == "complete"
     assert result.target.metric == metric
     assert result.probe.verified_in_fresh_process
