@@ -26,10 +26,18 @@ class Ledger:
 
     def __init__(self, study: Study, cost: Cost | None) -> None:
         self._study, self._cost = study, cost
+        self._ended: dict[int, Trial] = {}  # these change no more: what a trial costs must not grow with their number
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document."""
-        return [to_record(trial) for trial in self._study.get_trials(deepcopy=False)]
+        return [self._record(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def _record(self, trial: FrozenTrial) -> Trial:
+        if not trial.state.is_finished():
+            return to_record(trial)
+        if trial.number not in self._ended:
+            self._ended[trial.number] = to_record(trial)
+        return self._ended[trial.number]
 
     def wall_seconds(self) -> float:
         """Wall-clock time in which trials ran, evaluation included; what ran at the same time counts once."""

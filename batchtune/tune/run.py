@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from batchtune.tune.study import Plan, TuneStudy
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _CHECKPOINTS = "checkpoints"
+_SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
 _NOT_SEARCHED = "no other configuration was tried"
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
 
@@ -152,7 +154,7 @@ class _Recorder(Forwarder):
         super().attempted(attempt)
 
     def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
-        self._tuning.save("interrupted")
+        self._tuning.save_now_and_then()
         super().trial_ended(trial, done=done, seconds_left=seconds_left)
 
 
@@ -171,6 +173,7 @@ class _Tuning:
         self._precision = ""
         self._study: TuneStudy | None = None
         self.earlier: Result | None = None
+        self._save_due = 0.0
 
     def run(self) -> None:
         """Probe, then study."""
@@ -251,6 +254,14 @@ class _Tuning:
         if self._study is not None or self.earlier is None or not self.earlier.trials:
             self.folder.write_result(result)
         return result
+
+    def save_now_and_then(self) -> None:
+        """Writes `result.json` after a trial, less often where there is so much of it that writing takes long."""
+        began = time.perf_counter()
+        if began >= self._save_due:
+            self.save("interrupted")
+            now = time.perf_counter()
+            self._save_due = now + (now - began) / _SAVING_SHARE
 
     def save_if_possible(self, status: Literal["interrupted", "failed"], error: BatchtuneError) -> Result:
         """The document at the end of a run that stops; where it cannot be written, the caller still has it to show."""
