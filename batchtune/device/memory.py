@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other progr
 _STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
 _MAPPED_BYTES, _MAPPED_IN_ATTEMPTS_BYTES = 2**20, 2**16  # blocks from this size on are mapped each for itself
+_ONE_SHAPES_BYTES = 8 << 20  # at the most, of what stays after an attempt, belongs to its batch size, until it shows
 _FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
 
 
@@ -52,8 +54,8 @@ class DeviceMemory(Protocol):
     def lift(self) -> None:
         """Takes the limit away again; nothing is measured against it afterwards."""
 
-    def attempt(self) -> AbstractContextManager[None]:
-        """The span of one attempt, against which nothing counts that earlier ones left behind."""
+    def attempt(self, batch_size: int) -> AbstractContextManager[None]:
+        """The span of one attempt at this size, against which nothing counts that earlier ones left behind."""
 
     def reset_peaks(self) -> None:
         """Starts a new high-water mark."""
@@ -161,7 +163,7 @@ class AcceleratorMemory:
             self._watched_limit = limit_bytes
 
     @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
+    def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks
         self.release()
         try:
             yield
@@ -217,7 +219,8 @@ class HostMemory:
         self._limit_bytes: int | None = None
         self._limits_before: tuple[int, int] | None = None
         self._fresh_bytes: int | None = None
-        self._one_off_bytes = self._attempts = 0
+        self._kept_bytes: list[int] = []  # by attempt: what it and those before left for good
+        self._first_size = 0
 
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(Path("/proc/meminfo"))
@@ -252,25 +255,29 @@ class HostMemory:
             self._limits_before = self._limit_bytes = None
 
     @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
+    def attempt(self, batch_size: int) -> Iterator[None]:
         self.release()
-        if self._fresh_bytes is not None:
-            self._leave_out_what_was_kept(self._fresh_bytes)
+        if self._fresh_bytes is not None and self._kept_bytes:
+            kept = _fields(_STATUS).get("VmSize", 0) - self._fresh_bytes
+            self._count_from(self._fresh_bytes + kept - self._one_off_bytes())
+        self._first_size = self._first_size or batch_size
         _set_malloc(mapped_from=_MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
-        self._attempts += 1
         try:
             yield
         finally:
             _set_malloc(mapped_from=_MAPPED_BYTES)
             self.release()
+            self._kept_bytes.append(_fields(_STATUS).get("VmSize", 0) - (self._fresh_bytes or 0))
 
-    def _leave_out_what_was_kept(self, fresh_bytes: int) -> None:
-        """What the first attempt left for good (compiled kernels) counts in any process; what later ones left, not."""
-        kept = _fields(_STATUS).get("VmSize", 0) - fresh_bytes
-        if self._attempts == 1:
-            self._one_off_bytes = kept
-        if self._attempts:
-            self._count_from(fresh_bytes + kept - self._one_off_bytes)
+    def _one_off_bytes(self) -> int:
+        """Of what the first attempt left for good, that which it would leave at any size: it counts in any process.
+
+        The rest (oneDNN's kernels for that one shape) comes with each new size again, and what was made for other
+        sizes does not count. How much that is shows from the second attempt on; a batch of one has next to nothing.
+        """
+        unknown = 0 if self._first_size == 1 else _ONE_SHAPES_BYTES
+        own = max((after - before for before, after in pairwise(self._kept_bytes)), default=unknown)
+        return max(0, self._kept_bytes[0] - own)
 
     def _count_from(self, origin_bytes: int) -> None:
         self._origin_bytes = origin_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchtune.estimate.allocator import ExpandableAllocator
 from batchtune.estimate.calibration import Offsets
-from batchtune.estimate.capacity import LARGEST, Search, TracedStep
+from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.overheads import (
     Confidence,
@@ -74,13 +74,13 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         return {"refused": str(refusal)}
 
 
-def foresee(*, gpu: dict[str, Any], memory_limit: int, **traced: Any) -> dict[str, Any]:
-    """What a probe of one GPU may expect; run in a child process through `Child.apply`.
+def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> dict[str, Any]:
+    """What a probe of one device may expect; run in a child process through `Child.apply`.
 
     Args:
-        gpu: a dict with generation and measured (fields of `Offsets`).
+        gpu: a dict with generation and measured (fields of `Offsets`); None: the CPU.
         memory_limit: bytes that a process may reserve.
-        **traced: what a `Tracer` is made with.
+        **traced: what a `Tracer` is made with, but for the device.
 
     Returns:
         `{"refused": why}`, or `Foreseen`'s fields.
@@ -89,22 +89,28 @@ def foresee(*, gpu: dict[str, Any], memory_limit: int, **traced: Any) -> dict[st
     from batchtune.estimate.trace import CannotTraceError, Tracer
 
     try:
-        tracer = Tracer(**traced)
+        tracer = Tracer(**traced, device="cuda" if gpu else "cpu")
         step = fit(tracer.trace)
     except CannotTraceError as refusal:
         return {"refused": str(refusal)}
     if not isinstance(step, FittedStep):
         return {"refused": step.reason}
+    if gpu is None and kind_of(tracer.ops) == "recurrent":
+        return {"refused": "the memory inside of recurrent layers is not seen"}
     assumed = bool(tracer.notes) or bool(custom_operators(tracer.ops))
     return expectation(step, tracer.ops, gpu, memory_limit) | {"model_independent": not assumed}
 
 
-def expectation(step: Step, ops: set[str], gpu: dict[str, Any], memory_limit: int) -> dict[str, Any]:
-    """The fields of `Foreseen` that follow from the step, the GPU and the limit."""
-    measured = _measured(gpu)
-    unseen, workspace = unseen_share(ops, measured), workspace_bytes(gpu["generation"], ops, measured)
-    room = max(0, memory_limit - workspace)
-    expected = Search(step, resolution=_FORESEEN_RESOLUTION)(int(room / (1 + unseen)))
+def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
+    """The fields of `Foreseen` that follow from the step, the device and the limit."""
+    workspace = 0
+    if gpu is None:  # a block of its own for every large tensor, nothing cached
+        room, expected = memory_limit, largest_allocated(step, memory_limit)
+    else:
+        measured = _measured(gpu)
+        unseen, workspace = unseen_share(ops, measured), workspace_bytes(gpu["generation"], ops, measured)
+        room = max(0, memory_limit - workspace)
+        expected = Search(step, resolution=_FORESEEN_RESOLUTION)(int(room / (1 + unseen)))
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return {
         "expected": expected,

@@ -1,4 +1,4 @@
-"""The estimate as a probe's prior: what a trace expects of this GPU, and what the probe's attempts teach about it."""
+"""The estimate as a probe's prior: what a trace expects of this device, and what the attempts teach about a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an of
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a trace says about one GPU, limit and precision.
+    """What a trace says about one device, limit and precision.
 
     Attributes:
         expected: the largest batch size within the limit; 0 where none is expected to fit.
@@ -74,18 +74,19 @@ class Foreseen:
 
 
 class Foresight:
-    """A child that traces while the probe's own child has the GPU; whatever fails in it leaves the probe without it.
+    """A child that traces while the probe's own child opens; whatever fails in it leaves the probe without it.
 
     Args:
         task: as the user named it.
-        device: as the user named it; the child starts at once where that is likely to mean a CUDA device.
+        device: as the user named it; the child starts at once where that is likely to mean CUDA or a CPU.
         observer: told in a note what is expected, or why nothing is.
+        on_cpu: whether to look ahead on a CPU, too.
     """
 
-    def __init__(self, task: str, device: str, observer: Observer) -> None:
-        self._task, self._observer, self._worker = task, observer, Worker(None)
+    def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
+        self._task, self._observer, self._worker, self._on_cpu = task, observer, Worker(None), on_cpu
         self._starting: threading.Thread | None = None
-        if device.startswith("cuda") or (device == "auto" and gpus_here()):
+        if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
             self._starting = threading.Thread(target=self._start, daemon=True)
             self._starting.start()
 
@@ -96,15 +97,15 @@ class Foresight:
         self._worker.close()
 
     def look(self, facts: dict[str, Any], precision: str, accumulation_steps: int) -> Foreseen | None:
-        """What to expect of the device that the probe's child has opened; None where that is no CUDA device.
+        """What to expect of the device that the probe's child has opened; None where no trace tells.
 
         Args:
             facts: as the child told them.
             precision: of the probe.
             accumulation_steps: micro-batches per optimizer step.
         """
-        limit = facts["memory_limit_bytes"]
-        if not facts["device"].startswith("cuda") or not limit:
+        limit, is_cpu = facts["memory_limit_bytes"], facts["device"] == "cpu"
+        if not limit or not (facts["device"].startswith("cuda") or (is_cpu and self._on_cpu)):
             return None
         if self._starting is not None:
             self._starting.join()
@@ -118,7 +119,7 @@ class Foresight:
                     "precision": precision,
                     "accumulation_steps": accumulation_steps,
                     "memory_limit": limit,
-                    "gpu": _gpu(facts["environment"]["device"]),
+                    "gpu": None if is_cpu else _gpu(facts["environment"]["device"]),
                 },
             )
         except BatchtuneError as error:

@@ -42,6 +42,7 @@ class Tracer:
         checkpointing: recompute the model's repeated blocks in backward, whatever the user's code does.
         strategy: ddp or fsdp, where there is more than one rank.
         world_size: number of ranks.
+        device: `cpu` traces what the CPU would allocate.
 
     Attributes:
         notes: what the traces had to assume.
@@ -57,11 +58,12 @@ class Tracer:
         checkpointing: bool = False,
         strategy: str = "ddp",
         world_size: int = 1,
+        device: str = "cuda",
     ) -> None:
         self.notes: list[str] = []
         self.ops: set[str] = set()
         self._precision, self._accumulation_steps = precision, accumulation_steps
-        self._strategy, self._world_size = strategy, world_size
+        self._strategy, self._world_size, self._device = strategy, world_size, device
         if world_size > 1:
             self.notes.append(f"{strategy} on {world_size} GPUs: by formulas; NCCL's own buffers are not in them")
         with compilation_ignored(self.notes):
@@ -73,7 +75,7 @@ class Tracer:
     def trace(self, batch_size: int) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""
         with compilation_ignored(self.notes):
-            trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps)
+            trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps, self._device)
         if self._world_size > 1:
             trace = distributed(trace, self._strategy, self._world_size)
         self.ops |= trace.ops
@@ -89,7 +91,7 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
         batch_size: micro-batch size, samples.
         precision: bf16, fp16, fp32 or tf32.
         accumulation_steps: micro-batches per optimizer step; beyond two they allocate nothing new.
-        device: `cpu` traces what the CPU would allocate, to compare with real runs there.
+        device: `cpu` traces what the CPU would allocate.
 
     Raises:
         CannotTraceError: the step needs data.

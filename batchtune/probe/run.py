@@ -125,7 +125,8 @@ class _Recorder(Forwarder):
 def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Observer) -> Result:
     settings = session.settings
     try:
-        with Foresight(settings.task, settings.device, observer) as foresight, worker:
+        on_cpu = settings.memory_limit is not None  # all of a CPU's memory takes so long to fill that sizes grow slowly
+        with Foresight(settings.task, settings.device, observer, on_cpu=on_cpu) as foresight, worker:
             session.facts = worker.start()
             for precision, reason in session.facts["precision"]:
                 observer.note(f"precision {precision}: {reason}")
@@ -135,7 +136,7 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
                 prior = foreseen.reserved_bytes if foreseen else None
                 session.probes.append(Probe(worker, options, precision, observer, prior=prior))
                 session.probes[-1].run()
-                if foreseen:
+                if foreseen and session.facts["device"] != "cpu":
                     foreseen.learn(session.facts["environment"]["device"], session.probes[-1].attempts)
             if options.throughput and session.facts["has_train_dataset"]:
                 observer.stage("timing the data loader")

@@ -236,14 +236,13 @@ class Probe:
             size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
             if size < max(unit, self._options.minimum):
                 raise self._nothing_fits()
-        if failed is not None and failed - size > max(unit, int(tolerance * size)):
+        if failed is not None and failed - size > max(unit, int(tolerance * failed)):
+            proven, verified = size, self._verified
             self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)
-            checked = [each for each in self.attempts if each.purpose == "verify"]
-            size = bracket(checked)[0]
-            while not self._verify_at(size):
-                size = max((each.batch_size for each in checked if each.fits and each.batch_size < size), default=0)
-                if not size:
-                    raise self._nothing_fits()
+            checked = [each for each in self.attempts if each.purpose == "verify" and each.fits]
+            above = sorted({each.batch_size for each in checked if each.batch_size > proven}, reverse=True)
+            if not any(self._verify_at(size) for size in above):
+                self._verified = verified
 
     def _verify_at(self, size: int) -> bool:
         steps = self._options.verify_steps

@@ -31,6 +31,7 @@ REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give wa
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
 MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
 PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit; the second with no_oom
+PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,13 @@ def next_size(
         return Choice(None, f"no multiple of {unit} lies between the minimum and the maximum")
     attempts = [attempt for attempt in attempts if floor <= attempt.batch_size <= ceiling]
     low, high = bracket(attempts)
+    if prior and limit:
+        failed = (attempt.batch_size for attempt in attempts if attempt.outcome == "oom")
+        prior = None if any(prior(size) < PRIOR_REFUTED * limit for size in failed) else prior
     if low == 0:
         share = (SAFE_PRIOR_START if bounds.no_oom else PRIOR_START) if prior and limit else 0
-        start = int(share * prior_fit(prior, limit, floor, ceiling)) // unit * unit if prior and limit else 0
-        return _first_fit(attempts, max(start, floor), floor, ceiling, unit)
+        start = int(share * prior_fit(prior, limit, floor, CEILING)) if prior and limit else 0
+        return _first_fit(attempts, max(min(start, ceiling) // unit * unit, floor), floor, ceiling, unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     if high is not None and high - low <= gap:
         return Choice(None, f"{low} fits, {high} does not")
@@ -116,7 +120,7 @@ def _first_fit(attempts: Sequence[Attempt], start: int, floor: int, ceiling: int
     if rejected:
         wanted = min(2 * under, (under + failed) // 2 if failed in last else ceiling) // unit * unit
         return Choice(max(wanted, under + unit), f"the task raised an error at {under}, try more")
-    return Choice(max(floor, int(0.7 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
+    return Choice(max(floor, int(0.5 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
 def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int) -> tuple[float, str]:

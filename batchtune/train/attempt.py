@@ -130,7 +130,7 @@ def attempt(
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
-    with memory.attempt():
+    with memory.attempt(batch_size):
         try:
             _train(
                 task,

@@ -138,9 +138,17 @@ class Child:
 
             require_metric(self._task, self._memory.device, metric, chosen[0][0])
             self._memory.release()
+        self.tell_while_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
             self._memory.enforce(limit)
         return facts
+
+    def tell_while_compiling(self) -> None:
+        """From now on a child that compiles says so; see `batchtune.train.compiled`."""
+        if "torch._dynamo" in sys.modules:
+            from batchtune.train.compiled import tell_while_compiling
+
+            tell_while_compiling(lambda: self._channel.send(compiling=True))
 
     def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
@@ -286,10 +294,7 @@ def serve(child: Child, channel: Channel) -> None:
     methods = {name: getattr(child, name) for name in names if hasattr(child, name)}
     while True:
         command = channel.receive()
-        if "torch._dynamo" in sys.modules:
-            from batchtune.train.compiled import tell_while_compiling
-
-            tell_while_compiling(lambda: channel.send(compiling=True))
+        child.tell_while_compiling()
         channel.send(**run_command(methods[command.pop("command")], command))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

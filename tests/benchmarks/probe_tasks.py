@@ -41,21 +41,21 @@ class Task:
 class Mlp(Task):
     """Memory grows with the batch in a straight line."""
 
-    limit_mib = 64
+    limit_mib = 256
 
     def build_model(self) -> nn.Module:
-        hidden = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU())]
-        return nn.Sequential(*hidden, nn.Linear(256, self.classes))
+        hidden = [layer for _ in range(24) for layer in (nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU())]
+        return nn.Sequential(*hidden, nn.Linear(128, self.classes))
 
     def inputs(self, batch_size: int) -> Tensor:
-        return torch.randn(batch_size, 256)
+        return torch.randn(batch_size, 128)
 
 
 class Transformer(Task):
     """A straight line with a large offset: the weights of the vocabulary, their gradients and moments."""
 
-    limit_mib = 100
-    vocabulary, length, width, heads, layers = 20_000, 32, 64, 4, 2
+    limit_mib = 256
+    vocabulary, length, width, heads, layers = 40_000, 32, 64, 4, 2
 
     def build_model(self) -> nn.Module:
         return _Language(self.vocabulary, self.width, self.heads, self.layers)
@@ -86,7 +86,7 @@ class _Language(nn.Module):
 class ConvNet(Task):
     """Convolutions take workspaces besides their activations, and scratch that nobody sees."""
 
-    limit_mib = 80
+    limit_mib = 200
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -103,7 +103,7 @@ class ConvNet(Task):
 class Contrastive(Task):
     """Memory grows with the square of the batch: every sample is compared with every other."""
 
-    limit_mib = 100
+    limit_mib = 250
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
@@ -121,8 +121,8 @@ class Contrastive(Task):
 class Embedding(Task):
     """The optimizer's step has the highest peak until batches are large: attempts below tell nothing of the limit."""
 
-    limit_mib = 130
-    rows, width, length = 75_000, 64, 32
+    limit_mib = 320
+    rows, width, length = 200_000, 64, 32
 
     def build_model(self) -> nn.Module:
         table = nn.Embedding(self.rows, self.width)
@@ -140,7 +140,7 @@ class _Mean(nn.Module):
 class Recurrent(Task):
     """An LSTM keeps every step of a sequence, in kernels of its own."""
 
-    limit_mib = 80
+    limit_mib = 200
     length = 40
 
     def build_model(self) -> nn.Module:
@@ -164,7 +164,7 @@ class _Lstm(nn.Module):
 class Jump(Task):
     """Memory comes in stairs: a batch is filled up to a multiple of 256, as padded or bucketed kernels do."""
 
-    limit_mib = 80
+    limit_mib = 200
     stair = 256
 
     def build_model(self) -> nn.Module:
@@ -184,7 +184,7 @@ class Jump(Task):
 class BatchNorm(ConvNet):
     """Batch normalisation of one value a channel rejects a batch of one sample."""
 
-    limit_mib = 64
+    limit_mib = 160
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(

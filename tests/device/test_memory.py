@@ -53,22 +53,22 @@ held = take(120)
 told["above what is left of it"] = try_to_take(120)
 del held
 told["after ten failures"] = [try_to_take(260) for _ in range(10)][-1:] + [try_to_take(150)]
-with memory.attempt():
+with memory.attempt(8):
     memory.reset_peaks()
     small = [torch.ones(1 << 14) for _ in range(1600)]
     last = small[-1]  # below it the heap is full of holes, which an allocator keeps unless told
     told["peak of 100 MiB in small pieces"] = peak()
     small.clear()
-with memory.attempt():
+with memory.attempt(8):
     memory.reset_peaks()
     told["peak after giving back"] = peak()
     never_written = torch.empty(100 * MIB // 4)
     told["peak of 100 MiB that nobody wrote to"] = peak()
     del never_written
-with memory.attempt():
+with memory.attempt(8):
     told["what an attempt may take after another left 30 MiB"] = [try_to_take(190), try_to_take(210)]
     left_for_good = take(30)
-with memory.attempt():
+with memory.attempt(8):
     told["what an attempt may take after another left 30 MiB"] += [try_to_take(190), try_to_take(210)]
 memory.lift()
 told["above the limit that was"] = try_to_take(260)
@@ -154,3 +154,21 @@ def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(monkeypatch, cap, us
 def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch):
     monkeypatch.setattr(memory_module, "_fields", lambda _: {})
     assert HostMemory().default_limit(margin=0.05) is None
+
+
+@pytest.mark.parametrize(
+    ("first_size", "kept_mib", "one_off_mib"),
+    [
+        (1, [9], 9),  # a batch of one has no large kernels of its own
+        (500, [7], 0),  # it may all be for this shape
+        (500, [200], 192),  # libraries that were loaded
+        (500, [7, 12], 2),  # the second size shows what each size takes
+        (500, [7, 12, 12, 20], 0),
+        (1, [0, 5, 10], 0),
+    ],
+)
+def test_of_what_the_first_attempt_left_only_what_any_size_would_leave_counts_later(first_size, kept_mib, one_off_mib):
+    memory = HostMemory()
+    memory._first_size = first_size
+    memory._kept_bytes = [mib << 20 for mib in kept_mib]
+    assert memory._one_off_bytes() == one_off_mib << 20

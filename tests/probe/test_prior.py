@@ -73,8 +73,8 @@ def expecting(size):
     )
 
 
-def probed(device, prior=None):
-    found = Probe(device, ProbeOptions(throughput=False), "bf16", Observer(), prior=prior).run()
+def probed(device, prior=None, **options):
+    found = Probe(device, ProbeOptions(throughput=False, **options), "bf16", Observer(), prior=prior).run()
     return found, [attempt.batch_size for attempt in found.attempts if attempt.purpose == "search"]
 
 
@@ -97,13 +97,25 @@ def test_an_estimate_that_is_far_off_changes_no_answer(expected):
     assert found.max_batch_size == pytest.approx(4864, rel=0.01)
 
 
+def test_an_estimate_that_an_oom_has_refuted_is_asked_no_more():
+    _, without = probed(Device())
+    _, tried = probed(Device(), expecting(400_000).reserved_bytes)
+    assert tried[0] > 300_000
+    assert len(tried) <= len(without) + 4
+
+
+def test_a_maximum_that_is_expected_to_fit_is_tried_at_once():
+    found, tried = probed(Device(), expecting(4864).reserved_bytes, maximum=1000)
+    assert (found.max_batch_size, tried) == (1000, [1000])
+
+
 class Sight:
     """Stands where `Foresight` stands."""
 
     def __init__(self, foreseen):
         self.foreseen, self.learnt = foreseen, []
 
-    def __call__(self, task, device, observer):
+    def __call__(self, task, device, observer, *, on_cpu):
         return self
 
     def __enter__(self):

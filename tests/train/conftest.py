@@ -50,7 +50,7 @@ class FakeDevice(TorchDispatchMode):
         self.limit = limit_bytes
 
     @contextmanager
-    def attempt(self):
+    def attempt(self, batch_size):
         self.release()
         yield
         self.release()
