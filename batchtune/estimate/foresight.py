@@ -96,13 +96,16 @@ class Foresight:
     def __exit__(self, *_: object) -> None:
         self._worker.close()
 
-    def look(self, facts: dict[str, Any], precision: str, accumulation_steps: int) -> Foreseen | None:
+    def look(
+        self, facts: dict[str, Any], precision: str, accumulation_steps: int, *, timeout: float
+    ) -> Foreseen | None:
         """What to expect of the device that the probe's child has opened; None where no trace tells.
 
         Args:
             facts: as the child told them.
             precision: of the probe.
             accumulation_steps: micro-batches per optimizer step.
+            timeout: seconds after which the user's code hangs.
         """
         limit, is_cpu = facts["memory_limit_bytes"], facts["device"] == "cpu"
         if not limit or not (facts["device"].startswith("cuda") or (is_cpu and self._on_cpu)):
@@ -112,7 +115,7 @@ class Foresight:
         try:
             found = self._worker.call(
                 "apply",
-                timeout=_TIMEOUT_SECONDS,
+                timeout=min(timeout, _TIMEOUT_SECONDS),
                 function=f"{_MODULE}:foresee",
                 arguments={
                     "task": self._task,

@@ -132,7 +132,9 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
                 observer.note(f"precision {precision}: {reason}")
                 foreseen = None  # of a group, the memory of one process alone says too little
                 if "world_size" not in session.facts:
-                    foreseen = foresight.look(session.facts, precision, options.accumulation_steps)
+                    foreseen = foresight.look(
+                        session.facts, precision, options.accumulation_steps, timeout=options.timeout
+                    )
                 prior = foreseen.reserved_bytes if foreseen else None
                 session.probes.append(Probe(worker, options, precision, observer, prior=prior))
                 session.probes[-1].run()

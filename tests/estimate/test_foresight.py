@@ -122,7 +122,7 @@ def looking(answer, facts=FACTS, device="cuda:0", *, on_cpu=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foresight, "Worker", lambda settings: child)
         with Foresight("model.py", device, notes, on_cpu=on_cpu) as sight:
-            found = sight.look(facts, "bf16", 2)
+            found = sight.look(facts, "bf16", 2, timeout=120)
     return found, notes.notes, child
 
 
@@ -164,7 +164,7 @@ def on_this_cpu(tmp_path, task):
     path.write_text(task)
     notes = Notes()
     with Foresight(str(path), "cpu", notes, on_cpu=True) as sight:
-        return sight.look({"device": "cpu", "memory_limit_bytes": 2 * GIB}, "fp32", 1), notes.notes
+        return sight.look({"device": "cpu", "memory_limit_bytes": 2 * GIB}, "fp32", 1, timeout=120), notes.notes
 
 
 def test_a_cpu_is_foreseen_by_what_its_own_operators_allocate(tmp_path):
@@ -200,7 +200,7 @@ def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
     path.write_text(TASK)
     notes = Notes()
     with Foresight(str(path), "auto", notes, on_cpu=False) as sight:
-        found = sight.look(FACTS, "fp32", 1)
+        found = sight.look(FACTS, "fp32", 1, timeout=120)
     assert found is not None, notes.notes
     assert 18 * GIB < found.traced_bytes(found.expected) < 20 * GIB
     assert found.reserved_bytes(found.expected) == pytest.approx(20 * GIB, rel=1e-3)
