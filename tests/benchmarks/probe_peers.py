@@ -36,10 +36,10 @@ from batchtune import __version__
 
 HERE = Path(__file__).parent
 MIB, GIB = 1 << 20, 1 << 30
-CAP_SECONDS = 300
+CAP_SECONDS = 100
 UNFINISHED = "did not finish"
 BOUNDARY_STEPS, LATER_STEPS = 5, 200
-RESOLUTION = 0.0025  # how near the bisection in fresh processes comes to the true boundary
+RESOLUTION = 0.005  # how near the bisection in fresh processes comes to the true boundary
 GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
 WHOLE = 0.95  # share of a card
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
@@ -56,7 +56,7 @@ themselves: without that the boundary itself moves, whoever looks for it.
 - attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
 - seconds: the whole process with its imports; batchtune's with its children and the final check.
 - true: the largest size that trains {BOUNDARY_STEPS} steps in a fresh process of plain PyTorch; two bisections.
-- later: whether the answer trains {LATER_STEPS} steps in such a process.
+- later: whether the answer trains {LATER_STEPS} steps in such a process; where a larger one of the same model did, yes.
 - Lightning: {{lightning}}; all boundaries on a CPU are below 8192, where it ends whatever max_val it is given.
 - Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2 samples on to
   {TOLERANCE:.0%}, is in batchtune's own worker, without a final check.
@@ -158,8 +158,9 @@ def compare(case: Case, pool: ThreadPoolExecutor) -> tuple[list[Found], tuple[in
     low, high = sorted(pool.map(bisect, (near, near + max(1, near // 7))))
     start = 1 << high.bit_length()  # the power of two above: as good a start as a user can name
     found = [first, *(search(case, method, start) for method in METHODS if method != "batchtune")]
-    answers = sorted({each.answer for each in found if each.answer})
-    later = dict(zip(answers, pool.map(lambda size: outcome(case, size, LATER_STEPS), answers), strict=True))
+    later: dict[int, str] = {}
+    for size in sorted({each.answer for each in found if each.answer}, reverse=True):
+        later[size] = "fit" if "fit" in later.values() else outcome(case, size, LATER_STEPS)
     for each in found:
         each.later = later[each.answer] if each.answer else ""
     return found, (low, high)
