@@ -302,6 +302,13 @@ class Config(Section):
             )
         return baseline.model_copy(update={"batch_size": sizes.global_})
 
+    @field_validator("storage")
+    @classmethod
+    def _storage_takes_so_many_workers(cls, storage: str | None, known: ValidationInfo) -> str | None:
+        if storage is not None and storage.startswith("sqlite") and known.data.get("workers", 1) != 1:
+            raise ValueError("SQLite is for one worker; leave storage out (a journal), or name a PostgreSQL or MySQL one")
+        return storage
+
     def to_yaml(self) -> str:
         """The resolved configuration as YAML that loads back to the same record."""
         import yaml

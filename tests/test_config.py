@@ -155,6 +155,14 @@ def test_the_known_keys_are_sections_and_leaves():
     assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys
 
 
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_sqlite_is_for_one_worker(workers):
+    assert Config(task="model.py", storage="sqlite:///study.db").workers == 1
+    assert Config(task="model.py", workers=workers).storage is None
+    with pytest.raises(ValidationError, match="SQLite is for one worker"):
+        Config(task="model.py", workers=workers, storage="sqlite:///study.db")
+
+
 def test_a_fixed_global_batch_is_that_of_the_baseline_too():
     config = Config(task="model.py", batch_size={"global": 512}, baseline={"learning_rate": 0.1})
     assert config.baseline == Baseline(batch_size=512, learning_rate=0.1)
