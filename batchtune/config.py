@@ -306,7 +306,7 @@ class Config(Section):
     @classmethod
     def _storage_takes_so_many_workers(cls, storage: str | None, known: ValidationInfo) -> str | None:
         if storage is not None and storage.startswith("sqlite") and known.data.get("workers", 1) != 1:
-            raise ValueError("SQLite is for one worker; leave storage out (a journal), or name a PostgreSQL or MySQL one")
+            raise ValueError("SQLite is for one worker; leave storage out, or name a PostgreSQL or MySQL one")
         return storage
 
     def to_yaml(self) -> str:
