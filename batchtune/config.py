@@ -27,6 +27,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
+_PASSWORD = re.compile(r"(?<=:)(?!//)[^/]*(?=@)")  # of a URL: from the user's colon to the last @
 _TOO_MANY_BYTES = 2**60
 _NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
@@ -310,10 +311,13 @@ class Config(Section):
         return storage
 
     def to_yaml(self) -> str:
-        """The resolved configuration as YAML that loads back to the same record."""
+        """The resolved configuration as YAML that loads back to the same record, but for a password in `storage`."""
         import yaml
 
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        document = self.model_dump(mode="json")
+        if self.storage is not None:
+            document["storage"] = _PASSWORD.sub("***", self.storage)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
 def config_schema() -> dict[str, Any]:

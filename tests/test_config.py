@@ -155,6 +155,21 @@ def test_the_known_keys_are_sections_and_leaves():
     assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys
 
 
+@pytest.mark.parametrize(
+    ("storage", "shown"),
+    [
+        ("postgresql+psycopg://you:secret@host:5432/studies", "postgresql+psycopg://you:***@host:5432/studies"),
+        ("mysql://you:p@ss:w@host/studies", "mysql://you:***@host/studies"),
+        ("postgresql://you@host/studies", "postgresql://you@host/studies"),
+        ("sqlite:///a:b.db", "sqlite:///a:b.db"),
+    ],
+)
+def test_the_password_of_a_storage_is_not_shown(storage, shown):
+    config = Config(task="model.py", storage=storage)
+    assert yaml.safe_load(config.to_yaml())["storage"] == shown
+    assert config.storage == storage
+
+
 @pytest.mark.parametrize("workers", [2, "auto"])
 def test_sqlite_is_for_one_worker(workers):
     assert Config(task="model.py", storage="sqlite:///study.db").workers == 1

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jsonschema
+import kubernetes_validate
 import optuna
 import pytest
+import yaml
 
 from batchtune.device.host_load import watching_others
 from batchtune.result_file import load_result
@@ -74,3 +77,84 @@ def test_a_recipe_of_another_library_is_tuned_as_its_users_wrote_it(recipe, metr
     assert result.probe.verified_in_fresh_process
     sizes = {trial.micro_batch_size for trial in result.trials if trial.state == "complete"}
     assert result.recommendation.micro_batch_size in sizes
+
+
+CLUSTER = ROOT / "recipes" / "cluster"  # the recipe "cluster"
+
+
+@pytest.mark.parametrize("name", ["postgresql.yaml", "workers.yaml"])
+def test_the_manifests_of_kubernetes_are_what_its_own_schemas_allow(name):
+    documents = list(yaml.safe_load_all((CLUSTER / "kubernetes" / name).read_text(encoding="utf-8")))
+    assert documents
+    for document in documents:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_a_mistake_in_a_manifest_would_be_found():
+    job = yaml.safe_load((CLUSTER / "kubernetes" / "workers.yaml").read_text(encoding="utf-8"))
+    job["spec"]["completion"] = job["spec"].pop("completions")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_workers_of_kubernetes_run_a_command_that_there_is(tmp_path):
+    (container,) = yaml.safe_load((CLUSTER / "kubernetes" / "workers.yaml").read_text())["spec"]["template"]["spec"][
+        "containers"
+    ]
+    environment = {each["name"]: each.get("value", "secret") for each in container["env"]}
+    assert environment.pop("PASSWORD") == "secret"
+    command = [word.replace("/task", str(ROOT / "recipes" / "digits")) for word in container["args"]]
+    done = subprocess.run(
+        [sys.executable, "-m", "batchtune", *command, "--dry-run", "device=cpu"],
+        cwd=tmp_path,
+        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SRUN = """\
+#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+for task in 0 1; do SLURM_PROCID=$task "$@" || exit; done
+"""
+
+
+def test_every_task_of_slurm_runs_the_same_command_in_a_folder_of_its_own(tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"srun": SRUN, "batchtune": f'#!/bin/sh\nexec {sys.executable} -m batchtune "$@"\n'}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_ID": "17",
+        "BATCHTUNE_STORAGE": "postgresql+psycopg://you:secret@database/batchtune",
+    }
+    command = ["bash", str(CLUSTER / "slurm" / "tune.sbatch"), str(ROOT / "recipes" / "digits" / "config.yaml")]
+    done = subprocess.run(
+        [*command, "budget.total=90s", "device=cpu", "--dry-run"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "runs" / "17").iterdir()) == ["0", "1"]
+    assert done.stdout.count("total: 90.0") == 2
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_the_container_installs_an_extra_and_starts_a_program_that_the_package_has():
+    lines = (CLUSTER / "container" / "Containerfile").read_text(encoding="utf-8").splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extra,) = re.findall(r"/tmp/batchtune\[(\w+)\]", "\n".join(lines))
+    assert extra in project["optional-dependencies"]
+    assert json.loads(next(line for line in lines if line.startswith("ENTRYPOINT")).split(maxsplit=1)[1]) == [
+        "batchtune"
+    ]
+    assert "batchtune" in project["scripts"]
