@@ -38,10 +38,10 @@ def tuned(recipe, folder, *overrides):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", ["digits", "charlm"])
-def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(recipe, tmp_path):
-    with watching_others() as load:
-        result = tuned(recipe, tmp_path, "batch_size.max=64", "budget.trials=5", "confirm.seeds=2", "confirm.top=1")
+def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(tmp_path):
+    budget = ("batch_size.max=64", "budget.run=8s", "budget.trials=5")
+    with watching_others() as load:  # "digits" is the README's own run, which CI makes in full
+        result = tuned("charlm", tmp_path, *budget, "confirm.seeds=2", "confirm.top=1")
     assert result.status == "complete"
     if load.others is None or load.others < BUSY:  # else runs of a second or two are noise, and the report may say so
         assert result.recommendation.speedup_over_baseline.low > 1
@@ -70,8 +70,8 @@ def test_a_recipe_of_another_library_is_tuned_as_its_users_wrote_it(recipe, metr
     if importlib.util.find_spec(recipe) is None:
         pytest.skip(f"{recipe} is not installed")
     assert "batchtune" not in (ROOT / "recipes" / recipe / "model.py").read_text(encoding="utf-8")
-    budget = ("budget.run=1s", "budget.total=5m", "budget.trials=3", "batch_size.max=32")
-    result = tuned(recipe, tmp_path, *budget, "confirm.seeds=2", "confirm.top=1")
+    budget = ("budget.run=1s", "budget.total=5m", "budget.trials=2", "batch_size.max=32")
+    result = tuned(recipe, tmp_path, *budget, "confirm.seeds=1", "confirm.top=1")
     assert result.status == "complete"
     assert result.target.metric == metric
     assert result.probe.verified_in_fresh_process
@@ -118,7 +118,9 @@ def test_the_workers_of_kubernetes_run_a_command_that_there_is(tmp_path):
 SRUN = """\
 #!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
-for task in 0 1; do SLURM_PROCID=$task "$@" || exit; done
+SLURM_PROCID=0 "$@" &
+SLURM_PROCID=1 "$@" || exit
+wait $!
 """
 
 
