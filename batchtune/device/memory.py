@@ -26,6 +26,7 @@ _STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
 _MAPPED_BYTES, _MAPPED_IN_ATTEMPTS_BYTES = 2**20, 2**16  # blocks from this size on are mapped each for itself
 _ONE_SHAPES_BYTES = 8 << 20  # at the most, of what stays after an attempt, belongs to its batch size, until it shows
+_SPARED_BYTES = 512 << 10  # the same training takes some pages of the heap more or less from process to process
 _FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
 
 
@@ -257,9 +258,10 @@ class HostMemory:
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:
         self.release()
-        if self._fresh_bytes is not None and self._kept_bytes:
-            kept = _fields(_STATUS).get("VmSize", 0) - self._fresh_bytes
-            self._count_from(self._fresh_bytes + kept - self._one_off_bytes())
+        if self._fresh_bytes is not None:
+            kept = _fields(_STATUS).get("VmSize", 0) - self._fresh_bytes if self._kept_bytes else 0
+            one_off = self._one_off_bytes() if self._kept_bytes else 0
+            self._count_from(self._fresh_bytes + kept - one_off, spared_bytes=_SPARED_BYTES)
         self._first_size = self._first_size or batch_size
         _set_malloc(mapped_from=_MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
         try:
@@ -279,12 +281,13 @@ class HostMemory:
         own = max((after - before for before, after in pairwise(self._kept_bytes)), default=unknown)
         return max(0, self._kept_bytes[0] - own)
 
-    def _count_from(self, origin_bytes: int) -> None:
+    def _count_from(self, origin_bytes: int, spared_bytes: int = 0) -> None:
         self._origin_bytes = origin_bytes
         if self._limits_before is not None and self._limit_bytes is not None:
             import resource
 
-            resource.setrlimit(resource.RLIMIT_AS, (origin_bytes + self._limit_bytes, self._limits_before[1]))
+            most = origin_bytes + self._limit_bytes - spared_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most, self._limits_before[1]))
 
     def _warm_up(self) -> None:
         """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
