@@ -41,29 +41,13 @@ class Listener(Observer):
 result = batchtune.tune("config.yaml", overrides=[f"storage={sys.argv[1]}"], observer=Listener(), run_folders=".runs")
 Path("found.json").write_text(result.to_json())
 """
-LINEAR = """
+SLOW = """
 import time
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def build_model():
-    return nn.Linear(8, 1)
-
-def _points(count, seed):
-    points = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(points, points @ torch.arange(1.0, 9.0)[:, None])
-
-def train_dataset():
-    return _points(256, 1)
-
-def val_dataset():
-    return _points(64, 2)
+at_once = compute_loss
 
 def compute_loss(model, batch):
     time.sleep(0.005)
-    points, values = batch
-    return nn.functional.mse_loss(model(points), values)
+    return at_once(model, batch)
 """
 CONFIG = """
 task: linear.py
@@ -148,12 +132,13 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(tmp_path, new_cli):
     """Starts machines, and ends those that the test has left."""
     started = []
+    task = (new_cli().folder / "linear.py").read_text() + SLOW
 
     def start(name: str, url: str) -> subprocess.Popen:
-        started.append(start_machine(tmp_path / name, url))
+        started.append(start_machine(tmp_path / name, task, url))
         return started[-1]
 
     yield start
@@ -163,9 +148,9 @@ def machine(tmp_path):
         process.stdout.close()
 
 
-def start_machine(folder: Path, url: str) -> subprocess.Popen:
+def start_machine(folder: Path, task: str, url: str) -> subprocess.Popen:
     folder.mkdir()
-    for name, text in {"linear.py": LINEAR, "config.yaml": CONFIG, "machine.py": MACHINE}.items():
+    for name, text in {"linear.py": task, "config.yaml": CONFIG, "machine.py": MACHINE}.items():
         (folder / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "machine.py", url]
