@@ -12,7 +12,7 @@ import torch
 
 from batchtune.train.step import Trainer, TrainingBatches
 
-LEAST_FREE_SHARE = 0.2  # of the disk: a run's memory must not fill up what others write to
+LEAST_FREE_BYTES = 1 << 30  # what a disk has left after it: a run's memory must not fill up what others write to
 
 
 def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[str, Any]) -> bool:
@@ -33,9 +33,6 @@ def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        disk = shutil.disk_usage(path.parent)
-        if disk.free < LEAST_FREE_SHARE * disk.total:
-            return False
         state = {
             "model": trainer.model.state_dict(),
             "optimizer": trainer.optimizer.state_dict(),
@@ -46,6 +43,8 @@ def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[
             "random": _random_state(trainer.device),
             "progress": progress,
         }
+        if shutil.disk_usage(path.parent).free < LEAST_FREE_BYTES + _tensor_bytes(state):
+            return False
         torch.save(state, partial)
         torch.load(partial, map_location="cpu", weights_only=True, mmap=True)  # nothing in it that needs unpickling
         partial.replace(path)
@@ -68,6 +67,14 @@ def load(path: Path, trainer: Trainer, batches: TrainingBatches) -> dict[str, An
     _set_random_state(state["random"], trainer.device)
     progress: dict[str, Any] = state["progress"]
     return progress
+
+
+def _tensor_bytes(state: Any) -> int:
+    """What the tensors of nested dicts and lists take."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(_tensor_bytes(part) for part in parts)
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

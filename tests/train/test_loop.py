@@ -207,10 +207,12 @@ class TestGoingOn:
         assert (done.outcome, done.end.kept) == ("pruned", False)
         assert not list(tmp_path.iterdir())
 
-    def test_a_nearly_full_disk_is_left_alone(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(total=100, free=10))
+    @pytest.mark.parametrize(("free_bytes", "kept"), [(1 << 30, False), ((1 << 30) + (1 << 20), True)])
+    def test_a_nearly_full_disk_is_left_alone(self, run, tmp_path, monkeypatch, free_bytes, kept):
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
         done = run(spec_of(checkpoint=str(tmp_path / "0.pt")), go_on=lambda point: point.seconds < 1)
-        assert not done.end.kept
+        assert done.end.kept == kept
+        assert [file.name for file in tmp_path.iterdir()] == ["0.pt"] * kept
 
 
 class TestTime:

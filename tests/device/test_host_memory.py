@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.device import memory as memory_module
-from batchtune.device.memory import HostMemory
+from batchtune.device import host_memory
+from batchtune.device.host_memory import HostMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -19,7 +19,7 @@ CHILD = """
 import json, sys
 import torch
 from batchtune.device.failures import classify
-from batchtune.device.memory import HostMemory
+from batchtune.device.host_memory import HostMemory
 
 MIB = 2**20
 told = {}
@@ -144,15 +144,15 @@ def test_the_host_is_named_with_its_memory_and_what_is_free():
 )
 def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(monkeypatch, cap, used, total, free):
     host = {"MemTotal": 64 * GIB, "MemAvailable": 20 * GIB}
-    monkeypatch.setattr(memory_module, "_fields", lambda _: host)
-    monkeypatch.setattr(memory_module, "_cgroup_bytes", {"memory.max": cap, "memory.current": used}.get)
+    monkeypatch.setattr(host_memory, "_fields", lambda _: host)
+    monkeypatch.setattr(host_memory, "_cgroup_bytes", {"memory.max": cap, "memory.current": used}.get)
     memory = HostMemory()
     assert memory.describe()[1:] == (total, free)
     assert memory.default_limit(margin=0.05) == int(0.8 * free)
 
 
 def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch):
-    monkeypatch.setattr(memory_module, "_fields", lambda _: {})
+    monkeypatch.setattr(host_memory, "_fields", lambda _: {})
     assert HostMemory().default_limit(margin=0.05) is None
 
 
