@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from batchtune.errors import without_passwords
+
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -27,11 +29,10 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
-_PASSWORD = re.compile(r"(?<=:)(?!//)[^/]*(?=@)")  # of a URL: from the user's colon to the last @
 _TOO_MANY_BYTES = 2**60
 _NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RUN_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
 
 
 def parse_seconds(value: object) -> object:
@@ -87,9 +88,20 @@ def _each_once(value: list[str]) -> list[str]:
     return value
 
 
+def is_run_name(value: str) -> bool:
+    """Whether every system takes this for a folder's name, and within the folder it is made in (Windows has devices)."""
+    return _RUN_NAME.fullmatch(value) is not None
+
+
 def _run_name(value: str) -> str:
-    if value and not _RUN_NAME.fullmatch(value):
-        raise ValueError(f"{value!r} cannot name a run folder; use letters, digits, '.', '_' and '-'")
+    if value and not is_run_name(value):
+        raise ValueError(f"{value[:110]!r} cannot name a run folder; use up to 100 letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _task_place(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"{value[:60]!r} cannot name a task; write model.py or package.module")
     return value
 
 
@@ -262,7 +274,7 @@ def _confirm_switch(value: object) -> object:
 class Config(Section):
     """Everything `batchtune tune` needs to know; paths are relative to the file that names them."""
 
-    task: Annotated[str, Field(min_length=1)] = Field(
+    task: Annotated[str, Field(min_length=1), AfterValidator(_task_place)] = Field(
         description="model.py, path.py:attribute or package.module:attribute"
     )
     name: RunName = Field(
@@ -316,7 +328,7 @@ class Config(Section):
 
         document = self.model_dump(mode="json")
         if self.storage is not None:
-            document["storage"] = _PASSWORD.sub("***", self.storage)
+            document["storage"] = without_passwords(self.storage)
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchtune.config import Config, known_keys
+from batchtune.config import Config, is_run_name, known_keys
 from batchtune.errors import UsageError
-from batchtune.yamlfile import MalformedYamlError, parse_value, parse_yaml
+from batchtune.yamlfile import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
 
 ENVIRONMENT_PREFIX = "BATCHTUNE_"
+_MOST_PROBLEMS = 50  # told at once: who reads more?
 _MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
 
 
@@ -34,14 +35,15 @@ def load_config(
     """
     file = Path(path)
     try:
-        document, lines = parse_yaml(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as stream:
+            document, lines = parse_yaml(stream.read(MAX_CHARACTERS + 1))  # more would be refused, and may never end
     except OSError as error:
         remedy = "; 'batchtune init' writes one" if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"{file}: cannot be read: {error.strerror}{remedy}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file}: not a UTF-8 text file") from None
     except MalformedYamlError as error:
-        raise UsageError("\n".join(f"{file}:{line}: {text}" for line, text in error.problems)) from None
+        raise _refused([f"{file}:{line}: {text}" for line, text in error.problems]) from None
     origins: dict[str, str] = {key: f"{file}:{line}" for key, line in lines.items()}
     problems = _lay_over(document, origins, _from_environment(os.environ if environment is None else environment))
     problems += _lay_over(document, origins, [_split_override(text) for text in overrides])
@@ -98,15 +100,21 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, pro
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
     if found or problems:
         found.sort(key=lambda problem: _line(problem[0], file))
-        raise UsageError("\n".join([*problems, *(f"{where}: {what}" for where, what in found)]))
+        raise _refused([*problems, *(f"{where}: {what}" for where, what in found)])
     task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
     return config.model_copy(update={"task": task, "name": config.name or _default_name(file)})
+
+
+def _refused(problems: list[str]) -> UsageError:
+    left_out = len(problems) - _MOST_PROBLEMS
+    return UsageError("\n".join(problems[:_MOST_PROBLEMS] + ([f"… and {left_out} more like these"] if left_out > 0 else [])))
 
 
 def _default_name(file: Path) -> str:
     """The config's own name, or its folder's where the file is called what every config is called."""
     stem = file.resolve().parent.name if file.stem in {"config", "batchtune"} else file.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_") or "run"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:90].strip(".-_")
+    return name if is_run_name(name) else f"run-{name}".rstrip("-")
 
 
 def _written_keys(location: tuple[int | str, ...], document: dict[str, Any]) -> tuple[str, ...]:

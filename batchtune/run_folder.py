@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from batchtune.config import is_run_name
 from batchtune.errors import UsageError
 from batchtune.result_file import write_atomically
 from batchtune.results import Attempt, Result
@@ -150,7 +151,7 @@ def find_run(run: str | None, root: Path = ROOT) -> Path:
     if run is None:
         return latest_run(root)
     named = root / run
-    return named if (named / "result.json").is_file() else Path(run)
+    return named if is_run_name(run) and (named / "result.json").is_file() else Path(run)
 
 
 def latest_run(root: Path = ROOT) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 100_000
 MAX_DEPTH = 50
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")

@@ -23,6 +23,7 @@ from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeEr
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 _ROOT = str(Path(__file__).resolve().parents[2])
 _TAIL_LINES = 40
+_NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
 
 
@@ -157,7 +158,8 @@ class Worker:
         return entry("batchtune.train.child")
 
     def _environment(self) -> dict[str, str]:
-        return dict(os.environ) | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+        ours = {name: value for name, value in os.environ.items() if name != _NOT_FOR_CHILDREN}
+        return ours | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
 
     def _spawn(self) -> None:
         self._answers, self._tail = queue.Queue(), deque(maxlen=_TAIL_LINES)

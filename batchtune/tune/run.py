@@ -302,7 +302,7 @@ class _Tuning:
             optimizer=self._facts["optimizer"],
             optimizer_defaults=self._facts["optimizer_defaults"],
             prior=prior,
-            checkpoints=self.folder.path / _CHECKPOINTS,
+            checkpoints=self.folder.path.resolve() / _CHECKPOINTS,  # the user's code may change the folder
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:

@@ -41,9 +41,8 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             return optuna.storages.get_storage(storage)
         return optuna.storages.get_storage(_shared(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
-        place = storage.rpartition("@")[2]
-        text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
-        raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
 
 
 def _shared(url: str) -> RDBStorage:
