@@ -73,7 +73,7 @@ def _no_switch(value: object) -> object:
 
 def _off_is_null(value: object) -> object:
     """`storage: off` is how people spell that there is none."""
-    return None if value is False or value in {"off", "no", "none"} else value
+    return None if value is False or (isinstance(value, str) and value in {"off", "no", "none"}) else value
 
 
 def _device_name(value: str) -> str:

@@ -58,7 +58,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str, st
 
 def _split_override(text: str) -> tuple[str, str, str]:
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    if not equals or not key.strip() or not key.isprintable():
         raise UsageError(f"{text!r} is not of the form key=value, for example budget.total=5m")
     return key.strip(), value, f"'{text}'"
 
@@ -94,7 +94,8 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, pro
         except ValidationError as error:
             by_key: dict[tuple[str, ...], list[Any]] = {}
             for detail in error.errors():
-                by_key.setdefault(_written_keys(detail["loc"], document), []).append(detail)
+                found_at = _written_keys(detail["loc"], document, missing=detail["type"] == "missing")
+                by_key.setdefault(found_at, []).append(detail)
             for keys, details in by_key.items():
                 found.append((_where(keys, origins, file), _explain(details, keys)))
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
@@ -117,12 +118,12 @@ def _default_name(file: Path) -> str:
     return name if is_run_name(name) else f"run-{name}".rstrip("-")
 
 
-def _written_keys(location: tuple[int | str, ...], document: dict[str, Any]) -> tuple[str, ...]:
-    """The part of pydantic's location that the user wrote (it appends the names of union members)."""
+def _written_keys(location: tuple[int | str, ...], document: dict[str, Any], *, missing: bool) -> tuple[str, ...]:
+    """The part of pydantic's location that the user wrote, or should have (it appends the names of union members)."""
     keys: list[str] = []
     at: Any = document
     for part in location:
-        if not isinstance(at, dict):
+        if not isinstance(at, dict) or not (part in at or missing):
             break
         keys.append(str(part))
         at = at.get(part)

@@ -287,7 +287,7 @@ class Prior(Record):
     batch_sizes: list[Size]
     batch_sizes_reason: Text
     learning_rate: Rate = Field(description="Believed best at `start_batch_size`.")
-    learning_rate_decades: float = Field(description="Standard deviation of that belief.")
+    learning_rate_decades: float = Field(ge=0, le=100, description="Standard deviation of that belief.")
     learning_rate_reason: Text
     start_batch_size: Size | None = Field(
         default=None, description="Believed best before the search; absent in results of earlier versions."

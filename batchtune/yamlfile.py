@@ -92,6 +92,8 @@ def _construct(
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         key_line = key_node.start_mark.line + 1
         dotted = f"{at}.{key}" if at else key
+        if not key.isprintable():
+            problems.append((key_line, f"key {key[:60]!r} has characters that cannot be shown; remove them"))
         if key in mapping:
             problems.append((key_line, f"key '{dotted}' stands twice (first in line {lines[dotted]}); remove one"))
         lines.setdefault(dotted, key_line)

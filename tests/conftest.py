@@ -239,3 +239,15 @@ def invoke(monkeypatch):
     yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+class Survived:
+    """What the long runs have tried, for the table that they leave behind."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+
+    def inputs(self, kind: str, tally: object) -> None:
+        """Inputs of one kind that all of their readers survived."""
+        taken, refused = tally["taken"], tally["refused"]
+        self.rows.append(f"| {kind} | {taken + refused:,} | {taken:,} | {refused:,} | {tally.seconds:.1f} | all |")

@@ -60,7 +60,9 @@ def entry(module: str) -> list[str]:
 
 def describe_exit(code: int | None) -> str:
     """How a process ended, in words; negative codes are signals."""
-    if code is None or code >= 0:
+    if code is None:
+        return "the process lives, but what it answers cannot be read: has the task's code changed a standard module?"
+    if code >= 0:
         return f"the process ended with exit status {code}"
     name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
     return f"the process died by {name}"
