@@ -318,6 +318,8 @@ class Config(Section):
     @field_validator("storage")
     @classmethod
     def _storage_takes_so_many_workers(cls, storage: str | None, known: ValidationInfo) -> str | None:
+        if storage is not None and "://" not in storage:  # what it is stays unsaid: it may hold a password
+            raise ValueError("is not a database's URL; write postgresql+psycopg://you:password@host:5432/studies")
         if storage is not None and storage.startswith("sqlite") and known.data.get("workers", 1) != 1:
             raise ValueError("SQLite is for one worker; leave storage out, or name a PostgreSQL or MySQL one")
         return storage

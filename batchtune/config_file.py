@@ -60,7 +60,8 @@ def _split_override(text: str) -> tuple[str, str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or not key.isprintable():
         raise UsageError(f"{text!r} is not of the form key=value, for example budget.total=5m")
-    return key.strip(), value, f"'{text}'"
+    key = key.strip()
+    return key, value, "'storage=…'" if key == "storage" else f"'{text}'"
 
 
 def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> list[str]:

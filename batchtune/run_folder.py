@@ -86,7 +86,7 @@ class RunFolder:
         file = self.path / "identity.json"
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             before = None
         now = json.loads(json.dumps(identity))
         if isinstance(before, dict):
@@ -114,13 +114,13 @@ class RunFolder:
             raise _not_written(file, error) from None
 
     def attempts(self) -> Iterator[dict[str, Any]]:
-        """The attempts of earlier starts; a last line cut off by a crash is passed over."""
+        """The attempts of earlier starts; a line that is none, cut off by a crash for one, is passed over."""
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     entry = json.loads(line)
-                    if isinstance(entry, dict):
-                        yield entry
+                    Attempt.model_validate(entry)
+                    yield entry
 
     def write(self, name: str, text: str) -> None:
         """Replaces one file of the folder.

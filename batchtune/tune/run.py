@@ -178,7 +178,7 @@ class _Tuning:
     def run(self) -> None:
         """Probe, then study."""
         settings = _settings(self._config)
-        known = [entry for entry in self.folder.attempts() if entry.get("memory_limit_bytes")]
+        known = [entry for entry in self.folder.attempts() if isinstance(entry.get("memory_limit_bytes"), int)]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
         with Crew(settings, self._config.workers, self._observer) as crew:
@@ -208,6 +208,8 @@ class _Tuning:
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
+        if self._study.recommendation()[0] is None:
+            raise NothingFitsError(self._study.why_nothing())
 
     def _join(self, storage: BaseStorage) -> None:
         """Where another machine has begun the study, its probe and its prior are this one's, too."""
