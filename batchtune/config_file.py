@@ -109,7 +109,9 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, pro
 
 def _refused(problems: list[str]) -> UsageError:
     left_out = len(problems) - _MOST_PROBLEMS
-    return UsageError("\n".join(problems[:_MOST_PROBLEMS] + ([f"… and {left_out} more like these"] if left_out > 0 else [])))
+    return UsageError(
+        "\n".join(problems[:_MOST_PROBLEMS] + ([f"… and {left_out} more like these"] if left_out > 0 else []))
+    )
 
 
 def _default_name(file: Path) -> str:

@@ -16,6 +16,7 @@ from batchtune.results import SCHEMA_VERSION, Result
 
 MAX_BYTES = 64 << 20  # a result of a thousand trials has some fifteen million
 
+
 def load_result(path: str | os.PathLike[str]) -> Result:
     """Reads a result document from a JSON file or a run folder.
 

@@ -108,7 +108,9 @@ class ThroughputPoint(Record):
         "(what activation checkpointing computes again is counted again).",
     )
     mfu: Figure = Field(default=None, description="Model FLOPs utilisation: share of the device's peak, 0 to 1.")
-    recompiles: Count | None = Field(default=None, description="Graphs compiled during the timed steps (left out of it).")
+    recompiles: Count | None = Field(
+        default=None, description="Graphs compiled during the timed steps (left out of it)."
+    )
     processors_used_by_others: Figure = Field(
         default=None, description="Share of the host's processors that other programs used meanwhile, 0 to 1."
     )
@@ -250,7 +252,9 @@ class Trial(Record):
     total_steps: Count | None = Field(
         default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."
     )
-    continues: Count | None = Field(default=None, description="The stopped run that this one took up where it was left.")
+    continues: Count | None = Field(
+        default=None, description="The stopped run that this one took up where it was left."
+    )
     curve: list[CurvePoint] = []
     message: Text | None = None
 

@@ -1,5 +1,6 @@
 """What the tests of the command line share: a tiny task, the real command in a real process, and one finished run."""
 
+import fcntl
 import json
 import os
 import queue
@@ -242,12 +243,28 @@ def invoke(monkeypatch):
 
 
 class Survived:
-    """What the long runs have tried, for the table that they leave behind."""
+    """The table of hostile input that the long tests leave behind: each takes its own row anew."""
 
-    def __init__(self) -> None:
-        self.rows: list[str] = []
+    file = ROOT / "tests" / "benchmarks" / "results" / "bad_input.md"
 
-    def inputs(self, kind: str, tally: object) -> None:
-        """Inputs of one kind that all of their readers survived."""
-        taken, refused = tally["taken"], tally["refused"]
-        self.rows.append(f"| {kind} | {taken + refused:,} | {taken:,} | {refused:,} | {tally.seconds:.1f} | all |")
+    def take(self, after: str, *cells: object) -> None:
+        """Puts a row below the heading of a table, in the place of the one with the same first cell.
+
+        Args:
+            after: how the table's first line begins.
+            *cells: of the row.
+        """
+        with self.file.open("r+", encoding="utf-8") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # several parts may run at once
+            lines = [line for line in stream.read().splitlines() if not line.startswith(f"| {cells[0]} |")]
+            heading = next(number for number, line in enumerate(lines) if line.startswith(after))
+            end = next((n for n in range(heading, len(lines)) if not lines[n].startswith("|")), len(lines))
+            lines.insert(end, f"| {' | '.join(map(str, cells))} |")
+            stream.seek(0)
+            stream.truncate()
+            stream.write("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def survived() -> Survived:
+    return Survived()

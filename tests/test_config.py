@@ -163,7 +163,26 @@ def test_the_password_of_a_storage_is_kept_and_not_shown():
 
 @pytest.mark.parametrize(
     "name",
-    ["../../x", "..", ".", "/etc", "a/b", "a\\b", "C:x", "\0", "a\0b", "a" * 101, "CON", "nul", "aux.txt", "Com1", "a.", " a", "-a", "ü"],
+    [
+        "../../x",
+        "..",
+        ".",
+        "/etc",
+        "a/b",
+        "a\\b",
+        "C:x",
+        "\0",
+        "a\0b",
+        "a" * 101,
+        "CON",
+        "nul",
+        "aux.txt",
+        "Com1",
+        "a.",
+        " a",
+        "-a",
+        "ü",
+    ],
 )
 def test_a_name_that_could_leave_the_run_folder_or_is_none_elsewhere_is_refused(name):
     with pytest.raises(ValidationError, match="cannot name a run folder"):

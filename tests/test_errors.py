@@ -33,7 +33,10 @@ def test_an_error_of_the_users_code_carries_their_frames():
         ("mysql://you:p@ss:w@host/studies", "mysql://you:***@host/studies"),
         ("mysql://you:a/b@host/studies", "mysql://you:***@host/studies"),  # SQLAlchemy takes this for a password
         ("mysql://:secret@host/studies", "mysql://:***@host/studies"),
-        ("postgresql://host/studies?user=you&Password=secret&sslmode=on", "postgresql://host/studies?user=you&Password=***&sslmode=on"),
+        (
+            "postgresql://host/studies?user=you&Password=secret&sslmode=on",
+            "postgresql://host/studies?user=you&Password=***&sslmode=on",
+        ),
         ("'storage=mysql://you:secret@host' is wrong", "'storage=mysql://you:***@host' is wrong"),
         ("postgresql://you@host/studies", "postgresql://you@host/studies"),
         ("postgresql://host:5432/studies", "postgresql://host:5432/studies"),
@@ -50,6 +53,8 @@ def test_a_text_made_to_take_long_does_not():
     assert len(errors.without_passwords("://a:" * 20_000)) == 100_000
 
 
-@pytest.mark.parametrize(("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")]
+)
 def test_a_kind_of_value_has_its_article(value, kind):
     assert errors.kind_of(value) == kind

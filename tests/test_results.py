@@ -166,7 +166,9 @@ def test_a_figure_that_nothing_could_have_measured_is_refused_by_its_key(written
     for key in parents:
         section = section[int(key) if key.isdigit() else key]
     section[last] = wrong
-    with pytest.raises(UsageError, match=rf"result\.json: {place.removesuffix('.median_seconds').removesuffix('.batch_sizes')}.*{told}"):
+    with pytest.raises(
+        UsageError, match=rf"result\.json: {place.removesuffix('.median_seconds').removesuffix('.batch_sizes')}.*{told}"
+    ):
         load_result(written(**document))
 
 

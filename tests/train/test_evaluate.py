@@ -62,7 +62,9 @@ class TestMeanLoss:
                     yield torch.zeros(4), torch.zeros(1)
 
         monkeypatch.setattr(evaluate, "ENDLESS_SECONDS", 0.05)
-        with pytest.raises(UserCodeError, match=r"val_dataset has given [\d,]+ samples in 0.05 s and goes on; give it an end"):
+        with pytest.raises(
+            UserCodeError, match=r"val_dataset has given [\d,]+ samples in 0.05 s and goes on; give it an end"
+        ):
             metric_value(trainer(val_dataset=Endless), "val_loss", 8)
 
     def test_it_can_stop_after_a_few_batches(self, trainer):
