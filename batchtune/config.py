@@ -89,7 +89,7 @@ def _each_once(value: list[str]) -> list[str]:
 
 
 def is_run_name(value: str) -> bool:
-    """Whether every system takes this for a folder's name, and within the folder it is made in (Windows has devices)."""
+    """Whether every system takes this for the name of a folder within another; Windows takes some for devices."""
     return _RUN_NAME.fullmatch(value) is not None
 
 

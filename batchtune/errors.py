@@ -1,4 +1,4 @@
-"""The errors a user can meet: one class for each documented exit code, what their messages hide, and the result so far."""
+"""The errors a user can meet: one class for each exit code, with the result until then, and what no message shows."""
 
 from __future__ import annotations
 

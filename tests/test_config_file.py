@@ -215,7 +215,7 @@ class TestUnreadableFiles:
             load_config(tmp_path)
 
     def test_a_file_without_end_is_not_read_to_it(self):
-        with pytest.raises(UsageError, match="^/dev/zero:1: longer than 100,000 characters; this is no configuration"):
+        with pytest.raises(UsageError, match=r"^/dev/zero:1: longer than 100,000 characters; this is no configuration"):
             load_config("/dev/zero")
 
     def test_a_binary_file_is_no_text(self, tmp_path):

@@ -22,7 +22,7 @@ import batchtune
 from batchtune.cli import app
 from batchtune.config import Config, known_keys
 from batchtune.config_file import load_config
-from batchtune.errors import BatchtuneError, DeviceError, UsageError
+from batchtune.errors import DeviceError, UsageError
 from batchtune.report.export import FORMATS
 from batchtune.report.trainers import EXPORTS
 from batchtune.result_file import load_result
@@ -166,7 +166,7 @@ words = st.one_of(
 )
 beginnings = [*(name.split() for name in COMMANDS), ["schema", "config"], ["report", "result.json"], ["init", "new"]]
 commands = st.tuples(st.sampled_from([*beginnings, ["brew"]]), st.lists(words, max_size=4)).map(
-    lambda parts: sum(parts, [])
+    lambda parts: [*parts[0], *parts[1]]
 )
 
 # What must not happen
@@ -197,9 +197,7 @@ class Tally(Counter):
             with little_memory():
                 yield
             self["taken"] += 1
-        except BatchtuneError as refusal:
-            assert refusal.exit_code == UsageError.exit_code
-            assert str(refusal).strip()
+        except UsageError:
             self["refused"] += 1
         self.seconds = max(self.seconds, time.process_time() - began)
         assert time.process_time() - began < MOST_SECONDS

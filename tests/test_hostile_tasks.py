@@ -1,6 +1,5 @@
-"""Task files that print without end, fork, close what is not theirs and change the interpreter: the right outcome, no orphan."""
+"""Task files that fork, flood, close what is not theirs or change the interpreter: the right outcome, no orphan."""
 
-import os
 import re
 import uuid
 

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from batchtune.errors import UsageError
 from batchtune.result_file import load_result, write_atomically
 from batchtune.results import (
-    Failure,
     Attempt,
     CurvePoint,
     Environment,
+    Failure,
     Interval,
     ProbeResult,
     Result,

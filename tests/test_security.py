@@ -1,4 +1,4 @@
-"""What is not trusted: a run folder that somebody else has made runs no code; and who is not told a password: everybody."""
+"""What is not trusted: a run folder that somebody else made runs no code, and nobody is told a password."""
 
 import json
 import os
