@@ -116,15 +116,15 @@ def init(
         "config.schema.json": json.dumps(config_schema(), indent=1) + "\n",  # config.yaml names it for editors
     }
     files = [directory / name for name in texts]
-    taken = [str(file) for file in files if file.exists()]
-    if taken:
-        raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
     try:
+        taken = [str(file) for file in files if file.exists()]
+        if taken:
+            raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, texts.values(), strict=True):
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"{str(directory)[:100]}: cannot be written: {error.strerror}") from None
     if session.json or session.output:
         session.deliver_text(json.dumps({"written": [str(file) for file in files]}))
     elif not session.quiet:

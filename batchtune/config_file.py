@@ -153,11 +153,11 @@ def _line(where: str, file: Path) -> int:
 def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool) -> None:
     section = document
     for key in keys[:-1]:
-        section = section[key]
+        section = section.get(key, {})  # another problem may have taken it out
     if missing:
         section[keys[-1]] = "-"
     else:
-        del section[keys[-1]]
+        section.pop(keys[-1], None)
 
 
 def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
@@ -170,7 +170,8 @@ def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
     if detail["type"] == "missing":
         return f"'{dotted}' is missing; add 'task: model.py' ('batchtune init' writes a template)"
     if detail["type"] == "model_type":
-        return f"{dotted}: should be a section of keys, for example '{dotted}: {{{_children(dotted)[0]}: ...}}'"
+        first = next(iter(_children(dotted)), "min")  # a parameter of `space` has a name of the user's
+        return f"{dotted}: should be a section of keys, for example '{keys[-1]}: {{{first}: ...}}'"
     own = [each for each in details if each["type"] == "value_error"]
     if own:  # ours say more than those of the other kinds that the value might have been
         return f"{dotted}: {own[0]['msg'].removeprefix('Value error, ')}"

@@ -24,9 +24,9 @@ def load_result(path: str | os.PathLike[str]) -> Result:
         UsageError: there is none, it is not one, or a newer batchtune wrote it.
     """
     file = Path(path)
-    if file.is_dir():
-        file = file / "result.json"
     try:
+        if file.is_dir():
+            file = file / "result.json"
         with file.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:

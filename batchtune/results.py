@@ -32,7 +32,8 @@ def _writable(value: str) -> str:
 Figure = Annotated[float | None, BeforeValidator(_finite)]
 Text = Annotated[str, AfterValidator(_writable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Size = Annotated[int, Field(ge=1, lt=2**63)]
+Size = Annotated[int, Field(ge=1, lt=2**32)]
+Factor = Annotated[int, Field(ge=1, lt=2**31)]
 Rate = Annotated[float, Field(gt=0)]
 
 
@@ -124,7 +125,7 @@ class ThroughputFit(Record):
     saturation_batch_size: Figure = Field(
         default=None, description="alpha / beta: half of the peak speed is reached here."
     )
-    batch_size_within_5_percent: Count | None = Field(
+    batch_size_within_5_percent: Size | None = Field(
         default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
     )
 
@@ -160,11 +161,11 @@ class DataParallel(Record):
     Times are of one optimizer step at the largest micro-batch size, that of the slowest rank.
     """
 
-    world_size: Size
+    world_size: Factor
     strategy: Literal["ddp", "fsdp"]
     backend: Text
     batch_size: Size = Field(description="Largest micro-batch size, which every rank trains.")
-    global_batch_size: Size = Field(description="Micro-batch x accumulation x world size.")
+    global_batch_size: Count = Field(description="Micro-batch x accumulation x world size.")
     limiting_rank: Count | None = Field(
         default=None, description="The rank that failed at the smallest size that did not fit; absent if all did alike."
     )
@@ -187,7 +188,7 @@ class ProbeResult(Record):
     """The largest batch that really trains, proven from both sides."""
 
     precision: Text
-    max_batch_size: Count | None = None
+    max_batch_size: Size | None = None
     first_failing_batch_size: Size | None = None
     limited_by: Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"] | None = None
     memory_limit_bytes: Count | None = None
@@ -199,7 +200,7 @@ class ProbeResult(Record):
     attempts: list[Attempt] = []
     throughput: list[ThroughputPoint] = []
     throughput_fit: ThroughputFit | None = None
-    gradient_accumulation_steps: Size | None = Field(
+    gradient_accumulation_steps: Factor | None = Field(
         default=None, description="Micro-batches per optimizer step in the final check and the timing."
     )
     input_pipeline: InputPipeline | None = None
@@ -236,7 +237,7 @@ class Trial(Record):
     ) = None
     batch_size: Size = Field(description="Global batch size: micro-batch x accumulation x world size.")
     micro_batch_size: Size | None = None
-    gradient_accumulation_steps: Size | None = None
+    gradient_accumulation_steps: Factor | None = None
     learning_rate: Rate
     precision: Text
     optimizer_arguments: dict[Text, Value] = Field(
@@ -341,9 +342,9 @@ class Recommendation(Record):
     """What to train with; every size in it has run."""
 
     micro_batch_size: Size
-    gradient_accumulation_steps: Size = 1
-    world_size: Size = 1
-    global_batch_size: Size
+    gradient_accumulation_steps: Factor = 1
+    world_size: Factor = 1
+    global_batch_size: Count
     learning_rate: Rate | None = None
     precision: Text
     optimizer_arguments: dict[Text, Value] = {}

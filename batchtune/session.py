@@ -212,9 +212,9 @@ def _console(*, stderr: bool = False) -> Console:
 
 def _check_writable(path: Path) -> None:
     """Opens the output file before the work starts; what it holds stays until there is a result."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return  # a pipe or a device: to open it is to use it
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: to open it is to use it
         existed = path.exists()
         with path.open("ab"):
             pass

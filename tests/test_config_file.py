@@ -134,6 +134,13 @@ class TestProblems:
         (line,) = problems("task: m.py\nbatch_size.min: 3")
         assert line == "config.yaml:2: unknown key 'batch_size.min'; write a section, 'batch_size: {min: ...}'"
 
+    def test_a_further_argument_to_search_that_says_nothing_is_told_what_it_lacks(self, problems):
+        (line,) = problems("task: m.py\nspace:\n  decay:")
+        assert line == "config.yaml:3: space.decay: should be a section of keys, for example 'decay: {min: ...}'"
+
+    def test_two_problems_in_one_place_are_both_told(self, problems):
+        assert len(problems("task: m.py", "space={'': {'': 1}}")) == 2
+
     def test_a_switch_is_no_number(self, problems):
         assert problems("task: m.py\nbatch_size: {max: true}") == [
             "config.yaml:2: batch_size.max: should be a number, not true"

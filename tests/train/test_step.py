@@ -154,7 +154,7 @@ class TestBatches:
             def __iter__(self):
                 return iter(())
 
-        with pytest.raises(UserCodeError, match="train_dataset yields no batch of . samples in an epoch"):
+        with pytest.raises(UserCodeError, match=r"train_dataset yields no batch of . samples in an epoch"):
             next(TrainingBatches(linear_task(train_dataset=Empty), 2, 0))
 
 

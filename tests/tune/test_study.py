@@ -165,7 +165,7 @@ SHORT = Budget(run=5.0, total=3600.0, trials=2)
 
 @pytest.mark.parametrize("kind", ["time_to_target", "best_metric"])
 def test_a_metric_that_is_no_number_before_training_is_the_users(tmp_path, kind):
-    with pytest.raises(UserCodeError, match="val_loss is NaN or infinite before training; mend evaluate"):
+    with pytest.raises(UserCodeError, match=r"val_loss is NaN or infinite before training; mend evaluate"):
         study(tmp_path, Saying(lambda _: math.nan), objective=Objective(kind=kind), budget=SHORT).run()
 
 
