@@ -31,7 +31,7 @@ def data(method, name="train", *, size="256", kind=""):
 
 
 FLOOD = (
-    "import sys\ndef misbehave():\n    for _ in range({}): sys.stdout.write(('x' * 99 + chr(10)) * 10_000)\n" + ON_LOSS
+    "import sys\ndef misbehave():\n    sys.stdout.write(('x' * 99 + chr(10)) * {})\n" + ON_LOSS
 )
 # name: what the task does at import, where it can all be borne
 BORNE = {
@@ -53,7 +53,7 @@ BORNE = {
 }
 # the same, alone: name: (the end of the task file, exit codes of probe and tune, what is said)
 ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
-    "prints a gigabyte": (FLOOD.format(20), 0, None, ""),
+    "prints a gigabyte": (FLOOD.format(200_000), 0, None, ""),
     "closes stdin, stdout and stderr": ("import os\nfor stream in (0, 1, 2): os.close(stream)\n", 0, 0, ""),
     "makes float64 the default": ("torch.set_default_dtype(torch.float64)\n", 0, 0, ""),
     "makes bfloat16 the default": ("torch.set_default_dtype(torch.bfloat16)\n", 0, 0, ""),
@@ -181,8 +181,8 @@ def attacked(new_cli, ending, command):
 
 @pytest.fixture(scope="module")
 def borne(new_cli, pool):
-    """What probe and tune make of a task that does all of that at once, and prints a megabyte in each step."""
-    ending = "\n".join(BORNE.values()) + FLOOD.format(1)
+    """What probe and tune make of a task that does all of that at once, and prints 100 kB in each step."""
+    ending = "\n".join(BORNE.values()) + FLOOD.format(1000)
     begun = [pool.submit(attacked, new_cli, ending, command) for command in (PROBE, TUNE)]
     return [each.result() for each in begun]
 

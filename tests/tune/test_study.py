@@ -170,7 +170,7 @@ def test_a_metric_that_is_no_number_before_training_is_the_users(tmp_path, kind)
 
 
 def test_a_metric_that_never_changes_has_no_target_to_race_for(tmp_path):
-    with pytest.raises(NothingFitsError, match="the baseline did not improve val_loss within budget.run"):
+    with pytest.raises(NothingFitsError, match=r"the baseline did not improve val_loss within budget.run"):
         study(tmp_path, Saying(lambda _: 0.5), budget=SHORT).run()
 
 
