@@ -30,9 +30,7 @@ def data(method, name="train", *, size="256", kind=""):
     return made if not kind else re.sub(r"    def __len__.*?\n\n", "", made, flags=re.DOTALL)
 
 
-FLOOD = (
-    "import sys\ndef misbehave():\n    sys.stdout.write(('x' * 99 + chr(10)) * {})\n" + ON_LOSS
-)
+FLOOD = "import sys\ndef misbehave():\n    sys.stdout.write(('x' * 99 + chr(10)) * {})\n" + ON_LOSS
 # name: what the task does at import, where it can all be borne
 BORNE = {
     "forks a child that sleeps": "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n",
