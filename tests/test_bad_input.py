@@ -199,7 +199,7 @@ CASES = {
         PROBE,
         "def train_dataset():\n    return 3",
         3,
-        ["returned a int, not a Dataset"],
+        ["returned an int, not a Dataset"],
     ),
     "has a function of other arguments": (
         PROBE,
