@@ -52,6 +52,16 @@ def test_it_is_free_again_after_its_process_was_killed(tmp_path):
     folder.close()
 
 
+def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path):
+    folder.close()
+    (folder.path / ".result.json.k1ll3d.tmp").write_text('{"schema": "batch')
+    (folder.path / ".notes.tmp").write_text("mine")
+    again = RunFolder("digits", tmp_path / "runs")
+    again.open(fresh=False)
+    again.close()
+    assert sorted(path.name for path in folder.path.iterdir()) == [".notes.tmp", "lock"]
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file/digits: cannot be written: Not a directory"):
@@ -117,6 +127,19 @@ class TestAttempts:
             stream.write(b'{"batch_size": 2, "outc\xff\n3\n')
         folder.append_attempt(Attempt(batch_size=4, outcome="oom"))
         assert [each["batch_size"] for each in folder.attempts()] == [1, 4]
+
+    @pytest.mark.parametrize("tail", [b'{"batch_size": 2, "outc', b"\x00\x00\x00", b'{"half": \n'])
+    def test_an_attempt_after_a_crash_is_not_added_to_half_a_line(self, folder, tmp_path, tail):
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        folder.close()
+        with (folder.path / "attempts.jsonl").open("ab") as stream:
+            stream.write(tail)
+        again = RunFolder("digits", tmp_path / "runs")
+        again.open(fresh=False)
+        again.append_attempt(Attempt(batch_size=4, outcome="oom"))
+        again.close()
+        assert [each["batch_size"] for each in again.attempts()] == [1, 4]
+        assert tail not in (folder.path / "attempts.jsonl").read_bytes()
 
     def test_there_are_none_in_a_new_folder(self, folder):
         assert list(folder.attempts()) == []
