@@ -23,7 +23,7 @@ HOUR_SECONDS = 3600
 
 
 class TooLate(Exception):
-    """The command had ended, or what was to be struck is not there any more."""
+    """The command had ended, or what was to be struck is not there."""
 
 
 @dataclass(frozen=True)
