@@ -56,8 +56,7 @@ class RunFolder:
                 ) from None
         lock.truncate(0)
         with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         self._lock = lock
         try:
             self._clear(fresh=fresh)

@@ -159,6 +159,21 @@ def test_a_full_disk_is_told_in_one_line(folder, monkeypatch):
         folder.write_result(RESULT)
 
 
+def test_a_full_disk_does_not_keep_a_folder_from_being_closed(folder, tmp_path, monkeypatch):
+    folder.close()
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    again = RunFolder("digits", tmp_path / "runs")
+    with monkeypatch.context() as now:
+        now.setattr(os, "write", no_space)
+        again.open(fresh=False)
+        with pytest.raises(UsageError, match="process unknown is running in it"):
+            RunFolder("digits", tmp_path / "runs").open(fresh=False)
+        again.close()
+
+
 def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):
     for age, name in ((30, "a"), (10, "b"), (20, "c")):
         (tmp_path / name).mkdir()

@@ -107,7 +107,7 @@ class Scene:
                     found.append(process)
         return found
 
-    def is_deserted(self, seconds: float = 20) -> bool:
+    def is_deserted(self, seconds: float = 60) -> bool:
         """Whether everybody ends by themselves; who does not is ended here."""
         deadline = time.monotonic() + seconds
         while left := self.everybody():

@@ -96,11 +96,13 @@ def strike(new_cli: Any, wanted: dict[str, int], at_once: int, blows: list[Blow]
     chain = 0
     with ThreadPoolExecutor(at_once) as pool:
         while left := {command: number for command, number in missing(wanted, blows).items() if number > 0}:
-            chains = []
-            for command, number in left.items():
-                for kinds in hand_out(command, number, seed=chain):
-                    chains.append(pool.submit(Chain(command, chain, kinds, new_cli()).run))
-                    chain += 1
+            work = [(command, kinds) for command, number in left.items() for kinds in hand_out(command, number, chain)]
+            Random(chain).shuffle(work)
+            chains = [
+                pool.submit(Chain(command, chain + number, kinds, new_cli()).run)
+                for number, (command, kinds) in enumerate(work)
+            ]
+            chain += len(work)
             for ended in as_completed(chains):
                 blows += ended.result()
                 if at_once == AT_ONCE:
