@@ -33,6 +33,11 @@ FLAT_MIB = 20.0  # by which a process may change between the second and the last
 FLAT_TIMES = 1.5  # by which the processor time of one may grow
 BEYOND = 1 << 26  # samples; 2 GiB
 RESULTS = Path(__file__).parent / "results" / "endurance.md"
+ABOUT = f"""\
+By tenths: medians of resident memory, most open files and processes, mean processor time of parent and child. Flat is,
+from the second tenth to the last: memory within {FLAT_MIB:.0f} MiB, as many files and processes, processor time within
+{FLAT_TIMES:g} times.\
+"""
 TASK = """
 import torch
 from torch import nn
@@ -157,9 +162,7 @@ def main() -> None:
     text = [
         "# Long runs",
         f"{' · '.join(facts)} · Python {platform.python_version()} · `python {' '.join(sys.argv)}`",
-        f"By tenths: medians of resident memory, most open files and processes, mean processor time of parent and child.\n"
-        f"Flat: between the second tenth and the last, memory changes by {FLAT_MIB:.0f} MiB at most, files and\n"
-        f"processes not at all, processor time grows to {FLAT_TIMES:g} times at most.",
+        ABOUT,
     ]
     flat = True
     with tempfile.TemporaryDirectory() as folder:
