@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import tempfile
 import time
 import uuid
@@ -90,7 +91,7 @@ class Scene:
 
     def wait_for_the_moment(self) -> None:
         """Lets the running command say a random number of lines, and goes on a moment later."""
-        with contextlib.suppress(AssertionError):  # it ended
+        with contextlib.suppress(AssertionError, queue.Empty):  # it ended, or says nothing for long
             for _ in range(self.dice.randrange(self.command.lines)):
                 self.running.wait_for("", PATIENCE_SECONDS)
         time.sleep(self.dice.uniform(0, 1))
@@ -115,7 +116,7 @@ class Scene:
                 for process in left:
                     process.kill()
                 return False
-            time.sleep(0.1)
+            time.sleep(0.3)
         return True
 
 
