@@ -104,6 +104,8 @@ def strike(new_cli: Any, wanted: dict[str, int], at_once: int, blows: list[Blow]
             ]
             chain += len(work)
             for ended in as_completed(chains):
+                if ended.exception():
+                    pool.shutdown(wait=False, cancel_futures=True)
                 blows += ended.result()
                 if at_once == AT_ONCE:
                     TABLE.write_text(report(blows))
