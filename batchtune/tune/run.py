@@ -251,10 +251,11 @@ class _Tuning:
         self.folder.append_attempt(attempt, **about)
 
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
-        """Writes `result.json` as things stand; a start that failed early leaves that of an earlier one alone."""
+        """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
         result = self._document(status, error)
-        if self._study is not None or self.earlier is None or not self.earlier.trials:
-            self.folder.write_result(result)
+        if self._study is None and self.earlier is not None and self.earlier.trials:
+            return self.earlier.model_copy(update={"status": status, "error": result.error})
+        self.folder.write_result(result)
         return result
 
     def save_now_and_then(self) -> None:

@@ -452,9 +452,26 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     whole = journal.read_bytes()
     journal.write_bytes(whole + tail)
     (tmp_path / "study.log.lock").symlink_to(journal)
+    (tmp_path / "study.log.lock1234.rename").symlink_to(journal)
     study(tmp_path, storage=open_storage(None, tmp_path))
+    assert not [*tmp_path.glob("study.log.*")]
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
+
+
+def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path, monkeypatch):
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=2), "confirm": Confirm(seeds=0)}
+    opened = open_storage(None, tmp_path)
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as now:
+        now.setattr(opened._replay_result, "_apply_create_trial", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened.get_all_studies()
+    assert opened.get_all_trials(0) == open_storage(None, tmp_path).get_all_trials(0) != []
 
 
 def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
