@@ -25,6 +25,10 @@ class WorkerLost(BatchtuneError):
         self.rank = rank
 
 
+class PlaceLost(BatchtuneError):
+    """The machine on which a child trained is gone: nothing that its work is to blame for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     """What a child is opened with."""
@@ -105,8 +109,8 @@ class Worker:
         self.start()
         return self._ask(command, arguments, timeout, on_event)
 
-    def reaches(self, file: Path) -> bool:  # noqa: ARG002 - this machine has it
-        """Whether the child sees this very file, and so may read and write beside it."""
+    def reaches(self, folder: Path) -> bool:  # noqa: ARG002 - this machine has it
+        """Whether the child sees this very folder, and not another of that name."""
         return True
 
     def kill(self) -> None:

@@ -23,7 +23,7 @@ from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.cost import cost_of
-from batchtune.tune.crew import Crew, OneAtATime
+from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
 from batchtune.tune.shared import require_alike, settle
@@ -35,7 +35,13 @@ MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compa
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
 _NOT_SEARCHED = "no other configuration was tried"
-_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
+_FREE_TO_CHANGE = {
+    "name",
+    "budget",
+    "confirm",
+    "storage",
+    "ray.address",
+}  # more of the same may be measured under these
 
 
 def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = ROOT) -> Result:
@@ -44,6 +50,7 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
+    require_executor(config.executor)
     tuning = _Tuning(config, observer, root)
     folder = tuning.folder
     folder.open(fresh=fresh)
@@ -95,6 +102,7 @@ def _earlier_result(folder: RunFolder) -> Result | None:
 
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
+    require_executor(config.executor)
     with Worker(_settings(config), observer.printed) as worker:
         return _start(worker, config)
 
@@ -139,7 +147,7 @@ def _identity(config: Config) -> dict[str, Any]:
         elif key not in _FREE_TO_CHANGE:
             sections = value if isinstance(value, dict) else {"": value}
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
-    return flat
+    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
 
 
 class _Recorder(Forwarder):
@@ -181,12 +189,12 @@ class _Tuning:
         known = [entry for entry in self.folder.attempts() if entry.get("memory_limit_bytes")]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
-        with Crew(settings, self._config.workers, self._observer) as crew:
+        with self._crew(settings) as crew:
             worker = crew.first
             self._facts = _start(worker, self._config)
             crew.grow(self._facts)
             if len(crew) > 1:
-                self._observer.note(f"{len(crew)} workers, each on a device of its own")
+                self._observer.note(f"{len(crew)} workers{crew.seated}")
             precisions = [name for name, _ in self._facts["precision"]]
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
@@ -208,6 +216,13 @@ class _Tuning:
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
+
+    def _crew(self, settings: WorkerSettings) -> Crew:
+        if self._config.executor == "local":
+            return Crew(settings, self._config.workers, self._observer)
+        from batchtune.tune.cluster import RayCrew  # Ray is an extra
+
+        return RayCrew(settings, self._config.workers, self._observer, self._config.ray)
 
     def _join(self, storage: BaseStorage) -> None:
         """Where another machine has begun the study, its probe and its prior are this one's, too."""
