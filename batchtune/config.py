@@ -302,6 +302,10 @@ class Config(Section):
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=1, description="Runs at once, each on a device of its own; auto: as many as there are devices."
     )
+    world_size: Count | Literal["auto"] = Field(
+        default="auto",
+        description="Ranks that are timed in the end, to say what 1, 2, 4 and 8 would take; auto: one for each device.",
+    )
     executor: Literal["local", "ray"] = Field(
         default="local", description="Where runs train: here, or on a Ray cluster."
     )

@@ -15,10 +15,11 @@ from optuna.storages._heartbeat import is_heartbeat_enabled
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.result_file import load_result
-from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, TaskInfo, Trial
+from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, Scaling, TaskInfo, Trial
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
@@ -26,6 +27,7 @@ from batchtune.tune.cost import cost_of
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
+from batchtune.tune.scaling import scaling, split
 from batchtune.tune.shared import require_alike, settle
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
@@ -180,6 +182,7 @@ class _Tuning:
         self._prior: Prior | None = None
         self._precision = ""
         self._study: TuneStudy | None = None
+        self._scaling: Scaling | None = None
         self.earlier: Result | None = None
         self._save_due = 0.0
 
@@ -216,6 +219,29 @@ class _Tuning:
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
+        self._scaling = self._scale(self._study)
+
+    def _scale(self, study: TuneStudy) -> Scaling | None:
+        """What several ranks would make of the recommendation, once some were timed; see `tune.scaling`."""
+        count = self._config.world_size
+        if count == "auto":
+            is_here = self._config.executor == "local" and not self._facts["device"].startswith("cpu")
+            count = self._facts["device_count"] if is_here else 1
+        found, probe = study.recommendation()[0], self._probed
+        if count == 1 or found is None or probe is None or not probe.max_batch_size:
+            return None
+        earlier = self.earlier.recommendation.scaling if self.earlier and self.earlier.recommendation else None
+        sizes = split(found.global_batch_size, count, probe.max_batch_size)
+        if sizes is None:
+            self._observer.note(f"batch {found.global_batch_size} cannot be split among {count} ranks: none was timed")
+            return None
+        measured = earlier.measured if earlier else None
+        if measured is None or (measured.world_size, measured.global_batch_size) != (count, found.global_batch_size):
+            self._observer.stage(f"timing {count} ranks")
+            kind = self._facts["device"].partition(":")[0]
+            settings = replace(_settings(self._config), device=kind, metric=None)
+            measured = time_group(settings, count, *sizes, found.precision, self._observer)
+        return scaling(study.records(), found, probe, measured) if measured else None
 
     def _crew(self, settings: WorkerSettings) -> Crew:
         if self._config.executor == "local":
@@ -327,6 +353,8 @@ class _Tuning:
         recommendation = baseline = None
         if study is not None:
             recommendation, baseline = study.recommendation()
+        if recommendation is not None and self._scaling is not None:
+            recommendation = recommendation.model_copy(update={"scaling": self._scaling})
         return Result(
             kind="tune",
             status=status,
