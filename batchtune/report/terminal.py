@@ -98,6 +98,8 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
     for table in tables:
         yield ""
         yield table
+    if more is not None:
+        yield Text.assemble(("ranks timed ", "bold"), ranks(more.measured))
     yield from (Text(text_tables.held_most(row)) for row in result.details or [] if row.holders)
 
 

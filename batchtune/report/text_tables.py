@@ -8,7 +8,7 @@ from textwrap import shorten
 from batchtune.report.fitted_table import Column, FittedTable, bar
 from batchtune.report.pick import estimated, is_of, named_values
 from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
-from batchtune.report.wording import expected_times, ranks
+from batchtune.report.wording import expected_times
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
@@ -160,10 +160,10 @@ def _sure(row: Estimate) -> str:
 
 
 def scaling(found: Scaling) -> FittedTable:
-    """What several ranks would take, and which were timed for that."""
+    """What several ranks would take."""
     spare = {"of each rank": 2}
     columns = [Column(name, cells, spare.get(name, 0), left=not name) for name, cells in expected_times(found).items()]
-    return FittedTable(f"on several devices; timed: {ranks(found.measured)}", columns)
+    return FittedTable("on several devices", columns)
 
 
 def trials(result: Result) -> FittedTable:

@@ -87,7 +87,7 @@ def expected_times(found: Scaling) -> dict[str, list[str]]:
     """What to train with on 1, 2, 4 and 8 ranks: a column for each fact, a row for each world size."""
     return {
         "ranks": [str(each.world_size) for each in found.points],
-        "global batch": [f"{each.global_batch_size:,}" for each in found.points],
+        "batch": [f"{each.global_batch_size:,}" for each in found.points],
         "of each rank": [
             f"{each.micro_batch_size:,}"
             + (f" × {each.gradient_accumulation_steps}" if each.gradient_accumulation_steps > 1 else "")

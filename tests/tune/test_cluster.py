@@ -89,7 +89,7 @@ def trials_of(cli):
 
 
 def await_two_runs(cli):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while sum(trial.state.name == "RUNNING" for trial in trials_of(cli)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -97,16 +97,18 @@ def await_two_runs(cli):
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
 def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
     cluster, nodes = cluster
     cli.write("linear.py", (cli.folder / "linear.py").read_text() + SLOW)
+    changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
     ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
-    command = cli.start("tune", "config.yaml", "device=cpu", "budget.run=1s", "confirm.seeds=1", *ray, "--json", "-v")
-    command.wait_for("2 workers on the Ray cluster", 60)
-    command.wait_for("searching", 120)
+    command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
+    command.wait_for("2 workers on the Ray cluster", 200)
+    command.wait_for("searching", 300)
     await_two_runs(cli)
     cluster.remove_node(nodes[0], allow_graceful=False)
-    done = command.finish(200)
+    done = command.finish(400)
     assert done.code == 0, done.err
     assert "is given back: its place in the Ray cluster was lost" in done.err
     trials = trials_of(cli)
