@@ -162,7 +162,11 @@ def _sure(row: Estimate) -> str:
 def scaling(found: Scaling) -> FittedTable:
     """What several ranks would take."""
     spare = {"of each rank": 2}
-    columns = [Column(name, cells, spare.get(name, 0), left=not name) for name, cells in expected_times(found).items()]
+    spare = {"of each rank": 2, "learning rate": 1}
+    columns = [
+        Column(name, cells, spare.get(name, 0), left=not name, wraps=name.startswith("time"))
+        for name, cells in expected_times(found).items()
+    ]
     return FittedTable("on several devices", columns)
 
 

@@ -207,4 +207,4 @@ def test_no_figure_of_several_devices_is_cut_where_room_is_short(scaled):
     text = shown(scaled, 50)
     assert all(cell_len(line) <= 50 for line in text.splitlines())
     assert text.count("estimated") == 3
-    assert {"25.6", "23", "28.2"} <= set(re.findall(r"[0-9.]+", text))
+    assert {"25.6", "23.0", "28.2"} <= set(re.findall(r"[0-9.]+", text))

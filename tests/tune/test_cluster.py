@@ -104,11 +104,14 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cl
     changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
     ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
     command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
-    command.wait_for("2 workers on the Ray cluster", 200)
-    command.wait_for("searching", 300)
-    await_two_runs(cli)
-    cluster.remove_node(nodes[0], allow_graceful=False)
-    done = command.finish(400)
+    try:
+        command.wait_for("2 workers on the Ray cluster", 200)
+        command.wait_for("searching", 300)
+        await_two_runs(cli)
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        done = command.finish(400)
+    finally:
+        command.process.kill()
     assert done.code == 0, done.err
     assert "is given back: its place in the Ray cluster was lost" in done.err
     trials = trials_of(cli)
