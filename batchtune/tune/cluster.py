@@ -116,6 +116,8 @@ class RemoteMember(Member):
 
     def _start_process(self) -> Process:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        if not self.actor.is_there():
+            self._observer.note(_WAITING)
         while not self.actor.is_there():
             if self.stopping.wait(_LOOK_SECONDS):
                 raise RunInterrupted(STOPPED)
@@ -124,6 +126,7 @@ class RemoteMember(Member):
         return RemoteProcess(self.actor, self.own_environment, self._observer.printed)
 
 
+_WAITING = "waiting for a place on the Ray cluster"
 _NO_ROOM = (
     f"the Ray cluster has had no room for a worker in {START_TIMEOUT_SECONDS / 60:g} minutes; see 'ray status', or ask "
     "for less with ray.num_cpus, ray.num_gpus and ray.resources"

@@ -76,7 +76,8 @@ def cluster():
     """A head without processors, and two nodes with one each."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    patient = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}  # of a busy machine's nodes
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": patient})
     try:
         yield cluster, [cluster.add_node(num_cpus=1) for _ in range(2)]
     finally:
@@ -112,6 +113,7 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cl
         done = command.finish(400)
     finally:
         command.process.kill()
+        print(command.err)  # shown where it failed
     assert done.code == 0, done.err
     assert "is given back: its place in the Ray cluster was lost" in done.err
     trials = trials_of(cli)
