@@ -27,7 +27,7 @@ from batchtune.tune.cost import cost_of
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
-from batchtune.tune.scaling import scaling, split
+from batchtune.tune.scaling import can_scale, scaling, split
 from batchtune.tune.shared import require_alike, settle
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
@@ -228,10 +228,10 @@ class _Tuning:
             is_here = self._config.executor == "local" and not self._facts["device"].startswith("cpu")
             count = self._facts["device_count"] if is_here else 1
         found, probe = study.recommendation()[0], self._probed
-        if count == 1 or found is None or probe is None or not probe.max_batch_size:
+        if count == 1 or found is None or probe is None or not can_scale(found, probe):
             return None
         earlier = self.earlier.recommendation.scaling if self.earlier and self.earlier.recommendation else None
-        sizes = split(found.global_batch_size, count, probe.max_batch_size)
+        sizes = split(found.global_batch_size, count, probe.max_batch_size or 1)
         if sizes is None:
             self._observer.note(f"batch {found.global_batch_size} cannot be split among {count} ranks: none was timed")
             return None

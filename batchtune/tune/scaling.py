@@ -35,6 +35,12 @@ def split(batch_size: int, world_size: int, largest: int) -> tuple[int, int] | N
     return each // steps, steps
 
 
+def can_scale(found: Recommendation, probe: ProbeResult) -> bool:
+    """Whether the time of one device is known: a bound, of runs that were cut off, is none."""
+    timed = found.time_to_target_seconds is not None and not found.time_to_target_seconds.at_least
+    return timed and probe.throughput_fit is not None and bool(probe.max_batch_size)
+
+
 def scaling(
     trials: Sequence[Trial], found: Recommendation, probe: ProbeResult, measured: DataParallel
 ) -> Scaling | None:
@@ -52,7 +58,7 @@ def scaling(
         None where no time to target is known, or steps were not timed.
     """
     times = _times(trials)
-    if found.time_to_target_seconds is None or probe.throughput_fit is None or not probe.max_batch_size:
+    if not can_scale(found, probe):
         return None
     step = _Step(probe, measured)
     points = []

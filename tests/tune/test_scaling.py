@@ -121,4 +121,6 @@ class TestTimes:
     def test_without_a_time_to_target_there_is_nothing_to_say(self):
         found = FOUND.model_copy(update={"time_to_target_seconds": None})
         assert scaling(TRIALS, found, PROBE, ranks()) is None
+        cut_off = Interval(median=42.0, low=40.0, high=44.0, at_least=True)
+        assert scaling(TRIALS, FOUND.model_copy(update={"time_to_target_seconds": cut_off}), PROBE, ranks()) is None
         assert scaling(TRIALS, FOUND, PROBE.model_copy(update={"throughput_fit": None}), ranks()) is None
