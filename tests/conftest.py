@@ -1,5 +1,7 @@
 """What the tests of the command line share: a tiny task, the real command in a real process, and one finished run."""
 
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -65,6 +67,22 @@ def pytest_collection_modifyitems(config, items):
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if "long" not in item.keywords]
+
+
+@pytest.fixture(autouse=True)
+def _machine(request, tmp_path_factory, worker_id):
+    """Tests that compare times have the machine for themselves; all others share it between pytest-xdist's workers."""
+    if worker_id == "master":
+        yield
+        return
+    wanted = fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH
+    folder = tmp_path_factory.getbasetemp().parent  # the workers' common one
+    with contextlib.ExitStack() as files:
+        queue_file, machine = (files.enter_context((folder / name).open("w")) for name in ("queue", "machine"))
+        fcntl.flock(queue_file, fcntl.LOCK_EX)  # who waits for the machine alone must not be overtaken for ever
+        fcntl.flock(machine, wanted)
+        fcntl.flock(queue_file, fcntl.LOCK_UN)
+        yield
 
 
 @dataclass(frozen=True)

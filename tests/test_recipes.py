@@ -37,6 +37,7 @@ def tuned(recipe, folder, *overrides):
     return load_result(output)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_recipe_finds_a_clear_speed_up_over_its_baseline(tmp_path):
     budget = ("batch_size.max=64", "budget.run=8s", "budget.trials=5")

@@ -11,7 +11,7 @@ from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserC
 from batchtune.probe.curve import measure_curve
 from batchtune.probe.memory_model import Prior
 from batchtune.probe.scaling import Times, data_parallel, measure_times
-from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
 from batchtune.probe.warnings import attempt_warnings, busy_warnings, leak_warnings, recompile_warnings
 from batchtune.progress import Observer
@@ -20,6 +20,7 @@ from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _BACKOFF, _EVEN_BACKOFFS = 0.01, 3  # when the final check fails: the next size is so much smaller, then ever more
+_NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,21 +238,37 @@ class Probe:
             if size < max(unit, self._options.minimum):
                 raise self._nothing_fits()
         if failed is not None and failed - size > max(unit, int(tolerance * failed)):
-            proven, verified = size, self._verified
+            proven = size
             self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)
             checked = [each for each in self.attempts if each.purpose == "verify" and each.fits]
             above = sorted({each.batch_size for each in checked if each.batch_size > proven}, reverse=True)
-            if not any(self._verify_at(size) for size in above):
-                self._verified = verified
+            any(self._verify_at(size) for size in above)
+        elif failed is None:
+            self._look_above()
+
+    def _look_above(self) -> None:
+        """Where the fresh process took much less than the search's, goes on above the answer, always in fresh ones."""
+        assert self._verified is not None  # noqa: S101 - _verify sees to it
+        least = max(self._options.tolerance / 2, _NOTICED) * (self._limit or 0)
+        searched = as_in_fresh_process(self.attempts[:-1], self._verified, least)
+        while searched is not None:
+            checked = [each for each in self.attempts if each.purpose == "verify"]
+            choice = next_size([*searched, *checked], self._within_time(self._bounds), self._limit, self._prior)
+            if choice.batch_size is None:
+                return
+            self._verify_at(choice.batch_size)
 
     def _verify_at(self, size: int) -> bool:
         steps = self._options.verify_steps
         self._worker.close()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
-        if attempt.outcome == "user_error":  # training at this size went well: it is evaluation or saving that raises
+        if (
+            attempt.outcome == "user_error" and self._verified is None
+        ):  # training went well: evaluation or saving raises
             raise UserCodeError(str(attempt.message))
-        self._verified = attempt if attempt.fits else None
+        if attempt.fits:
+            self._verified = attempt
         return attempt.fits
 
     def _time(self) -> None:

@@ -60,6 +60,33 @@ def bracket(attempts: Sequence[Attempt]) -> tuple[int, int | None]:
     return low, min((size for size, fits in last.items() if not fits and size > low), default=None)
 
 
+def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_bytes: float) -> list[Attempt] | None:
+    """The attempts as a fresh process would have made them, where that makes a difference; else None.
+
+    What earlier attempts left in a process (a heap full of holes, kernels for other sizes) raises the peaks of later
+    ones: then memory has ended too early. Fits keep their size with the difference taken off; OOMs prove nothing.
+
+    Args:
+        attempts: of the search, all in one process.
+        checked: the final check of the largest fit, in a process of its own.
+        least_bytes: a smaller difference of peak reserved memory is of no consequence.
+    """
+    peak, same = checked.peak_reserved_bytes, [each for each in attempts if each.batch_size == checked.batch_size]
+    worn = same[0].peak_reserved_bytes if same else None
+    high = bracket(attempts)[1]
+    ended = any(each.batch_size == high and each.outcome == "oom" for each in attempts)
+    if worn is None or peak is None or not ended or worn - peak <= least_bytes:
+        return None
+    return [each.model_copy(update=_lowered(each, worn - peak)) for each in attempts if each.fits]
+
+
+def _lowered(attempt: Attempt, by_bytes: int) -> dict[str, int]:
+    """An attempt's peaks, so much lower."""
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes")
+    peaks = {name: getattr(attempt, name) for name in names}
+    return {name: max(0, bytes_ - by_bytes) for name, bytes_ in peaks.items() if bytes_ is not None}
+
+
 def next_size(
     attempts: Sequence[Attempt], bounds: Bounds, memory_limit_bytes: int | None = None, prior: Prior | None = None
 ) -> Choice:

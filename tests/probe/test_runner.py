@@ -23,10 +23,12 @@ class ScriptedWorker:
         checked: the same for the final check; None: as in the search.
         limit: the memory limit in bytes.
         samples: of the data set.
+        worn_bytes: what memory an attempt of the search takes more than a fresh process would.
     """
 
-    def __init__(self, outcome, checked=None, *, limit=1000, samples=None):
+    def __init__(self, outcome, checked=None, *, limit=1000, samples=None, worn_bytes=0):
         self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
+        self.worn_bytes = worn_bytes
         self.running = False
         self.log = []
 
@@ -50,7 +52,8 @@ class ScriptedWorker:
         if command == "time_steps":
             return ThroughputPoint(batch_size=batch_size, samples_per_second=9.0, step_seconds=1.0).model_dump()
         fits, purpose, words = outcome == "fit", "verify" if verify else "search", f"{outcome} at {batch_size}"
-        memory = {"peak_reserved_bytes": batch_size, "steps": arguments["steps"]} if fits else {"message": words}
+        peak = batch_size + (0 if verify else self.worn_bytes)
+        memory = {"peak_reserved_bytes": peak, "steps": arguments["steps"]} if fits else {"message": words}
         return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
 
 
@@ -146,6 +149,18 @@ class TestTheFinalCheck:
         assert_certified(result)
         assert result.max_batch_size <= boundary < result.first_failing_batch_size
         assert result.first_failing_batch_size - result.max_batch_size <= max(1, 0.01 * boundary)
+
+    def test_what_only_a_worn_process_could_not_hold_is_the_answer_once_fresh_ones_held_it(self):
+        worker = ScriptedWorker(up_to(650), up_to(700), limit=700, worn_bytes=50)
+        result = probe(worker).run()
+        assert_certified(result)
+        assert 693 <= result.max_batch_size <= 700 < result.first_failing_batch_size
+        assert {age for _, size, _, age, _ in worker.log if size > 660} == {"fresh"}
+        assert len(sizes(result, "verify")) <= 4
+
+    def test_a_worn_process_that_takes_next_to_nothing_more_ends_the_search(self):
+        result = probe(ScriptedWorker(up_to(697), up_to(700), limit=700, worn_bytes=3)).run()
+        assert len(sizes(result, "verify")) == 1
 
     def test_every_size_it_falls_back_to_keeps_to_the_multiple_and_the_minimum(self):
         result = probe(ScriptedWorker(up_to(700), up_to(300)), multiple_of=16, minimum=32).run()
