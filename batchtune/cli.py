@@ -65,6 +65,13 @@ class Tracker(enum.StrEnum):
     wandb = "wandb"
 
 
+class Executor(enum.StrEnum):
+    """Values of --executor."""
+
+    local = "local"
+    ray = "ray"
+
+
 class Origin(enum.StrEnum):
     """Values of --from."""
 
@@ -260,17 +267,24 @@ def tune(
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
+    executor: Annotated[
+        Executor | None, typer.Option(help="Where runs train: on this machine, or on a Ray cluster.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster that runs, e.g. auto or ray://head:10001.")
+    ] = None,
 ) -> None:
     """Find the batch size and learning rate that reach the target soonest, and confirm them on fresh seeds.
 
     Examples:
       batchtune tune config.yaml --dry-run
       batchtune tune config.yaml budget.total=5m baseline.batch_size=64
+      batchtune tune config.yaml --executor ray --workers auto
     """
     import batchtune
     from batchtune.config_file import load_config
 
-    given = {"workers": workers, "storage": storage}
+    given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     loaded = load_config(config, [*(overrides or []), *extra])
     with session.observer(loaded.budget.total) as observer:

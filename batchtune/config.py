@@ -264,6 +264,21 @@ class Confirm(Section):
     top: Count = 2
 
 
+class RayCluster(Section):
+    """What each worker asks of a Ray cluster."""
+
+    address: str | None = Field(
+        default=None, description="Of the cluster; null: RAY_ADDRESS, else one that runs here, else a new one here."
+    )
+    num_gpus: Annotated[float, NoSwitch] | None = Field(
+        default=None, gt=0, le=1, description="null: 1 where the cluster has GPUs. Less: that share of a GPU's memory."
+    )
+    num_cpus: Count = Field(default=1, description="Processors; on the CPU also the threads of a run.")
+    resources: dict[str, Positive] = Field(
+        default={}, description="What else Ray is asked for, e.g. {'accelerator_type:A100': 0.001}."
+    )
+
+
 def _confirm_switch(value: object) -> object:
     """`confirm: off` is how people spell zero seeds, and `on` the default."""
     if value is True or value in ("on", "yes"):
@@ -299,6 +314,14 @@ class Config(Section):
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=1, description="Runs at once, each on a device of its own; auto: as many as there are devices."
     )
+    world_size: Count | Literal["auto"] = Field(
+        default="auto",
+        description="Ranks that are timed in the end, to say what 1, 2, 4 and 8 would take; auto: one for each device.",
+    )
+    executor: Literal["local", "ray"] = Field(
+        default="local", description="Where runs train: here, or on a Ray cluster."
+    )
+    ray: RayCluster = RayCluster()
     storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
@@ -314,6 +337,13 @@ class Config(Section):
                 f"batch_size {baseline.batch_size} is not batch_size.global {sizes.global_}, which is kept; drop it"
             )
         return baseline.model_copy(update={"batch_size": sizes.global_})
+
+    @field_validator("ray")
+    @classmethod
+    def _ray_is_asked_for(cls, ray: RayCluster, known: ValidationInfo) -> RayCluster:
+        if known.data.get("executor") == "local" and ray != RayCluster():
+            raise ValueError("is of no use with executor local; add 'executor: ray' (--executor ray), or remove it")
+        return ray
 
     @field_validator("storage")
     @classmethod

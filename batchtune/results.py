@@ -158,13 +158,13 @@ class InputPipeline(Record):
 class DataParallel(Record):
     """Several ranks that train as one: what they are, what limited them, and what their communication costs.
 
-    Times are of one optimizer step at the largest micro-batch size, that of the slowest rank.
+    Times are of one optimizer step at that micro-batch size, those of the slowest rank.
     """
 
     world_size: Factor
     strategy: Literal["ddp", "fsdp"]
     backend: Text
-    batch_size: Size = Field(description="Largest micro-batch size, which every rank trains.")
+    batch_size: Size = Field(description="Micro-batch size of every rank; a probe's is the largest.")
     global_batch_size: Count = Field(description="Micro-batch x accumulation x world size.")
     limiting_rank: Count | None = Field(
         default=None, description="The rank that failed at the smallest size that did not fit; absent if all did alike."
@@ -338,6 +338,30 @@ class Landscape(Record):
         return self
 
 
+class ScalingPoint(Record):
+    """What to train with on so many ranks, its batch size and learning rate having reached the target on one."""
+
+    world_size: Factor
+    global_batch_size: Size
+    micro_batch_size: Size = Field(description="Of each rank.")
+    gradient_accumulation_steps: Size
+    learning_rate: Rate | None = None
+    precision: Text
+    optimizer_arguments: dict[Text, Value] = {}
+    step_seconds: float = Field(description="Of an optimizer step, by the fitted step time and the communication.")
+    time_to_target_seconds: Interval = Field(
+        description="Of an estimate, the interval over seeds, widened by the error of the fitted step time."
+    )
+    is_estimate: bool = Field(description="Whether nothing has trained to the target on so many ranks.")
+
+
+class Scaling(Record):
+    """What several ranks would make of the recommendation."""
+
+    measured: DataParallel = Field(description="The ranks whose steps were timed, with the recommended batch.")
+    points: list[ScalingPoint] = Field(description="By world size; one that no batch divides by is left out.")
+
+
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
@@ -356,6 +380,7 @@ class Recommendation(Record):
     energy_saving_over_baseline: Interval | None = Field(
         default=None, description="The baseline's joules until the target over these (energy_to_target)."
     )
+    scaling: Scaling | None = Field(default=None, description="Where there are several devices: more ranks' times.")
     reason: Text
 
 

@@ -57,12 +57,22 @@ class RunFolder:
                 ) from None
         lock.truncate(0)
         with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         self._lock = lock
-        if fresh:
-            for name in _OURS:
+        try:
+            self._clear(fresh=fresh)
+        except OSError as error:
+            self.close()
+            raise _not_written(self.path, error) from None
+
+    def _clear(self, *, fresh: bool) -> None:
+        """Takes away what killed processes left half done, and all that runs write where this one starts over."""
+        for name in _OURS:
+            for half in self.path.glob(f".{name}.*.tmp"):
+                half.unlink(missing_ok=True)
+            if fresh:
                 (self.path / name).unlink(missing_ok=True)
+        cut_to_whole_lines(self.path / "attempts.jsonl")
 
     def close(self) -> None:
         """Draws the report of the result as it is now, and lets another process have the folder."""
@@ -144,6 +154,24 @@ class RunFolder:
             self.write("report.html", result.to_html())
         except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
+
+
+def cut_to_whole_lines(file: Path) -> None:
+    """Takes away the end of a file of JSON objects, a line each, that a crash left cut off or garbled.
+
+    Whoever adds a line would otherwise add it to half of another.
+    """
+    content = file.read_bytes() if file.exists() else b""
+    end = content.rfind(b"\n") + 1
+    while end > 0:
+        begin = content.rfind(b"\n", 0, end - 1) + 1
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(content[begin:end]), dict):
+                break
+        end = begin
+    if end < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(end)
 
 
 def find_run(run: str | None, root: Path = ROOT) -> Path:

@@ -175,7 +175,7 @@ def _stop_on_signals() -> None:
 
 
 def _worth_showing(result: Result) -> bool:
-    return bool(result.trials or (result.probe and result.probe.attempts))
+    return bool(result.trials or result.estimates or (result.probe and result.probe.attempts))
 
 
 def _explain(error: BatchtuneError, *, debug: bool) -> None:

@@ -53,6 +53,16 @@ def test_it_is_free_again_after_its_process_was_killed(tmp_path):
     folder.close()
 
 
+def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path):
+    folder.close()
+    (folder.path / ".result.json.k1ll3d.tmp").write_text('{"schema": "batch')
+    (folder.path / ".notes.tmp").write_text("mine")
+    again = RunFolder("digits", tmp_path / "runs")
+    again.open(fresh=False)
+    again.close()
+    assert sorted(path.name for path in folder.path.iterdir()) == [".notes.tmp", "lock"]
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file/digits: cannot be written: Not a directory"):
@@ -124,6 +134,19 @@ class TestAttempts:
         (folder.path / "attempts.jsonl").write_text(line + "\n")
         assert list(folder.attempts()) == []
 
+    @pytest.mark.parametrize("tail", [b'{"batch_size": 2, "outc', b"\x00\x00\x00", b'{"half": \n'])
+    def test_an_attempt_after_a_crash_is_not_added_to_half_a_line(self, folder, tmp_path, tail):
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        folder.close()
+        with (folder.path / "attempts.jsonl").open("ab") as stream:
+            stream.write(tail)
+        again = RunFolder("digits", tmp_path / "runs")
+        again.open(fresh=False)
+        again.append_attempt(Attempt(batch_size=4, outcome="oom"))
+        again.close()
+        assert [each["batch_size"] for each in again.attempts()] == [1, 4]
+        assert tail not in (folder.path / "attempts.jsonl").read_bytes()
+
     def test_there_are_none_in_a_new_folder(self, folder):
         assert list(folder.attempts()) == []
 
@@ -140,6 +163,21 @@ def test_a_full_disk_is_told_in_one_line(folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(UsageError, match=r"result.json: cannot be written: No space left on device; "):
         folder.write_result(RESULT)
+
+
+def test_a_full_disk_does_not_keep_a_folder_from_being_closed(folder, tmp_path, monkeypatch):
+    folder.close()
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    again = RunFolder("digits", tmp_path / "runs")
+    with monkeypatch.context() as now:
+        now.setattr(os, "write", no_space)
+        again.open(fresh=False)
+        with pytest.raises(UsageError, match="process unknown is running in it"):
+            RunFolder("digits", tmp_path / "runs").open(fresh=False)
+        again.close()
 
 
 def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):

@@ -319,3 +319,11 @@ def test_what_all_estimates_have_to_note_stands_on_the_page_once(result_of):
     rows = [row.model_dump() | {"notes": ["convolutions differ"]} for row in result_of("estimate").estimates]
     page = result_of("estimate", estimates=rows * 2).to_html()
     assert page.count("note: convolutions differ") == 1
+
+
+def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ran(scaled):
+    _, _, after = to_html(scaled).partition("<h2>Several devices</h2>")
+    section = after.partition("</section>")[0]
+    assert (section.count("estimated"), section.count("measured")) == (3, 1)
+    assert "15.1 s" in section
+    assert "communication takes 50 ms" in section

@@ -8,35 +8,16 @@ import law
 import optuna
 import pytest
 
-from batchtune.config import Baseline, Budget, Config, Confirm, Objective
+from batchtune.config import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
-from batchtune.results import CurvePoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit
+from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest
 from batchtune.tune import study as study_module
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
-from batchtune.tune.study import Plan, TuneStudy
-
-
-def plan(**changes):
-    known = {
-        "task": "model.py",
-        "name": "law",
-        "baseline": Baseline(batch_size=16, learning_rate=1e-3),
-        "budget": Budget(run=120.0, total=3600.0, trials=30),
-        "confirm": Confirm(seeds=3, top=2),
-    }
-    fit = ThroughputFit(alpha_seconds=law.ALPHA, beta_seconds_per_sample=law.BETA, saturation_batch_size=20.0)
-    return Plan(
-        config=Config(**(known | changes)),
-        probe=ProbeResult(precision="fp32", max_batch_size=256, limited_by="memory", throughput_fit=fit, seconds=1.0),
-        candidates=Candidates((8, 16, 32, 64, 128, 256, 512), "for the test"),
-        precisions=["fp32"],
-        optimizer="SGD",
-    )
-
+from batchtune.tune.study import TuneStudy
 
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
 
@@ -44,7 +25,7 @@ MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk'
 def study(folder, worker=None, *, storage=None, settled=None, **changes):
     """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
-    planned = dataclasses.replace(plan(**changes), **settled or {})
+    planned = dataclasses.replace(law.plan(**changes), **settled or {})
     return TuneStudy(planned, worker, storage or MEMORY[folder], Observer())
 
 
@@ -452,9 +433,26 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     whole = journal.read_bytes()
     journal.write_bytes(whole + tail)
     (tmp_path / "study.log.lock").symlink_to(journal)
+    (tmp_path / "study.log.lock1234.rename").symlink_to(journal)
     study(tmp_path, storage=open_storage(None, tmp_path))
+    assert not [*tmp_path.glob("study.log.*")]
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
+
+
+def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path, monkeypatch):
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=2), "confirm": Confirm(seeds=0)}
+    opened = open_storage(None, tmp_path)
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as now:
+        now.setattr(opened._replay_result, "_apply_create_trial", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened.get_all_studies()
+    assert opened.get_all_trials(0) == open_storage(None, tmp_path).get_all_trials(0) != []
 
 
 def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
