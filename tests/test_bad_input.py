@@ -275,6 +275,12 @@ CASES = {
         2,
         ["space.momentum: build_optimizer has no number, switch or text as default of 'momentum'; give it one"],
     ),
+    "never reaches the target that is set": (
+        (*TUNE, "objective.target=-1", "budget.trials=1", "confirm=off"),
+        "",
+        4,
+        [r"no run reached the target \(val_loss at most -1\) within budget.run \(0.1 s\); raise budget.run, or set an"],
+    ),
     "is tuned on a device that is not there": (
         (*TUNE, "device=cuda:99"),
         "",
