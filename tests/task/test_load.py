@@ -101,9 +101,9 @@ class TestCodeThatFails:
         with pytest.raises(KeyboardInterrupt):
             load("raise KeyboardInterrupt\n")
 
-    @pytest.mark.parametrize(("line", "kind"), [("evaluate = 3", "int"), ("val_dataset = []", "list")])
+    @pytest.mark.parametrize(("line", "kind"), [("evaluate = 3", "an int"), ("val_dataset = []", "a list")])
     def test_a_name_of_the_contract_that_cannot_be_called_is_named(self, message, line, kind):
-        assert f"'{line.split()[0]}' is a {kind}; it must be" in message(MODEL + line)
+        assert f"'{line.split()[0]}' is {kind}; it must be" in message(MODEL + line)
 
 
 class TestDescription:
