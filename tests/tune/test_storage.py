@@ -64,6 +64,5 @@ def test_a_driver_that_is_missing_is_named_in_one_line_with_its_package(url, mod
         pytest.skip(f"{module} is installed")
     with pytest.raises(UsageError) as caught:
         open_storage(f"{url}://me:secret@host/studies", tmp_path)
-    assert str(caught.value) == (
-        f"storage {url}://me:***@host/studies: {module} is not installed; run: pip install {package}"
-    )
+    place = f"storage {url}://me:***@host/studies"
+    assert str(caught.value) == f"{place}: {module} is not installed; run: pip install {package}"
