@@ -8,6 +8,7 @@ each command and writes tests/benchmarks/results/faults.md; a few chains run wit
 import datetime as dt
 import platform
 import shutil
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from batchtune import __version__
 BLOWS = 3  # in one folder before the command is left alone
 FAULTS = 105  # into each command, in the long form
 SAMPLE = 6  # into each command, in the short form
-AT_ONCE = 6
+AT_ONCE = 8
 END_SECONDS = 600.0  # for whatever a command still has to do; the machine may be busy
 TABLE = Path(__file__).parents[1] / "benchmarks" / "results" / "faults.md"
 
@@ -104,7 +105,8 @@ def strike(new_cli: Any, wanted: dict[str, int], at_once: int, blows: list[Blow]
             ]
             chain += len(work)
             for ended in as_completed(chains):
-                if ended.exception():
+                if error := ended.exception():
+                    traceback.print_exception(error)
                     pool.shutdown(wait=False, cancel_futures=True)
                 blows += ended.result()
                 if at_once == AT_ONCE:
