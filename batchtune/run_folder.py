@@ -79,7 +79,8 @@ class RunFolder:
             self._write_report(self._latest)
             self._latest = None
         if self._lock is not None:
-            self._lock.truncate(0)
+            with contextlib.suppress(OSError):  # read-only by now: nothing is lost by the number of a process
+                self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 

@@ -152,6 +152,7 @@ def problems(blows: list[Blow]) -> str:
     return "\n".join(f"{blow.command} {blow.chain}, {blow.kind}: {each}" for blow in blows for each in blow.problems)
 
 
+@pytest.mark.timeout(900)
 def test_whatever_befalls_a_run_starting_it_again_finishes(new_cli):
     blows: list[Blow] = []
     strike(new_cli, dict.fromkeys(COMMANDS, SAMPLE), 2, blows)
