@@ -164,7 +164,8 @@ def _ended_trials(journal: Path) -> dict[int, FrozenTrial]:
 def problems_after_a_blow(scene: Scene, code: int, allowed: set[int], errors: str) -> list[str]:
     """What is wrong once a command that was struck has ended."""
     found = [] if code in allowed else [f"ended with {code}, not one of {sorted(allowed)}: {errors[-600:]}"]
-    if "Traceback" in errors or "this is a bug" in errors:
+    python_was_starting = "_get_module_details" in errors  # nothing of ours can have an opinion yet
+    if ("Traceback" in errors or "this is a bug" in errors) and not python_was_starting:
         found.append(f"shows its insides: {errors[-1500:]}")
     if not scene.is_deserted():
         found.append("left a process behind")
