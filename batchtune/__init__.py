@@ -217,6 +217,8 @@ def estimate(
         The result document; `result.estimates` has a row for each GPU and precision, each with its confidence.
 
     Raises:
+        batchtune.errors.NothingFitsError: not even a batch of 1 on any of the GPUs; `error.result` has the rows, with
+            what would make it fit.
         batchtune.errors.BatchtuneError: its class says whose fault it is.
     """
     from batchtune.estimate.document import run_estimate

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from batchtune.config import is_run_name
 from batchtune.errors import UsageError
 from batchtune.result_file import write_atomically
 from batchtune.results import Attempt, Result
@@ -96,7 +97,7 @@ class RunFolder:
         file = self.path / "identity.json"
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             before = None
         now = json.loads(json.dumps(identity))
         if isinstance(before, dict):
@@ -124,13 +125,13 @@ class RunFolder:
             raise _not_written(file, error) from None
 
     def attempts(self) -> Iterator[dict[str, Any]]:
-        """The attempts of earlier starts; a last line cut off by a crash is passed over."""
+        """The attempts of earlier starts; a line that is none, cut off by a crash for one, is passed over."""
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     entry = json.loads(line)
-                    if isinstance(entry, dict):
-                        yield entry
+                    Attempt.model_validate(entry)
+                    yield entry
 
     def write(self, name: str, text: str) -> None:
         """Replaces one file of the folder.
@@ -179,7 +180,7 @@ def find_run(run: str | None, root: Path = ROOT) -> Path:
     if run is None:
         return latest_run(root)
     named = root / run
-    return named if (named / "result.json").is_file() else Path(run)
+    return named if is_run_name(run) and (named / "result.json").is_file() else Path(run)
 
 
 def latest_run(root: Path = ROOT) -> Path:

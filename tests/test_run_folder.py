@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from batchtune.errors import UsageError
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, Result, TaskInfo
-from batchtune.run_folder import RunFolder, latest_run
+from batchtune.run_folder import RunFolder, find_run, latest_run
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 
@@ -128,6 +129,11 @@ class TestAttempts:
         folder.append_attempt(Attempt(batch_size=4, outcome="oom"))
         assert [each["batch_size"] for each in folder.attempts()] == [1, 4]
 
+    @pytest.mark.parametrize("line", ["{}", '{"batch_size": 0, "outcome": "fit"}', "[" * 100_000, '{"outcome": "fit"}'])
+    def test_a_line_that_is_no_attempt_is_passed_over(self, folder, line):
+        (folder.path / "attempts.jsonl").write_text(line + "\n")
+        assert list(folder.attempts()) == []
+
     @pytest.mark.parametrize("tail", [b'{"batch_size": 2, "outc', b"\x00\x00\x00", b'{"half": \n'])
     def test_an_attempt_after_a_crash_is_not_added_to_half_a_line(self, folder, tmp_path, tail):
         folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
@@ -186,3 +192,28 @@ def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):
 def test_without_a_run_the_commands_that_make_one_are_named(tmp_path):
     with pytest.raises(UsageError, match="run 'batchtune probe' or 'batchtune tune' first"):
         latest_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "../../runs/../secret", "digits/../../secret"])
+def test_a_run_s_name_does_not_lead_out_of_the_folder_of_runs(tmp_path, name):
+    for place in ("runs/digits", "secret"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "result.json").write_text(RESULT.to_json())
+    assert find_run("digits", tmp_path / "runs") == tmp_path / "runs" / "digits"
+    assert find_run(name, tmp_path / "runs") == Path(name)  # a path as any other, from the current folder
+
+
+def test_what_a_run_leaves_is_as_private_as_the_umask_has_it(tmp_path):
+    before = os.umask(0o077)
+    try:
+        folder = RunFolder("digits", tmp_path / "runs")
+        folder.open(fresh=False)
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        folder.check_identity({"seed": 0})
+        folder.write_result(RESULT)
+        folder.close()
+    finally:
+        os.umask(before)
+    left = [path for path in (tmp_path / "runs").rglob("*") if path.stat().st_mode & 0o077]
+    assert left == []
+    assert {path.name for path in folder.path.iterdir()} >= {"attempts.jsonl", "identity.json", "result.json", "lock"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
-from batchtune.estimate.run import PRECISIONS, STRATEGIES, Question, estimate_task
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
+from batchtune.estimate.run import NEEDS, PRECISIONS, STRATEGIES, WOULD_FIT, Question, estimate_task
 from batchtune.progress import Observer
-from batchtune.results import Failure, Result, TaskInfo
+from batchtune.results import Estimate, Failure, Result, TaskInfo
 from batchtune.task.spec import file_hash
 
 
@@ -26,6 +26,7 @@ def run_estimate(
     """Estimates a task on every GPU named at every precision named.
 
     Raises:
+        NothingFitsError: not even a batch of 1 on any GPU; `result` holds the rows, with what would make it fit.
         BatchtuneError: with the document, which says no more than the error, in `result`.
     """
     info = TaskInfo(path=task, sha256=file_hash(task))
@@ -57,9 +58,23 @@ def run_estimate(
         failure = Failure(exit_code=error.exit_code, message=str(error))
         error.result = Result(kind="estimate", status="failed", task=info, error=failure)
         raise
-    return Result(
+    result = Result(
         kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
     )
+    if all(row.max_batch_size == 0 for row in found.estimates):  # None where the step could not be traced
+        nothing = NothingFitsError(too_large(found.estimates))
+        nothing.result = result
+        raise nothing
+    return result
+
+
+def too_large(rows: Sequence[Estimate]) -> str:
+    """One line for rows of which none holds a batch of 1: the need and the remedy on the GPU with the most memory."""
+    roomiest = max(rows, key=lambda row: (any(WOULD_FIT in note for note in row.notes), row.memory_bytes))
+    gpus = len({row.gpu for row in rows})
+    where = f"any of {gpus} GPUs; {roomiest.gpu}" if gpus > 1 else roomiest.gpu
+    needed = next(at for at, note in enumerate(roomiest.notes) if note.startswith(NEEDS))
+    return f"nothing fits on {where} at {roomiest.precision}: {'; '.join(roomiest.notes[needed:])}"
 
 
 def choose_gpus(names: Sequence[str]) -> list[Gpu]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
+BRANCHES, UPPER_BOUND = "branches on a tensor's value", "an upper bound, more may fit"  # in notes; see `confidence`
 _LOOK_AHEAD = 6
 
 

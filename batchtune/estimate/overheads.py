@@ -8,9 +8,18 @@ from typing import Literal
 
 from batchtune.estimate.allocator import MIB
 from batchtune.estimate.calibration import UNMEASURED, Offsets
+from batchtune.estimate.events import BRANCHES, UPPER_BOUND
 
 _MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _CONVOLUTION = "aten.convolution"
+_INSIDE_LIBRARIES = {
+    "cuFFT": ("aten._fft_",),
+    "cuSOLVER": (
+        "aten._linalg_",
+        *(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "ldl", "lstsq", "lu", "qr", "solve")),
+    ),
+    "cuSPARSE": ("aten._sparse", "aten.sparse", "aten._coalesce"),
+}
 _TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
 
 
@@ -145,7 +154,8 @@ def confidence(
     """The confidence that the operators of a step and what its trace assumed leave.
 
     The bands come from the comparisons in tests/benchmarks/results: 4 % for steps whose scratch is known, 10 % where
-    cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees.
+    cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees. What was
+    never compared (other libraries, branches that depend on data) has the widest.
     """
     names, reasons = set(ops), list(assumed)
     level = "medium" if reasons or not aligned else "high"
@@ -155,8 +165,12 @@ def confidence(
     if kind_of(names) == "recurrent":
         level = "low"
         reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
-    if any("upper bound" in note for note in reasons):
+    if any(words in note for note in reasons for words in (BRANCHES, UPPER_BOUND)):
         level = "low"
+    for library, operators in _INSIDE_LIBRARIES.items():
+        if any(name.startswith(operators) for name in names):
+            level = "low"
+            reasons.append(f"{library}: the memory inside of it is not seen")
     custom = custom_operators(names)
     if custom:
         level = "low"

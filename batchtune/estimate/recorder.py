@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from batchtune.estimate.events import SCRATCH, Birth, Trace
+from batchtune.estimate.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
 from batchtune.estimate.places import place_outside_torch
 from batchtune.estimate.scratch import scratch_bytes
 
@@ -122,6 +122,11 @@ class Recorder(TorchDispatchMode):
             except DynamicOutputShapeException:
                 if self._known((args, kwargs)) is None:
                     raise
+            except (AssertionError, RuntimeError) as error:
+                if "CUDA" not in str(error):
+                    raise
+                # no rule for shapes: torch tried the kernel itself, on tensors of a device that is not there
+                raise NotImplementedError(f"torch knows no shape of what {func} makes") from error
         real = self._known((args, kwargs))
         if real is None:
             return self._with_everything_selected(func, args, kwargs)
@@ -206,10 +211,12 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(
                 f"a value that is not known without data was read {_MOST_READS:,} times: a loop over it?"
             )
+        if tensor.dtype == torch.bool:
+            if place is not None:
+                self._note(f"{place}: {BRANCHES}, which is not known without data; the estimate assumes False")
+            return False
         if place is not None:
             self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
-        if tensor.dtype == torch.bool:
-            return False
         return 0.0 if tensor.dtype.is_floating_point else 0
 
     def _note(self, text: str) -> None:
@@ -254,7 +261,7 @@ class Recorder(TorchDispatchMode):
             out = tensor.new_empty((torch.broadcast_shapes(tensor.shape, args[1].shape).numel(),))
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
         self._note(
-            f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed (upper bound)"
+            f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed: {UPPER_BOUND}"
         )
         return out
 

@@ -23,6 +23,7 @@ _ANSWER = "batchtune.estimate.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
+NEEDS, WOULD_FIT = "a batch of 1 needs", "would fit with"  # how a note begins where nothing fits
 _ROOFLINE = (
     "samples per second and per joule: a roofline at full board power, not measured; published trainings reach a fifth "
     "to a half of peak arithmetic (Chowdhery et al., PaLM, 2022, table 3)"
@@ -243,10 +244,10 @@ def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
     if row["limited_by"] == "max":
         notes.append(f"at least {row['max_batch_size']:,}: larger batches were not looked at")
     if not row["max_batch_size"]:
-        notes.append(f"a batch of 1 needs {size(row['needed_bytes'])} for tensors alone")
+        notes.append(f"{NEEDS} {size(row['needed_bytes'])} for tensors alone")
         helps = [f"{words}: {largest:,}" for words, largest in row.get("remedies", []) if largest]
         others = [words for words, largest in row.get("remedies", []) if not largest]
-        notes += [f"would fit with {'; with '.join(helps)}"] if helps else []
+        notes += [f"{WOULD_FIT} {'; with '.join(helps)}"] if helps else []
         notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
         alone = question.world_size == 1 and not helps
         notes += ["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if alone else []

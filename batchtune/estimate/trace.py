@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -195,6 +196,8 @@ def _naming_the_line(batch_size: int) -> Iterator[None]:
     except Exception as error:
         place = place_of_error(error)
         text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
+        operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
+        text = f"{operator[1]} is no operator that can be recorded" if operator else text
         raise CannotTraceError(
             f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {batch_size}: "
             f"{type(error).__name__}: {text}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import StorageInternalError
@@ -25,6 +26,9 @@ HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 PATIENCE_SECONDS = 120.0
 """How long a database may be away."""
 _RETRY_SECONDS = 1.0
+_READY_SECONDS = 10.0
+_GRPC, _GRPC_PORT = "grpc://", 13000  # the port is Optuna's own default
+_PACKAGES = {"psycopg": '"batchtune-cli[postgresql]"', "MySQLdb": "mysqlclient", "grpc": "grpcio"}
 
 
 def open_storage(storage: str | None, folder: Path) -> BaseStorage:
@@ -40,11 +44,16 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     try:
         if storage.startswith("sqlite"):  # one machine's
             return optuna.storages.get_storage(storage)
+        if storage.startswith(_GRPC):
+            return _proxy(storage)
         return optuna.storages.get_storage(_shared(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
-        place = storage.rpartition("@")[2]
-        text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
-        raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None
+        missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
+        if missing:
+            package = _PACKAGES.get(missing, missing)
+            raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
 
 
 class Journal(JournalStorage):
@@ -59,6 +68,20 @@ class Journal(JournalStorage):
         except KeyboardInterrupt:
             self._replay_result = JournalStorageReplayResult(self._worker_id_prefix)
             raise
+
+
+def _proxy(url: str) -> BaseStorage:
+    """Optuna's gRPC proxy of a database; it tells no signs of life, so it is for one machine at a time.
+
+    Raises:
+        ConnectionError: nobody answers there.
+    """
+    place = urlsplit(url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
+    proxy.wait_server_ready(_READY_SECONDS)
+    return proxy
 
 
 def _shared(url: str) -> RDBStorage:

@@ -231,13 +231,35 @@ def test_a_loop_that_waits_for_a_value_is_refused_with_its_line_instead_of_going
     assert "a loop" in refusal
 
 
-def test_a_branch_on_a_value_is_named_with_its_line(ask):
+def test_a_branch_on_a_value_is_named_with_its_line_and_lowers_the_confidence_more(ask):
     source = MLP.replace(
         "return model(batch)", "\n        if model(batch).sum() > 0: batch = batch * 2\n        return model(batch)"
     )
     row = ask(source)["gpus"][0]
-    assert row["confidence"].startswith("medium")
-    assert any("task.py:12: reads a tensor's value" in note for note in row["notes"])
+    assert row["confidence"].startswith("low")
+    assert any("task.py:12: branches on a tensor's value" in note for note in row["notes"])
+
+
+@pytest.mark.parametrize(
+    ("library", "expression"),
+    [
+        ("cuFFT", "torch.fft.rfft(out.float()).abs()"),
+        ("cuSOLVER", "torch.linalg.svdvals(out)"),
+        ("", "torch.nn.functional.normalize(out, dim=1)"),
+    ],
+)
+def test_libraries_that_take_memory_for_themselves_lower_the_confidence(ask, library, expression):
+    row = ask(MLP.replace("return model(batch)", f"out = model(batch); return {expression}"))["gpus"][0]
+    assert row["confidence"].startswith("low" if library else "high")
+    assert [note for note in row["notes"] if "is not seen" in note] == (
+        [f"{library}: the memory inside of it is not seen"] if library else []
+    )
+
+
+def test_an_operator_without_a_rule_for_shapes_is_refused_by_its_name(ask):
+    loss = "nn.functional.ctc_loss(model(batch)[None], lengths[:, None], lengths, lengths)"
+    source = MLP.replace("return model(batch)", f"lengths = torch.tensor([1] * len(batch)); return {loss}")
+    assert "torch knows no shape of what aten._use_cudnn_ctc_loss" in ask(source)["refused"]
 
 
 def test_a_step_that_changes_with_the_batch_falls_back_to_direct_traces(ask):
