@@ -166,7 +166,7 @@ def cut_to_whole_lines(file: Path) -> None:
     end = content.rfind(b"\n") + 1
     while end > 0:
         begin = content.rfind(b"\n", 0, end - 1) + 1
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(content[begin:end]), dict):
                 break
         end = begin
