@@ -65,6 +65,13 @@ class Tracker(enum.StrEnum):
     wandb = "wandb"
 
 
+class Executor(enum.StrEnum):
+    """Values of --executor."""
+
+    local = "local"
+    ray = "ray"
+
+
 class Origin(enum.StrEnum):
     """Values of --from."""
 
@@ -116,15 +123,15 @@ def init(
         "config.schema.json": json.dumps(config_schema(), indent=1) + "\n",  # config.yaml names it for editors
     }
     files = [directory / name for name in texts]
-    taken = [str(file) for file in files if file.exists()]
-    if taken:
-        raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
     try:
+        taken = [str(file) for file in files if file.exists()]
+        if taken:
+            raise UsageError(f"{', '.join(taken)}: already there; choose another folder: batchtune init DIR")
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, texts.values(), strict=True):
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{directory}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"{str(directory)[:100]}: cannot be written: {error.strerror}") from None
     if session.json or session.output:
         session.deliver_text(json.dumps({"written": [str(file) for file in files]}))
     elif not session.quiet:
@@ -260,17 +267,24 @@ def tune(
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="An Optuna storage instead of the run folder's journal.")
     ] = None,
+    executor: Annotated[
+        Executor | None, typer.Option(help="Where runs train: on this machine, or on a Ray cluster.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster that runs, e.g. auto or ray://head:10001.")
+    ] = None,
 ) -> None:
     """Find the batch size and learning rate that reach the target soonest, and confirm them on fresh seeds.
 
     Examples:
       batchtune tune config.yaml --dry-run
       batchtune tune config.yaml budget.total=5m baseline.batch_size=64
+      batchtune tune config.yaml --executor ray --workers auto
     """
     import batchtune
     from batchtune.config_file import load_config
 
-    given = {"workers": workers, "storage": storage}
+    given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
     loaded = load_config(config, [*(overrides or []), *extra])
     with session.observer(loaded.budget.total) as observer:

@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from batchtune.errors import without_passwords
+
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -27,11 +29,10 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
-_PASSWORD = re.compile(r"(?<=:)(?!//)[^/]*(?=@)")  # of a URL: from the user's colon to the last @
 _TOO_MANY_BYTES = 2**60
 _NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RUN_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
 
 
 def parse_seconds(value: object) -> object:
@@ -72,7 +73,7 @@ def _no_switch(value: object) -> object:
 
 def _off_is_null(value: object) -> object:
     """`storage: off` is how people spell that there is none."""
-    return None if value is False or value in {"off", "no", "none"} else value
+    return None if value is False or (isinstance(value, str) and value in {"off", "no", "none"}) else value
 
 
 def _device_name(value: str) -> str:
@@ -87,9 +88,20 @@ def _each_once(value: list[str]) -> list[str]:
     return value
 
 
+def is_run_name(value: str) -> bool:
+    """Whether every system takes this for the name of a folder within another; Windows takes some for devices."""
+    return _RUN_NAME.fullmatch(value) is not None
+
+
 def _run_name(value: str) -> str:
-    if value and not _RUN_NAME.fullmatch(value):
-        raise ValueError(f"{value!r} cannot name a run folder; use letters, digits, '.', '_' and '-'")
+    if value and not is_run_name(value):
+        raise ValueError(f"{value[:110]!r} cannot name a run folder; use up to 100 letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _task_place(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"{value[:60]!r} cannot name a task; write model.py or package.module")
     return value
 
 
@@ -252,6 +264,21 @@ class Confirm(Section):
     top: Count = 2
 
 
+class RayCluster(Section):
+    """What each worker asks of a Ray cluster."""
+
+    address: str | None = Field(
+        default=None, description="Of the cluster; null: RAY_ADDRESS, else one that runs here, else a new one here."
+    )
+    num_gpus: Annotated[float, NoSwitch] | None = Field(
+        default=None, gt=0, le=1, description="null: 1 where the cluster has GPUs. Less: that share of a GPU's memory."
+    )
+    num_cpus: Count = Field(default=1, description="Processors; on the CPU also the threads of a run.")
+    resources: dict[str, Positive] = Field(
+        default={}, description="What else Ray is asked for, e.g. {'accelerator_type:A100': 0.001}."
+    )
+
+
 def _confirm_switch(value: object) -> object:
     """`confirm: off` is how people spell zero seeds, and `on` the default."""
     if value is True or value in ("on", "yes"):
@@ -262,7 +289,7 @@ def _confirm_switch(value: object) -> object:
 class Config(Section):
     """Everything `batchtune tune` needs to know; paths are relative to the file that names them."""
 
-    task: Annotated[str, Field(min_length=1)] = Field(
+    task: Annotated[str, Field(min_length=1), AfterValidator(_task_place)] = Field(
         description="model.py, path.py:attribute or package.module:attribute"
     )
     name: RunName = Field(
@@ -287,6 +314,14 @@ class Config(Section):
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=1, description="Runs at once, each on a device of its own; auto: as many as there are devices."
     )
+    world_size: Count | Literal["auto"] = Field(
+        default="auto",
+        description="Ranks that are timed in the end, to say what 1, 2, 4 and 8 would take; auto: one for each device.",
+    )
+    executor: Literal["local", "ray"] = Field(
+        default="local", description="Where runs train: here, or on a Ray cluster."
+    )
+    ray: RayCluster = RayCluster()
     storage: Annotated[str | None, BeforeValidator(_off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
@@ -303,9 +338,18 @@ class Config(Section):
             )
         return baseline.model_copy(update={"batch_size": sizes.global_})
 
+    @field_validator("ray")
+    @classmethod
+    def _ray_is_asked_for(cls, ray: RayCluster, known: ValidationInfo) -> RayCluster:
+        if known.data.get("executor") == "local" and ray != RayCluster():
+            raise ValueError("is of no use with executor local; add 'executor: ray' (--executor ray), or remove it")
+        return ray
+
     @field_validator("storage")
     @classmethod
     def _storage_takes_so_many_workers(cls, storage: str | None, known: ValidationInfo) -> str | None:
+        if storage is not None and "://" not in storage:  # what it is stays unsaid: it may hold a password
+            raise ValueError("is not a database's URL; write postgresql+psycopg://you:password@host:5432/studies")
         if storage is not None and storage.startswith("sqlite") and known.data.get("workers", 1) != 1:
             raise ValueError("SQLite is for one worker; leave storage out, or name a PostgreSQL or MySQL one")
         return storage
@@ -316,7 +360,7 @@ class Config(Section):
 
         document = self.model_dump(mode="json")
         if self.storage is not None:
-            document["storage"] = _PASSWORD.sub("***", self.storage)
+            document["storage"] = without_passwords(self.storage)
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 

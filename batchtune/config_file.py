@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchtune.config import Config, known_keys
+from batchtune.config import Config, is_run_name, known_keys
 from batchtune.errors import UsageError
-from batchtune.yamlfile import MalformedYamlError, parse_value, parse_yaml
+from batchtune.yamlfile import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
 
 ENVIRONMENT_PREFIX = "BATCHTUNE_"
+_MOST_PROBLEMS = 50  # told at once: who reads more?
 _MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
 
 
@@ -34,14 +35,15 @@ def load_config(
     """
     file = Path(path)
     try:
-        document, lines = parse_yaml(file.read_text(encoding="utf-8"))
+        with file.open(encoding="utf-8") as stream:
+            document, lines = parse_yaml(stream.read(MAX_CHARACTERS + 1))  # more would be refused, and may never end
     except OSError as error:
         remedy = "; 'batchtune init' writes one" if isinstance(error, FileNotFoundError) else ""
         raise UsageError(f"{file}: cannot be read: {error.strerror}{remedy}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file}: not a UTF-8 text file") from None
     except MalformedYamlError as error:
-        raise UsageError("\n".join(f"{file}:{line}: {text}" for line, text in error.problems)) from None
+        raise _refused([f"{file}:{line}: {text}" for line, text in error.problems]) from None
     origins: dict[str, str] = {key: f"{file}:{line}" for key, line in lines.items()}
     problems = _lay_over(document, origins, _from_environment(os.environ if environment is None else environment))
     problems += _lay_over(document, origins, [_split_override(text) for text in overrides])
@@ -56,9 +58,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str, st
 
 def _split_override(text: str) -> tuple[str, str, str]:
     key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+    if not equals or not key.strip() or not key.isprintable():
         raise UsageError(f"{text!r} is not of the form key=value, for example budget.total=5m")
-    return key.strip(), value, f"'{text}'"
+    key = key.strip()
+    return key, value, "'storage=…'" if key == "storage" else f"'{text}'"
 
 
 def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> list[str]:
@@ -92,29 +95,38 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, pro
         except ValidationError as error:
             by_key: dict[tuple[str, ...], list[Any]] = {}
             for detail in error.errors():
-                by_key.setdefault(_written_keys(detail["loc"], document), []).append(detail)
+                found_at = _written_keys(detail["loc"], document, missing=detail["type"] == "missing")
+                by_key.setdefault(found_at, []).append(detail)
             for keys, details in by_key.items():
                 found.append((_where(keys, origins, file), _explain(details, keys)))
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
     if found or problems:
         found.sort(key=lambda problem: _line(problem[0], file))
-        raise UsageError("\n".join([*problems, *(f"{where}: {what}" for where, what in found)]))
+        raise _refused([*problems, *(f"{where}: {what}" for where, what in found)])
     task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
     return config.model_copy(update={"task": task, "name": config.name or _default_name(file)})
+
+
+def _refused(problems: list[str]) -> UsageError:
+    left_out = len(problems) - _MOST_PROBLEMS
+    return UsageError(
+        "\n".join(problems[:_MOST_PROBLEMS] + ([f"… and {left_out} more like these"] if left_out > 0 else []))
+    )
 
 
 def _default_name(file: Path) -> str:
     """The config's own name, or its folder's where the file is called what every config is called."""
     stem = file.resolve().parent.name if file.stem in {"config", "batchtune"} else file.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_") or "run"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:90].strip(".-_")
+    return name if is_run_name(name) else f"run-{name}".rstrip("-")
 
 
-def _written_keys(location: tuple[int | str, ...], document: dict[str, Any]) -> tuple[str, ...]:
-    """The part of pydantic's location that the user wrote (it appends the names of union members)."""
+def _written_keys(location: tuple[int | str, ...], document: dict[str, Any], *, missing: bool) -> tuple[str, ...]:
+    """The part of pydantic's location that the user wrote, or should have (it appends the names of union members)."""
     keys: list[str] = []
     at: Any = document
     for part in location:
-        if not isinstance(at, dict):
+        if not isinstance(at, dict) or not (part in at or missing):
             break
         keys.append(str(part))
         at = at.get(part)
@@ -141,11 +153,11 @@ def _line(where: str, file: Path) -> int:
 def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool) -> None:
     section = document
     for key in keys[:-1]:
-        section = section[key]
+        section = section.get(key, {})  # another problem may have taken it out
     if missing:
         section[keys[-1]] = "-"
     else:
-        del section[keys[-1]]
+        section.pop(keys[-1], None)
 
 
 def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
@@ -158,7 +170,8 @@ def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
     if detail["type"] == "missing":
         return f"'{dotted}' is missing; add 'task: model.py' ('batchtune init' writes a template)"
     if detail["type"] == "model_type":
-        return f"{dotted}: should be a section of keys, for example '{dotted}: {{{_children(dotted)[0]}: ...}}'"
+        first = next(iter(_children(dotted)), "min")  # a parameter of `space` has a name of the user's
+        return f"{dotted}: should be a section of keys, for example '{keys[-1]}: {{{first}: ...}}'"
     own = [each for each in details if each["type"] == "value_error"]
     if own:  # ours say more than those of the other kinds that the value might have been
         return f"{dotted}: {own[0]['msg'].removeprefix('Value error, ')}"

@@ -1,15 +1,31 @@
-"""The errors a user can meet: one class for each documented exit code, each able to carry the partial result."""
+"""The errors a user can meet: one class for each exit code, with the result until then, and what no message shows."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from batchtune.results import Result
 
 
+_BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
+_IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
+
+
+def without_passwords(text: str) -> str:
+    """A text in which no URL shows a password."""
+    return _IN_THE_QUERY.sub(r"\1***", _BEFORE_THE_HOST.sub(r"\1***", text))
+
+
+def kind_of(value: object) -> str:
+    """What a value is, with its article: `an int`, `a Tensor`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 class BatchtuneError(Exception):
-    """Base of every error batchtune raises on purpose.
+    """Base of every error batchtune raises on purpose; its message shows no password of a URL.
 
     Attributes:
         exit_code: what the command line exits with.
@@ -18,6 +34,9 @@ class BatchtuneError(Exception):
 
     exit_code: ClassVar[int] = 1
     result: Result | None = None
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_passwords(message))
 
 
 class UsageError(BatchtuneError):

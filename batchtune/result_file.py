@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import shutil
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +13,8 @@ from pydantic import ValidationError
 from batchtune import __version__
 from batchtune.errors import UsageError
 from batchtune.results import SCHEMA_VERSION, Result
+
+MAX_BYTES = 64 << 20  # a result of a thousand trials has some fifteen million
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:
@@ -21,10 +24,14 @@ def load_result(path: str | os.PathLike[str]) -> Result:
         UsageError: there is none, it is not one, or a newer batchtune wrote it.
     """
     file = Path(path)
-    if file.is_dir():
-        file = file / "result.json"
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        if file.is_dir():
+            file = file / "result.json"
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UsageError(f"{file}: larger than {MAX_BYTES >> 20} MiB; this is no result")
+        document = json.loads(content.decode("utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{file}: no such result; run 'batchtune probe' or 'batchtune tune' first") from None
     except OSError as error:
@@ -52,16 +59,15 @@ def load_result(path: str | os.PathLike[str]) -> Result:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces `path` by `text` in one move, so that a reader or a crash never sees half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with temporary.open("x", encoding="utf-8") as stream:  # a new file or none, and as private as the umask has it
+        try:
+            if path.exists():
+                shutil.copymode(path, temporary)
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

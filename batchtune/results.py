@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from batchtune import __version__
 from batchtune.errors import UsageError
@@ -24,7 +24,17 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _writable(value: str) -> str:
+    """Text that any file takes: what Python could not decode (in the name of a file, say) becomes a question mark."""
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+
+
 Figure = Annotated[float | None, BeforeValidator(_finite)]
+Text = Annotated[str, AfterValidator(_writable)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[int, Field(ge=1, lt=2**32)]
+Factor = Annotated[int, Field(ge=1, lt=2**31)]
+Rate = Annotated[float, Field(gt=0)]
 
 
 class Record(BaseModel):
@@ -48,27 +58,27 @@ class Interval(Record):
 class Attempt(Record):
     """One try of one micro-batch size. Peaks count from the moment the task was imported, in bytes."""
 
-    batch_size: int
+    batch_size: Size
     outcome: Outcome
-    steps: int = 0
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    forward_backward_peak_bytes: int | None = Field(
+    steps: Count = 0
+    peak_allocated_bytes: Count | None = None
+    peak_reserved_bytes: Count | None = None
+    forward_backward_peak_bytes: Count | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
     )
-    growth_bytes_per_step: int | None = Field(
+    growth_bytes_per_step: Count | None = Field(
         default=None, description="By how much each step's peak was higher than the one's before; absent if it was not."
     )
     step_seconds: Figure = Field(
         default=None, description="Median optimizer step, device synchronised, warm-up and compilation excluded."
     )
-    recompiles: int | None = Field(
+    recompiles: Count | None = Field(
         default=None, description="Graphs that torch.compile compiled after the first two steps; absent without it."
     )
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
-    message: str | None = Field(default=None, description="Why it did not fit, in one line.")
-    limiting_rank: int | None = Field(
+    message: Text | None = Field(default=None, description="Why it did not fit, in one line.")
+    limiting_rank: Count | None = Field(
         default=None, description="Of several ranks, the one that did not fit; absent where all failed alike."
     )
 
@@ -81,16 +91,16 @@ class Attempt(Record):
 class ThroughputPoint(Record):
     """Training speed at one micro-batch size, with what the device's sensors said while it ran."""
 
-    batch_size: int
+    batch_size: Size
     samples_per_second: float
     step_seconds: float
     gpu_utilization: Figure = Field(default=None, description="Share of time with a kernel running, 0 to 1.")
     memory_controller_utilization: Figure = Field(default=None, description="Share of time memory was read or written.")
-    memory_used_bytes: int | None = None
+    memory_used_bytes: Count | None = None
     power_watts: Figure = None
     temperature_celsius: Figure = None
     joules_per_sample: Figure = None
-    throttle_reasons: list[str] | None = Field(
+    throttle_reasons: list[Text] | None = Field(
         default=None, description="What held the clocks back for at least a tenth of the time; empty: nothing did."
     )
     flops_per_sample: Figure = Field(
@@ -99,7 +109,9 @@ class ThroughputPoint(Record):
         "(what activation checkpointing computes again is counted again).",
     )
     mfu: Figure = Field(default=None, description="Model FLOPs utilisation: share of the device's peak, 0 to 1.")
-    recompiles: int | None = Field(default=None, description="Graphs compiled during the timed steps (left out of it).")
+    recompiles: Count | None = Field(
+        default=None, description="Graphs compiled during the timed steps (left out of it)."
+    )
     processors_used_by_others: Figure = Field(
         default=None, description="Share of the host's processors that other programs used meanwhile, 0 to 1."
     )
@@ -113,7 +125,7 @@ class ThroughputFit(Record):
     saturation_batch_size: Figure = Field(
         default=None, description="alpha / beta: half of the peak speed is reached here."
     )
-    batch_size_within_5_percent: int | None = Field(
+    batch_size_within_5_percent: Size | None = Field(
         default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
     )
 
@@ -121,40 +133,40 @@ class ThroughputFit(Record):
 class LoaderPoint(Record):
     """How fast batches come, at one setting of the data loader."""
 
-    num_workers: int
+    num_workers: Count
     pin_memory: bool = False
     samples_per_second: Figure = Field(default=None, description="Absent where the loader failed; see the message.")
-    message: str | None = None
+    message: Text | None = None
 
 
 class InputPipeline(Record):
     """The training set's loader alone against the training step."""
 
-    batch_size: int
+    batch_size: Size
     loader_samples_per_second: Figure = Field(
         default=None, description="Batches from the training set brought to the device, with the settings chosen."
     )
     step_samples_per_second: float
-    num_workers: int | None = Field(default=None, description="The fewest that keep up, or the fastest if none does.")
+    num_workers: Count | None = Field(default=None, description="The fewest that keep up, or the fastest if none does.")
     pin_memory: bool | None = None
     input_bound: bool | None = Field(default=None, description="Whether the step waits for data at the best setting.")
     measured: list[LoaderPoint] = []
-    verdict: str
-    reason: str = Field(default="", description="Why at this batch size.")
+    verdict: Text
+    reason: Text = Field(default="", description="Why at this batch size.")
 
 
 class DataParallel(Record):
     """Several ranks that train as one: what they are, what limited them, and what their communication costs.
 
-    Times are of one optimizer step at the largest micro-batch size, that of the slowest rank.
+    Times are of one optimizer step at that micro-batch size, those of the slowest rank.
     """
 
-    world_size: int
+    world_size: Factor
     strategy: Literal["ddp", "fsdp"]
-    backend: str
-    batch_size: int = Field(description="Largest micro-batch size, which every rank trains.")
-    global_batch_size: int = Field(description="Micro-batch x accumulation x world size.")
-    limiting_rank: int | None = Field(
+    backend: Text
+    batch_size: Size = Field(description="Micro-batch size of every rank; a probe's is the largest.")
+    global_batch_size: Count = Field(description="Micro-batch x accumulation x world size.")
+    limiting_rank: Count | None = Field(
         default=None, description="The rank that failed at the smallest size that did not fit; absent if all did alike."
     )
     step_seconds: Figure = None
@@ -175,20 +187,20 @@ class DataParallel(Record):
 class ProbeResult(Record):
     """The largest batch that really trains, proven from both sides."""
 
-    precision: str
-    max_batch_size: int | None = None
-    first_failing_batch_size: int | None = None
+    precision: Text
+    max_batch_size: Size | None = None
+    first_failing_batch_size: Size | None = None
     limited_by: Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"] | None = None
-    memory_limit_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
+    memory_limit_bytes: Count | None = None
+    peak_allocated_bytes: Count | None = None
+    peak_reserved_bytes: Count | None = None
     verified_in_fresh_process: bool = False
-    verify_steps: int | None = None
+    verify_steps: Count | None = None
     seconds: float = 0.0
     attempts: list[Attempt] = []
     throughput: list[ThroughputPoint] = []
     throughput_fit: ThroughputFit | None = None
-    gradient_accumulation_steps: int | None = Field(
+    gradient_accumulation_steps: Factor | None = Field(
         default=None, description="Micro-batches per optimizer step in the final check and the timing."
     )
     input_pipeline: InputPipeline | None = None
@@ -197,7 +209,7 @@ class ProbeResult(Record):
     )
 
 
-Value = bool | int | float | str  # of an argument of the user's build_optimizer
+Value = bool | int | float | Text  # of an argument of the user's build_optimizer
 
 
 class CurvePoint(Record):
@@ -207,7 +219,7 @@ class CurvePoint(Record):
     measured_seconds: Figure = Field(
         default=None, description="As the clock had it, where the machine slowed the run and `seconds` leaves that out."
     )
-    samples: int
+    samples: Count
     value: Figure = None
     joules: Figure = Field(
         default=None, description="Energy of the device in training so far; absent where it is not counted."
@@ -217,47 +229,49 @@ class CurvePoint(Record):
 class Trial(Record):
     """One training run of the study."""
 
-    number: int
+    number: Count
     state: Literal["complete", "pruned", "fail", "running", "waiting"]
     role: Literal["baseline", "search", "confirm"] = "search"
     outcome: (
         Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"] | None
     ) = None
-    batch_size: int = Field(description="Global batch size: micro-batch x accumulation x world size.")
-    micro_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    learning_rate: float
-    precision: str
-    optimizer_arguments: dict[str, Value] = Field(
+    batch_size: Size = Field(description="Global batch size: micro-batch x accumulation x world size.")
+    micro_batch_size: Size | None = None
+    gradient_accumulation_steps: Factor | None = None
+    learning_rate: Rate
+    precision: Text
+    optimizer_arguments: dict[Text, Value] = Field(
         default={}, description="What else the study chose for build_optimizer, by the names under `space`."
     )
-    seed: int
+    seed: Count
     time_to_target_seconds: Figure = None
-    samples_to_target: int | None = None
+    samples_to_target: Count | None = None
     energy_to_target_joules: Figure = Field(default=None, description="Of the device, in training only.")
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
-    total_steps: int | None = Field(
+    total_steps: Count | None = Field(
         default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."
     )
-    continues: int | None = Field(default=None, description="The stopped run that this one took up where it was left.")
+    continues: Count | None = Field(
+        default=None, description="The stopped run that this one took up where it was left."
+    )
     curve: list[CurvePoint] = []
-    message: str | None = None
+    message: Text | None = None
 
 
 class RangeTest(Record):
     """A short run in which the learning rate rises from step to step."""
 
-    batch_size: int
+    batch_size: Size
     edge_learning_rate: Figure = Field(
         default=None, description="Where training came apart; absent where it did not up to the highest rate."
     )
     lowest_loss_learning_rate: Figure = Field(
         default=None, description="Where the smoothed loss was least before training came apart."
     )
-    highest_learning_rate: float
-    steps: int
+    highest_learning_rate: Rate
+    steps: Count
     seconds: float
 
 
@@ -267,24 +281,24 @@ class NoiseScale(Record):
     samples: Figure = None
     low: Figure = None
     high: Figure = None
-    batch_sizes: list[int]
-    draws: int
+    batch_sizes: list[Size]
+    draws: Count
     seconds: float
 
 
 class Prior(Record):
     """What the search started from: why these batch sizes and learning rates, and what was measured for that."""
 
-    batch_sizes: list[int]
-    batch_sizes_reason: str
-    learning_rate: float = Field(description="Believed best at `start_batch_size`.")
-    learning_rate_decades: float = Field(description="Standard deviation of that belief.")
-    learning_rate_reason: str
-    start_batch_size: int | None = Field(
+    batch_sizes: list[Size]
+    batch_sizes_reason: Text
+    learning_rate: Rate = Field(description="Believed best at `start_batch_size`.")
+    learning_rate_decades: float = Field(ge=0, le=100, description="Standard deviation of that belief.")
+    learning_rate_reason: Text
+    start_batch_size: Size | None = Field(
         default=None, description="Believed best before the search; absent in results of earlier versions."
     )
-    micro_batch_size: int | None = Field(default=None, description="Chosen for a fixed global batch.")
-    micro_batch_reason: str | None = None
+    micro_batch_size: Size | None = Field(default=None, description="Chosen for a fixed global batch.")
+    micro_batch_reason: Text | None = None
     range_tests: list[RangeTest] = []
     noise_scale: NoiseScale | None = None
     seconds: float = 0.0
@@ -293,10 +307,10 @@ class Prior(Record):
 class Target(Record):
     """The metric value that counts as solved."""
 
-    metric: str
+    metric: Text
     goal: Literal["minimize", "maximize"]
     value: Figure = None
-    reason: str = ""
+    reason: Text = ""
 
 
 class Landscape(Record):
@@ -305,28 +319,60 @@ class Landscape(Record):
     One row for each batch size, one column for each learning rate.
     """
 
-    batch_sizes: list[int] = Field(description="Global batch sizes, ascending.")
-    learning_rates: list[float] = Field(description="Ascending, equal ratios apart.")
+    batch_sizes: list[Size] = Field(description="Global batch sizes, ascending.")
+    learning_rates: list[Rate] = Field(description="Ascending, equal ratios apart.")
     median_seconds: list[list[float]] = Field(description="Predicted time to target.")
     low_seconds: list[list[float]] = Field(description="Lower bound of the prediction's band.")
     high_seconds: list[list[float]] = Field(description="Upper bound of the prediction's band.")
     band: float = Field(description="Share of the belief that lies between the bounds.")
-    runs: int = Field(
+    runs: Count = Field(
         description="Runs of the study that it is fitted to, whatever their precision and other settings."
     )
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        tables = (self.median_seconds, self.low_seconds, self.high_seconds)
+        shape = [len(self.learning_rates)] * len(self.batch_sizes)
+        if any([len(row) for row in table] != shape for table in tables):
+            raise ValueError("should have a row for each batch size and a column for each learning rate")
+        return self
+
+
+class ScalingPoint(Record):
+    """What to train with on so many ranks, its batch size and learning rate having reached the target on one."""
+
+    world_size: Factor
+    global_batch_size: Size
+    micro_batch_size: Size = Field(description="Of each rank.")
+    gradient_accumulation_steps: Size
+    learning_rate: Rate | None = None
+    precision: Text
+    optimizer_arguments: dict[Text, Value] = {}
+    step_seconds: float = Field(description="Of an optimizer step, by the fitted step time and the communication.")
+    time_to_target_seconds: Interval = Field(
+        description="Of an estimate, the interval over seeds, widened by the error of the fitted step time."
+    )
+    is_estimate: bool = Field(description="Whether nothing has trained to the target on so many ranks.")
+
+
+class Scaling(Record):
+    """What several ranks would make of the recommendation."""
+
+    measured: DataParallel = Field(description="The ranks whose steps were timed, with the recommended batch.")
+    points: list[ScalingPoint] = Field(description="By world size; one that no batch divides by is left out.")
 
 
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
-    micro_batch_size: int
-    gradient_accumulation_steps: int = 1
-    world_size: int = 1
-    global_batch_size: int
-    learning_rate: float | None = None
-    precision: str
-    optimizer_arguments: dict[str, Value] = {}
-    total_steps: int | None = Field(default=None, description="The horizon to give to the learning rate's scheduler.")
+    micro_batch_size: Size
+    gradient_accumulation_steps: Factor = 1
+    world_size: Factor = 1
+    global_batch_size: Count
+    learning_rate: Rate | None = None
+    precision: Text
+    optimizer_arguments: dict[Text, Value] = {}
+    total_steps: Count | None = Field(default=None, description="The horizon to give to the learning rate's scheduler.")
     time_to_target_seconds: Interval | None = None
     energy_to_target_joules: Interval | None = None
     value: Interval | None = Field(default=None, description="The metric reached within budget.run (best_metric).")
@@ -334,57 +380,58 @@ class Recommendation(Record):
     energy_saving_over_baseline: Interval | None = Field(
         default=None, description="The baseline's joules until the target over these (energy_to_target)."
     )
-    reason: str
+    scaling: Scaling | None = Field(default=None, description="Where there are several devices: more ranks' times.")
+    reason: Text
 
 
 class Estimate(Record):
     """A calculated answer to the memory question: never measured, always with its confidence."""
 
-    gpu: str
-    memory_bytes: int
-    precision: str
-    max_batch_size: int | None = None
-    safe_max_batch_size: int | None = None
-    expandable_segments_max_batch_size: int | None = None
+    gpu: Text
+    memory_bytes: Count
+    precision: Text
+    max_batch_size: Count | None = None
+    safe_max_batch_size: Count | None = None
+    expandable_segments_max_batch_size: Count | None = None
     limited_by: Literal["memory", "max"] | None = Field(
         default=None, description="max: larger batches were not looked at; the size is at least the one given."
     )
-    peak_bytes: int | None = None
+    peak_bytes: Count | None = None
     samples_per_second: Figure = Field(default=None, description="A roofline: real training stays below it.")
     samples_per_joule: Figure = Field(default=None, description="The same at the most the board may draw.")
-    confidence: str | None = None
-    notes: list[str] = []
+    confidence: Text | None = None
+    notes: list[Text] = []
 
 
 class Holder(Record):
     """A part of the model, and the line of code, whose activations are alive at the peak."""
 
-    module: str = Field(description="Its path in the model, numbers replaced by *; `compute_loss` outside of it.")
-    line: str | None = Field(default=None, description="file:line of the innermost code that is not torch's.")
-    activation_bytes: int
+    module: Text = Field(description="Its path in the model, numbers replaced by *; `compute_loss` outside of it.")
+    line: Text | None = Field(default=None, description="file:line of the innermost code that is not torch's.")
+    activation_bytes: Count
 
 
 class Moment(Record):
     """Memory in use at one point of a training step."""
 
-    moment: str = Field(description="build, or forward, backward or optimizer with the number of the step.")
-    allocated_bytes: int
+    moment: Text = Field(description="build, or forward, backward or optimizer with the number of the step.")
+    allocated_bytes: Count
 
 
 class MemoryDetail(Record):
     """Where the memory of a training step goes at its estimated peak: calculated, like the estimate it belongs to."""
 
-    precision: str
-    batch_size: int = Field(description="The largest that fits on the roomiest GPU asked about, or 1.")
-    peak_allocated_bytes: int
-    parameters_bytes: int = 0
-    gradients_bytes: int = 0
-    optimizer_states_bytes: int = 0
-    activations_bytes: int = 0
-    temporaries_bytes: int = 0
-    peak_moment: str
-    peak_module: str | None = Field(default=None, description="Whose forward runs at the peak, where one does.")
-    peak_operator: str
+    precision: Text
+    batch_size: Size = Field(description="The largest that fits on the roomiest GPU asked about, or 1.")
+    peak_allocated_bytes: Count
+    parameters_bytes: Count = 0
+    gradients_bytes: Count = 0
+    optimizer_states_bytes: Count = 0
+    activations_bytes: Count = 0
+    temporaries_bytes: Count = 0
+    peak_moment: Text
+    peak_module: Text | None = Field(default=None, description="Whose forward runs at the peak, where one does.")
+    peak_operator: Text
     holders: list[Holder] = Field(default=[], description="What holds the most activations at the peak, largest first.")
     curve: list[Moment] = Field(default=[], description="Over two optimizer steps.")
 
@@ -392,59 +439,59 @@ class MemoryDetail(Record):
 class DeviceProcess(Record):
     """A process that holds memory of the device."""
 
-    pid: int = Field(description="As the driver counts them, outside of containers.")
-    memory_bytes: int | None = None
+    pid: Count = Field(description="As the driver counts them, outside of containers.")
+    memory_bytes: Count | None = None
 
 
 class Environment(Record):
     """Where the figures were measured."""
 
-    device: str
-    device_type: str | None = Field(default=None, description="As torch names it: cuda, cpu, mps, …")
-    device_memory_bytes: int | None = None
-    device_memory_free_bytes: int | None = Field(default=None, description="Free when the work began.")
-    device_memory_free_after_bytes: int | None = Field(default=None, description="Free when it was done.")
+    device: Text
+    device_type: Text | None = Field(default=None, description="As torch names it: cuda, cpu, mps, …")
+    device_memory_bytes: Count | None = None
+    device_memory_free_bytes: Count | None = Field(default=None, description="Free when the work began.")
+    device_memory_free_after_bytes: Count | None = Field(default=None, description="Free when it was done.")
     other_processes: list[DeviceProcess] | None = Field(
         default=None, description="Who else held memory of the device when the work began."
     )
-    torch: str | None = None
-    cuda: str | None = None
-    driver: str | None = None
-    allocator_conf: str | None = None
-    python: str | None = None
-    platform: str | None = None
-    cpu_count: int | None = None
+    torch: Text | None = None
+    cuda: Text | None = None
+    driver: Text | None = None
+    allocator_conf: Text | None = None
+    python: Text | None = None
+    platform: Text | None = None
+    cpu_count: Count | None = None
 
 
 class TaskInfo(Record):
     """Which task was measured, and the hash of its file."""
 
-    path: str
-    sha256: str | None = None
-    optimizer: str | None = Field(default=None, description="Class of what build_optimizer makes.")
+    path: Text
+    sha256: Text | None = None
+    optimizer: Text | None = Field(default=None, description="Class of what build_optimizer makes.")
 
 
 class Failure(Record):
     """Why a run did not complete."""
 
-    exit_code: int
-    message: str
+    exit_code: Count
+    message: Text
 
 
 class Result(Record):
     """The document that every command prints with --json and keeps as result.json."""
 
-    schema_: str = Field(
+    schema_: Text = Field(
         default=f"batchtune.result/{SCHEMA_VERSION}", alias="schema", pattern=r"^batchtune\.result/\d+$"
     )
     kind: Literal["probe", "tune", "estimate"]
     status: Literal["complete", "interrupted", "failed"]
-    name: str = ""
-    batchtune_version: str = __version__
-    created_at: str = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    name: Text = ""
+    batchtune_version: Text = __version__
+    created_at: Text = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     environment: Environment | None = None
     task: TaskInfo
-    warnings: list[str] = []
+    warnings: list[Text] = []
     error: Failure | None = None
     probe: ProbeResult | None = None
     probes: list[ProbeResult] | None = Field(

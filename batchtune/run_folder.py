@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from batchtune.config import is_run_name
 from batchtune.errors import UsageError
 from batchtune.result_file import write_atomically
 from batchtune.results import Attempt, Result
@@ -56,12 +57,22 @@ class RunFolder:
                 ) from None
         lock.truncate(0)
         with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         self._lock = lock
-        if fresh:
-            for name in _OURS:
+        try:
+            self._clear(fresh=fresh)
+        except OSError as error:
+            self.close()
+            raise _not_written(self.path, error) from None
+
+    def _clear(self, *, fresh: bool) -> None:
+        """Takes away what killed processes left half done, and all that runs write where this one starts over."""
+        for name in _OURS:
+            for half in self.path.glob(f".{name}.*.tmp"):
+                half.unlink(missing_ok=True)
+            if fresh:
                 (self.path / name).unlink(missing_ok=True)
+        cut_to_whole_lines(self.path / "attempts.jsonl")
 
     def close(self) -> None:
         """Draws the report of the result as it is now, and lets another process have the folder."""
@@ -85,7 +96,7 @@ class RunFolder:
         file = self.path / "identity.json"
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             before = None
         now = json.loads(json.dumps(identity))
         if isinstance(before, dict):
@@ -113,13 +124,13 @@ class RunFolder:
             raise _not_written(file, error) from None
 
     def attempts(self) -> Iterator[dict[str, Any]]:
-        """The attempts of earlier starts; a last line cut off by a crash is passed over."""
+        """The attempts of earlier starts; a line that is none, cut off by a crash for one, is passed over."""
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     entry = json.loads(line)
-                    if isinstance(entry, dict):
-                        yield entry
+                    Attempt.model_validate(entry)
+                    yield entry
 
     def write(self, name: str, text: str) -> None:
         """Replaces one file of the folder.
@@ -145,12 +156,30 @@ class RunFolder:
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
 
 
+def cut_to_whole_lines(file: Path) -> None:
+    """Takes away the end of a file of JSON objects, a line each, that a crash left cut off or garbled.
+
+    Whoever adds a line would otherwise add it to half of another.
+    """
+    content = file.read_bytes() if file.exists() else b""
+    end = content.rfind(b"\n") + 1
+    while end > 0:
+        begin = content.rfind(b"\n", 0, end - 1) + 1
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(content[begin:end]), dict):
+                break
+        end = begin
+    if end < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(end)
+
+
 def find_run(run: str | None, root: Path = ROOT) -> Path:
     """The result that a person means by a run's name, a folder or a file; by nothing, the newest."""
     if run is None:
         return latest_run(root)
     named = root / run
-    return named if (named / "result.json").is_file() else Path(run)
+    return named if is_run_name(run) and (named / "result.json").is_file() else Path(run)
 
 
 def latest_run(root: Path = ROOT) -> Path:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without_passwords
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,8 +156,7 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit from None
     except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
-        if debug:
-            traceback.print_exc()
+        _show_traceback(debug=debug)
         _complain(_bug(f"{type(error).__name__}: {error}"))
         raise typer.Exit(BatchtuneError.exit_code) from None
 
@@ -180,8 +179,7 @@ def _worth_showing(result: Result) -> bool:
 
 
 def _explain(error: BatchtuneError, *, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
+    _show_traceback(debug=debug)
     frames = getattr(error, "frames", "")
     if frames:
         sys.stderr.write(frames.rstrip() + "\n")
@@ -196,8 +194,13 @@ def _bug(what: str) -> str:
     return f"this is a bug in batchtune: {what}\n{remedy}"
 
 
+def _show_traceback(*, debug: bool) -> None:
+    if debug:
+        sys.stderr.write(without_passwords(traceback.format_exc()))
+
+
 def _complain(message: str) -> None:
-    sys.stderr.write(f"batchtune: {message}\n")
+    sys.stderr.write(f"batchtune: {without_passwords(message)}\n")
     sys.stderr.flush()
 
 
@@ -209,9 +212,9 @@ def _console(*, stderr: bool = False) -> Console:
 
 def _check_writable(path: Path) -> None:
     """Opens the output file before the work starts; what it holds stays until there is a result."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return  # a pipe or a device: to open it is to use it
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return  # a pipe or a device: to open it is to use it
         existed = path.exists()
         with path.open("ab"):
             pass

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 100_000
 MAX_DEPTH = 50
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -92,6 +92,8 @@ def _construct(
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
         key_line = key_node.start_mark.line + 1
         dotted = f"{at}.{key}" if at else key
+        if not key.isprintable():
+            problems.append((key_line, f"key {key[:60]!r} has characters that cannot be shown; remove them"))
         if key in mapping:
             problems.append((key_line, f"key '{dotted}' stands twice (first in line {lines[dotted]}); remove one"))
         lines.setdefault(dotted, key_line)

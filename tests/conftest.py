@@ -257,3 +257,31 @@ def invoke(monkeypatch):
     yield lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+class Survived:
+    """The table of hostile input that the long tests leave behind: each takes its own row anew."""
+
+    file = ROOT / "tests" / "benchmarks" / "results" / "bad_input.md"
+
+    def take(self, after: str, *cells: object) -> None:
+        """Puts a row below the heading of a table, in the place of the one with the same first cell.
+
+        Args:
+            after: how the table's first line begins.
+            *cells: of the row.
+        """
+        with self.file.open("r+", encoding="utf-8") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # several parts may run at once
+            lines = [line for line in stream.read().splitlines() if not line.startswith(f"| {cells[0]} |")]
+            heading = next(number for number, line in enumerate(lines) if line.startswith(after))
+            end = next((n for n in range(heading, len(lines)) if not lines[n].startswith("|")), len(lines))
+            lines.insert(end, f"| {' | '.join(map(str, cells))} |")
+            stream.seek(0)
+            stream.truncate()
+            stream.write("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def survived() -> Survived:
+    return Survived()

@@ -6,12 +6,14 @@ import os
 import pty
 import re
 import signal
+import sys
 
 import jsonschema
 import pytest
 import yaml
 
 import batchtune
+from batchtune.__main__ import main
 from batchtune.results import result_schema as result_schema_of_the_package
 
 COMMANDS = ("init", "probe", "tune", "report", "env", "schema")
@@ -442,6 +444,20 @@ def compute_loss(model, batch):
         time.sleep(60)
     return nn.functional.mse_loss(model(points), values)
 """
+
+
+def test_ctrl_c_while_the_command_line_is_loaded_ends_as_any_other(monkeypatch, capsys):
+    class CtrlC:
+        def find_spec(self, name, *_):
+            if name == "batchtune.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "batchtune.cli")
+    monkeypatch.setattr(sys, "meta_path", [CtrlC(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])

@@ -155,19 +155,49 @@ def test_the_known_keys_are_sections_and_leaves():
     assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys
 
 
+def test_the_password_of_a_storage_is_kept_and_not_shown():
+    config = Config(task="model.py", storage="mysql://you:secret@host/studies")
+    assert yaml.safe_load(config.to_yaml())["storage"] == "mysql://you:***@host/studies"
+    assert config.storage == "mysql://you:secret@host/studies"
+
+
 @pytest.mark.parametrize(
-    ("storage", "shown"),
+    "name",
     [
-        ("postgresql+psycopg://you:secret@host:5432/studies", "postgresql+psycopg://you:***@host:5432/studies"),
-        ("mysql://you:p@ss:w@host/studies", "mysql://you:***@host/studies"),
-        ("postgresql://you@host/studies", "postgresql://you@host/studies"),
-        ("sqlite:///a:b.db", "sqlite:///a:b.db"),
+        "../../x",
+        "..",
+        ".",
+        "/etc",
+        "a/b",
+        "a\\b",
+        "C:x",
+        "\0",
+        "a\0b",
+        "a" * 101,
+        "CON",
+        "nul",
+        "aux.txt",
+        "Com1",
+        "a.",
+        " a",
+        "-a",
+        "ü",
     ],
 )
-def test_the_password_of_a_storage_is_not_shown(storage, shown):
-    config = Config(task="model.py", storage=storage)
-    assert yaml.safe_load(config.to_yaml())["storage"] == shown
-    assert config.storage == storage
+def test_a_name_that_could_leave_the_run_folder_or_is_none_elsewhere_is_refused(name):
+    with pytest.raises(ValidationError, match="cannot name a run folder"):
+        Config(task="model.py", name=name)
+
+
+@pytest.mark.parametrize("name", ["digits", "a" * 100, "console", "nul-1", "1", "a.b_c-d", "com10"])
+def test_a_name_of_letters_digits_dots_and_dashes_is_taken(name):
+    assert Config(task="model.py", name=name).name == name
+
+
+@pytest.mark.parametrize("task", ["a\0.py", "a\nb.py", "\x1b[31m.py"])
+def test_a_task_whose_name_cannot_be_shown_is_refused(task):
+    with pytest.raises(ValidationError, match="cannot name a task"):
+        Config(task=task)
 
 
 @pytest.mark.parametrize("workers", [2, "auto"])

@@ -52,8 +52,9 @@ def test_the_run_is_named_by_the_file_or_by_its_folder(load, tmp_path):
     assert load("task: model.py\nname: mine").name == "mine"
     (tmp_path / "my study (2).yaml").write_text("task: model.py")
     assert load_config(tmp_path / "my study (2).yaml", environment={}).name == "my-study-2"
-    (tmp_path / "ü.yaml").write_text("task: model.py")
-    assert load_config(tmp_path / "ü.yaml", environment={}).name == "run"
+    for stem, name in {"ü": "run", "con": "run-con", "x" * 240: "x" * 90}.items():
+        (tmp_path / f"{stem}.yaml").write_text("task: model.py")
+        assert load_config(tmp_path / f"{stem}.yaml", environment={}).name == name
 
 
 class TestPrecedence:
@@ -133,6 +134,13 @@ class TestProblems:
         (line,) = problems("task: m.py\nbatch_size.min: 3")
         assert line == "config.yaml:2: unknown key 'batch_size.min'; write a section, 'batch_size: {min: ...}'"
 
+    def test_a_further_argument_to_search_that_says_nothing_is_told_what_it_lacks(self, problems):
+        (line,) = problems("task: m.py\nspace:\n  decay:")
+        assert line == "config.yaml:3: space.decay: should be a section of keys, for example 'decay: {min: ...}'"
+
+    def test_two_problems_in_one_place_are_both_told(self, problems):
+        assert len(problems("task: m.py", "space={'': {'': 1}}")) == 2
+
     def test_a_switch_is_no_number(self, problems):
         assert problems("task: m.py\nbatch_size: {max: true}") == [
             "config.yaml:2: batch_size.max: should be a number, not true"
@@ -159,6 +167,35 @@ class TestProblems:
     def test_an_argument_without_key_or_value_is_explained(self, problems, text):
         assert "is not of the form key=value, for example budget.total=5m" in problems("task: m.py", text)[0]
 
+    def test_an_argument_of_bytes_that_are_no_text_is_explained(self, problems):
+        assert "is not of the form key=value" in problems("task: m.py", "\udcff=5")[0]
+        assert problems("task: m.py", "name=\udcff")[0].startswith("'name=\udcff': not valid YAML: ")
+
+    def test_a_key_that_cannot_be_shown_is_told_with_its_line(self, problems):
+        assert problems('task: m.py\n"\\uD800": 1') == [
+            "config.yaml:2: key '\\ud800' has characters that cannot be shown; remove them"
+        ]
+
+    @pytest.mark.parametrize("key", ["storage", "memory.limit", "objective.target", "batch_size.max"])
+    @pytest.mark.parametrize("value", ["[]", "{}", "[[1]]", "{x: {}}"])
+    def test_a_list_or_section_in_the_place_of_a_value_is_told_by_its_key(self, problems, key, value):
+        (line,) = problems("task: m.py", f"{key}={value}")
+        assert f"': {key}: " in line
+
+    def test_no_more_problems_are_told_than_anybody_reads(self, problems):
+        found = problems("task: m.py\n" + "".join(f"k{number}: 1\n" for number in range(500)))
+        assert len(found) == 51
+        assert found[-1] == "… and 450 more like these"
+
+    def test_a_password_on_the_command_line_is_told_to_nobody(self, problems):
+        for text in ("storge=mysql://you:secret@host", "mysql://you:secret@host", "storage=[mysql://you:secret@host]"):
+            (line,) = problems("task: m.py", text)
+            assert "mysql://you:***@host" in line
+            assert "secret" not in line
+        assert problems("task: m.py", "storage=you:secret@host") == [
+            "'storage=…': storage: is not a database's URL; write postgresql+psycopg://you:***@host:5432/studies"
+        ]
+
     def test_an_absurd_number_is_told_in_one_short_line(self, problems):
         for value in ("9" * 390, "9" * 390 + "GB", "1e999"):
             (line,) = problems(f"task: m.py\nmemory: {{limit: {value}}}")
@@ -183,6 +220,10 @@ class TestUnreadableFiles:
     def test_a_folder_is_no_file(self, tmp_path):
         with pytest.raises(UsageError, match="cannot be read: Is a directory"):
             load_config(tmp_path)
+
+    def test_a_file_without_end_is_not_read_to_it(self):
+        with pytest.raises(UsageError, match=r"^/dev/zero:1: longer than 100,000 characters; this is no configuration"):
+            load_config("/dev/zero")
 
     def test_a_binary_file_is_no_text(self, tmp_path):
         (tmp_path / "model.pt").write_bytes(b"\x80\x02\xff\xfe")

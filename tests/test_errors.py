@@ -24,3 +24,37 @@ def test_every_error_has_its_exit_code_and_says_what_it_was_told(kind, code):
 
 def test_an_error_of_the_users_code_carries_their_frames():
     assert errors.UserCodeError("compute_loss raised", 'File "model.py"').frames == 'File "model.py"'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql+psycopg://you:secret@host:5432/studies", "postgresql+psycopg://you:***@host:5432/studies"),
+        ("mysql://you:p@ss:w@host/studies", "mysql://you:***@host/studies"),
+        ("mysql://you:a/b@host/studies", "mysql://you:***@host/studies"),  # SQLAlchemy takes this for a password
+        ("mysql://:secret@host/studies", "mysql://:***@host/studies"),
+        (
+            "postgresql://host/studies?user=you&Password=secret&sslmode=on",
+            "postgresql://host/studies?user=you&Password=***&sslmode=on",
+        ),
+        ("'storage=mysql://you:secret@host' is wrong", "'storage=mysql://you:***@host' is wrong"),
+        ("postgresql://you@host/studies", "postgresql://you@host/studies"),
+        ("postgresql://host:5432/studies", "postgresql://host:5432/studies"),
+        ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
+        ("see https://example.org/a?b=c: you@example.org", "see https://example.org/a?b=c: you@example.org"),
+    ],
+)
+def test_no_password_of_a_url_is_shown(text, shown):
+    assert errors.without_passwords(text) == shown
+    assert str(errors.UsageError(text)) == shown
+
+
+def test_a_text_made_to_take_long_does_not():
+    assert len(errors.without_passwords("://a:" * 20_000)) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")]
+)
+def test_a_kind_of_value_has_its_article(value, kind):
+    assert errors.kind_of(value) == kind

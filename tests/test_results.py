@@ -16,6 +16,7 @@ from batchtune.results import (
     Attempt,
     CurvePoint,
     Environment,
+    Failure,
     Interval,
     ProbeResult,
     Result,
@@ -140,6 +141,44 @@ def test_what_is_no_json_is_named(tmp_path, content):
         load_result(tmp_path / "x.json")
 
 
+def test_a_file_too_large_to_be_a_result_is_not_read(tmp_path):
+    with (tmp_path / "x.json").open("wb") as stream:
+        stream.truncate(10 << 30)
+    with pytest.raises(UsageError, match=r"x\.json: larger than 64 MiB; this is no result"):
+        load_result(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "told"),
+    [
+        ("probe.attempts.0.batch_size", 0, "greater than or equal to 1"),
+        ("probe.attempts.0.batch_size", 10**30, "less than"),
+        ("probe.peak_reserved_bytes", -1, "greater than or equal to 0"),
+        ("trials.0.learning_rate", 0.0, "greater than 0"),
+        ("prior.learning_rate_decades", 1e300, "less than or equal to 100"),
+        ("landscape.median_seconds", [[1.0]], "a row for each batch size and a column for each learning rate"),
+        ("landscape.batch_sizes", [], "a row for each batch size and a column for each learning rate"),
+    ],
+)
+def test_a_figure_that_nothing_could_have_measured_is_refused_by_its_key(written, place, wrong, told):
+    *parents, last = place.split(".")
+    document = section = json.loads(json.dumps(documents.DOCUMENTS["tune"]))
+    for key in parents:
+        section = section[int(key) if key.isdigit() else key]
+    section[last] = wrong
+    with pytest.raises(
+        UsageError, match=rf"result\.json: {place.removesuffix('.median_seconds').removesuffix('.batch_sizes')}.*{told}"
+    ):
+        load_result(written(**document))
+
+
+def test_what_no_text_can_hold_is_a_question_mark():
+    failed = Failure(exit_code=3, message="no file '\udcff.png' – €")
+    document = Result(kind="probe", status="failed", task=TaskInfo(path="\ud800.py"), error=failed)
+    assert json.loads(document.to_json())["error"]["message"] == "no file '?.png' – €"
+    assert document.task.path == "?.py"
+
+
 def test_a_damaged_document_names_the_first_wrong_key(written):
     with pytest.raises(UsageError, match=r"result.json: status: Input should be .* \(1 problem"):
         load_result(written(status="fine"))
@@ -185,6 +224,20 @@ class TestWriteAtomically:
         write_atomically(tmp_path / "result.json", "{}")
         modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
         assert len(modes) == 1
+
+    @pytest.mark.parametrize("umask", [0o022, 0o077])
+    def test_it_is_as_private_as_the_umask_has_it(self, tmp_path, umask):
+        before = os.umask(umask)
+        try:
+            write_atomically(tmp_path / "result.json", "{}")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "result.json").stat().st_mode) == 0o666 & ~umask
+
+    def test_a_file_that_was_private_stays_so(self, tmp_path):
+        (tmp_path / "result.json").touch(mode=0o600)
+        write_atomically(tmp_path / "result.json", "{}")
+        assert stat.S_IMODE((tmp_path / "result.json").stat().st_mode) == 0o600
 
     @pytest.mark.parametrize("step", ["fsync", "replace"])
     def test_a_failure_leaves_the_old_file_and_no_other(self, tmp_path, monkeypatch, step):

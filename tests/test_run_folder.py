@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from batchtune.errors import UsageError
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, Result, TaskInfo
-from batchtune.run_folder import RunFolder, latest_run
+from batchtune.run_folder import RunFolder, find_run, latest_run
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 
@@ -50,6 +51,16 @@ def test_it_is_free_again_after_its_process_was_killed(tmp_path):
     folder = RunFolder("digits", tmp_path)
     folder.open(fresh=False)
     folder.close()
+
+
+def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path):
+    folder.close()
+    (folder.path / ".result.json.k1ll3d.tmp").write_text('{"schema": "batch')
+    (folder.path / ".notes.tmp").write_text("mine")
+    again = RunFolder("digits", tmp_path / "runs")
+    again.open(fresh=False)
+    again.close()
+    assert sorted(path.name for path in folder.path.iterdir()) == [".notes.tmp", "lock"]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -118,6 +129,24 @@ class TestAttempts:
         folder.append_attempt(Attempt(batch_size=4, outcome="oom"))
         assert [each["batch_size"] for each in folder.attempts()] == [1, 4]
 
+    @pytest.mark.parametrize("line", ["{}", '{"batch_size": 0, "outcome": "fit"}', "[" * 100_000, '{"outcome": "fit"}'])
+    def test_a_line_that_is_no_attempt_is_passed_over(self, folder, line):
+        (folder.path / "attempts.jsonl").write_text(line + "\n")
+        assert list(folder.attempts()) == []
+
+    @pytest.mark.parametrize("tail", [b'{"batch_size": 2, "outc', b"\x00\x00\x00", b'{"half": \n'])
+    def test_an_attempt_after_a_crash_is_not_added_to_half_a_line(self, folder, tmp_path, tail):
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        folder.close()
+        with (folder.path / "attempts.jsonl").open("ab") as stream:
+            stream.write(tail)
+        again = RunFolder("digits", tmp_path / "runs")
+        again.open(fresh=False)
+        again.append_attempt(Attempt(batch_size=4, outcome="oom"))
+        again.close()
+        assert [each["batch_size"] for each in again.attempts()] == [1, 4]
+        assert tail not in (folder.path / "attempts.jsonl").read_bytes()
+
     def test_there_are_none_in_a_new_folder(self, folder):
         assert list(folder.attempts()) == []
 
@@ -136,6 +165,21 @@ def test_a_full_disk_is_told_in_one_line(folder, monkeypatch):
         folder.write_result(RESULT)
 
 
+def test_a_full_disk_does_not_keep_a_folder_from_being_closed(folder, tmp_path, monkeypatch):
+    folder.close()
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    again = RunFolder("digits", tmp_path / "runs")
+    with monkeypatch.context() as now:
+        now.setattr(os, "write", no_space)
+        again.open(fresh=False)
+        with pytest.raises(UsageError, match="process unknown is running in it"):
+            RunFolder("digits", tmp_path / "runs").open(fresh=False)
+        again.close()
+
+
 def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):
     for age, name in ((30, "a"), (10, "b"), (20, "c")):
         (tmp_path / name).mkdir()
@@ -148,3 +192,28 @@ def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):
 def test_without_a_run_the_commands_that_make_one_are_named(tmp_path):
     with pytest.raises(UsageError, match="run 'batchtune probe' or 'batchtune tune' first"):
         latest_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "../../runs/../secret", "digits/../../secret"])
+def test_a_run_s_name_does_not_lead_out_of_the_folder_of_runs(tmp_path, name):
+    for place in ("runs/digits", "secret"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "result.json").write_text(RESULT.to_json())
+    assert find_run("digits", tmp_path / "runs") == tmp_path / "runs" / "digits"
+    assert find_run(name, tmp_path / "runs") == Path(name)  # a path as any other, from the current folder
+
+
+def test_what_a_run_leaves_is_as_private_as_the_umask_has_it(tmp_path):
+    before = os.umask(0o077)
+    try:
+        folder = RunFolder("digits", tmp_path / "runs")
+        folder.open(fresh=False)
+        folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+        folder.check_identity({"seed": 0})
+        folder.write_result(RESULT)
+        folder.close()
+    finally:
+        os.umask(before)
+    left = [path for path in (tmp_path / "runs").rglob("*") if path.stat().st_mode & 0o077]
+    assert left == []
+    assert {path.name for path in folder.path.iterdir()} >= {"attempts.jsonl", "identity.json", "result.json", "lock"}

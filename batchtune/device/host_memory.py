@@ -116,6 +116,11 @@ class HostMemory:
 
     def _warm_up(self) -> None:
         """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
+        with torch.enable_grad(), torch.device("cpu"):  # whatever the user's code has made the default
+            self._step_of_a_small_model()
+        self.release()
+
+    def _step_of_a_small_model(self) -> None:
         layers = torch.nn.Sequential(
             torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
         )
@@ -125,8 +130,6 @@ class HostMemory:
             torch.nn.functional.cross_entropy(layers(images), torch.zeros(256, dtype=torch.long)).backward()
         optimizer.step()
         torch.save(optimizer.state_dict(), io.BytesIO())
-        del layers, optimizer, images
-        self.release()
 
     def reset_peaks(self) -> None:
         try:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchtune.errors import UserCodeError
+from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.probe.curve import SECONDS_PER_POINT
 from batchtune.progress import Observer
 from batchtune.results import Attempt, DataParallel, ThroughputPoint
-from batchtune.train.worker import Worker, WorkerLost
+from batchtune.train.ranks import RankGroup
+from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+
+TIMEOUT_SECONDS = 120.0  # without a sign of life
 
 Times = dict[str, float | None]
 
@@ -36,6 +39,41 @@ def measure_times(worker: Worker, observer: Observer, **arguments: Any) -> Times
         "apart": seconds("without communication", communicate=False),
         "alone": seconds("of one rank alone", communicate=False, first_rank_alone=True),
     }
+
+
+def time_group(
+    settings: WorkerSettings,
+    world_size: int,
+    batch_size: int,
+    accumulation_steps: int,
+    precision: str,
+    observer: Observer,
+) -> DataParallel | None:
+    """The record of ranks that are started to be timed and nothing else; None where they could not be.
+
+    Args:
+        settings: of a child alone; its device names a kind.
+        world_size: number of ranks.
+        batch_size: micro-batch size of each.
+        accumulation_steps: micro-batches of one optimizer step.
+        precision: one of those of `settings`.
+        observer: told what could not be measured.
+    """
+    with RankGroup(settings, world_size, "ddp", observer.printed) as group:
+        try:
+            facts = group.start()
+        except BatchtuneError as error:
+            observer.note(f"no step times of {world_size} ranks: {error}")
+            return None
+        times = measure_times(
+            group,
+            observer,
+            batch_size=batch_size,
+            accumulation_steps=accumulation_steps,
+            precision=precision,
+            timeout=TIMEOUT_SECONDS,
+        )
+    return data_parallel(facts, batch_size, accumulation_steps, None, times) if times["together"] else None
 
 
 def data_parallel(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from batchtune.report.export import SNIPPETS
 from batchtune.report.markup import Markup, facts, tag
 from batchtune.report.page_answer import answer
-from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, trials
+from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
 from batchtune.report.pick import estimate_notes, probes_of
 from batchtune.report.units import duration, size
 from batchtune.results import ProbeResult, Result
@@ -65,6 +65,8 @@ def sections(result: Result, figures: dict[str, Markup]) -> Iterator[Markup | No
     noted = tag("ul", *(tag("li", note) for note in estimate_notes(result.estimates or [])))
     yield _section("Estimates", estimates(result), noted) if result.estimates else None
     yield _section("Memory", memory_details(result), holders(result)) if result.details else None
+    several = scaling(result)
+    yield _section("Several devices", several) if several else None
     yield _section("Runs", trials(result)) if result.trials else None
     tried = [attempts(probe) for probe in probes_of(result) if probe.attempts]
     yield _section("Attempts", *tried) if tried else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from batchtune.report.markup import Markup, table, tag
 from batchtune.report.pick import estimated, is_of, named_values, probes_of
 from batchtune.report.units import duration, number, share, size
+from batchtune.report.wording import expected_times, ranks
 from batchtune.results import ProbeResult, Result, Trial
 
 _Cell = object
@@ -63,6 +64,16 @@ def _run(trial: Trial) -> list[_Cell]:
         tag("span", trial.outcome or trial.state, class_=f"outcome {trial.outcome or trial.state}"),
         ", ".join(filter(None, [named_values(trial.optimizer_arguments), trial.message])) or "-",
     ]
+
+
+def scaling(result: Result) -> Markup | None:
+    """What several ranks would take, and which were timed for that."""
+    found = result.recommendation.scaling if result.recommendation else None
+    if found is None:
+        return None
+    columns = expected_times(found)
+    rows: list[list[_Cell]] = [list(row) for row in zip(*columns.values(), strict=True)]
+    return table([(name, bool(name)) for name in columns], rows, caption=f"Timed: {ranks(found.measured)}")
 
 
 def attempts(probe: ProbeResult) -> Markup:

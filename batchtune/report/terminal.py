@@ -90,12 +90,16 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
         for probe in probes:
             tables += [text_tables.throughput(probe)] if probe.throughput else []
             tables += [text_tables.attempts(probe)] if probe.attempts else []
+    more = result.recommendation.scaling if result.recommendation else None
+    tables += [text_tables.scaling(more)] if more else []
     tables += [text_tables.trials(result)] if result.trials else []
     tables += [text_tables.estimates(result)] if result.estimates else []
     tables += [text_tables.memory_details(result)] if result.details else []
     for table in tables:
         yield ""
         yield table
+    if more is not None:
+        yield Text.assemble(("ranks timed ", "bold"), ranks(more.measured))
     yield from (Text(text_tables.held_most(row)) for row in result.details or [] if row.holders)
 
 

@@ -8,7 +8,8 @@ from textwrap import shorten
 from batchtune.report.fitted_table import Column, FittedTable, bar
 from batchtune.report.pick import estimated, is_of, named_values
 from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
-from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Trial
+from batchtune.report.wording import expected_times
+from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 """Of the outcomes of attempts and the states of trials; any other outcome is yellow."""
@@ -156,6 +157,17 @@ def held_most(row: MemoryDetail) -> str:
 def _sure(row: Estimate) -> str:
     """The confidence with its error band: 'high (±4% of memory)' in fewer characters."""
     return (row.confidence or "-").replace("(", "").replace(" of memory)", "")
+
+
+def scaling(found: Scaling) -> FittedTable:
+    """What several ranks would take."""
+    spare = {"of each rank": 2}
+    spare = {"of each rank": 2, "learning rate": 1}
+    columns = [
+        Column(name, cells, spare.get(name, 0), left=not name, wraps=name.startswith("time"))
+        for name, cells in expected_times(found).items()
+    ]
+    return FittedTable("on several devices", columns)
 
 
 def trials(result: Result) -> FittedTable:

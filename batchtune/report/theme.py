@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def batch_axis(low: float, high: float, title: str, *, room: float = 0.06) -> di
 
 def padded(low: float, high: float, share: float) -> list[float]:
     """The range of a logarithmic axis, in decades, with room at both ends."""
-    first, last = math.log10(low), math.log10(high)
+    first, last = (math.log10(max(value, sys.float_info.min)) for value in (low, high))  # a zero has no place on it
     room = max(share * (last - first), 0.08)
     return [first - room, last + room]
 

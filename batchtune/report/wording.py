@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchtune.report.pick import named_values
 from batchtune.report.units import duration, interval, number, share, size, time_interval
-from batchtune.results import DataParallel, ProbeResult, Recommendation, Result, ThroughputFit
+from batchtune.results import DataParallel, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
@@ -81,6 +81,22 @@ def ranks(found: DataParallel) -> str:
     if found.scaling_efficiency is not None:
         parts.append(f"scaling efficiency {share(found.scaling_efficiency)}")
     return "; ".join(parts)
+
+
+def expected_times(found: Scaling) -> dict[str, list[str]]:
+    """What to train with on 1, 2, 4 and 8 ranks: a column for each fact, a row for each world size."""
+    return {
+        "ranks": [str(each.world_size) for each in found.points],
+        "batch": [f"{each.global_batch_size:,}" for each in found.points],
+        "of each rank": [
+            f"{each.micro_batch_size:,}"
+            + (f" × {each.gradient_accumulation_steps}" if each.gradient_accumulation_steps > 1 else "")
+            for each in found.points
+        ],
+        "learning rate": [number(each.learning_rate) for each in found.points],
+        "time to target": [time_interval(each.time_to_target_seconds) for each in found.points],
+        "": ["estimated" if each.is_estimate else "measured" for each in found.points],
+    }
 
 
 def step_time(fit: ThroughputFit) -> str:

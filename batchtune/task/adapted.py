@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from batchtune.errors import UsageError
+from batchtune.errors import UsageError, kind_of
 
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
@@ -79,7 +79,7 @@ def loader_parts(loader: Any, where: str) -> LoaderParts:
         UsageError: it is no torch DataLoader, or its batch size cannot be changed.
     """
     if not isinstance(loader, DataLoader):
-        raise UsageError(f"{where} returned a {type(loader).__name__}; batchtune takes a single torch DataLoader")
+        raise UsageError(f"{where} returned {kind_of(loader)}; batchtune takes a single torch DataLoader")
     batches: Any = loader.batch_sampler
     size = getattr(batches, "batch_size", None) or loader.batch_size
     plain = type(batches) is BatchSampler or type(batches).__module__.startswith("accelerate.")

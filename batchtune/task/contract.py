@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import UsageError, UserCodeError
+from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.adapted import Adapted
 
 NAMES = {
@@ -49,7 +49,7 @@ class Task:
         for name, what in NAMES.items():
             value = getattr(self.source, name, None)
             if value is not None and not callable(value):
-                raise ContractError(f"{self.where}: '{name}' is a {type(value).__name__}; it must be {what}")
+                raise ContractError(f"{self.where}: '{name}' is {kind_of(value)}; it must be {what}")
             if value is not None:
                 self._check_signature(name, value)
         self._need("build_model")
@@ -94,7 +94,7 @@ class Task:
         """A new model on the CPU."""
         model = self.source.build_model()
         if not isinstance(model, nn.Module):
-            raise ContractError(f"{self.where}: build_model returned a {type(model).__name__}, not an nn.Module")
+            raise ContractError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
         if not self.has("compute_loss") and not _is_hugging_face(model):
             self._need("compute_loss")
         return model
@@ -105,8 +105,8 @@ class Task:
             return torch.optim.AdamW(model.parameters(), lr=learning_rate, **arguments)
         optimizer = self.source.build_optimizer(model, learning_rate, **arguments)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            raise ContractError(f"{self.where}: build_optimizer returned a {kind}, not a torch.optim.Optimizer")
+            kind = kind_of(optimizer)
+            raise ContractError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
         return optimizer
 
     def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
@@ -146,15 +146,14 @@ class Task:
             return None
         scheduler = self.source.build_scheduler(optimizer, total_steps)
         if scheduler is not None and not hasattr(scheduler, "step"):
-            kind = type(scheduler).__name__
-            raise ContractError(f"{self.where}: build_scheduler returned a {kind}, which has no step()")
+            raise ContractError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, which has no step()")
         return scheduler
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar training loss of a batch; checked, so that a wrong one is named and not met in backward."""
         loss: Any = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
         if not isinstance(loss, Tensor):
-            raise ContractError(f"{self.where}: compute_loss returned a {type(loss).__name__}, not a tensor")
+            raise ContractError(f"{self.where}: compute_loss returned {kind_of(loss)}, not a tensor")
         if loss.dim() != 0:
             shape = tuple(loss.shape)
             raise ContractError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
@@ -173,8 +172,8 @@ class Task:
     def _dataset(self, name: str) -> Dataset[Any]:
         data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            kind = type(data).__name__
-            raise ContractError(f"{self.where}: {name} returned a {kind}, not a Dataset with __getitem__ and __len__")
+            kind = kind_of(data)
+            raise ContractError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
         if isinstance(data, Sized) and len(data) == 0:
             raise ContractError(f"{self.where}: {name} returned a data set of 0 samples")
         return cast("Dataset[Any]", data)
@@ -232,7 +231,7 @@ class Task:
             return float(value)
         except (TypeError, ValueError):
             raise ContractError(
-                f"{self.where}: {what} is a {type(value).__name__}; evaluate must return a float or a dict of floats"
+                f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
             ) from None
 
 

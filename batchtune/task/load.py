@@ -126,11 +126,12 @@ def describe_user_error(error: BaseException, doing: str) -> UserCodeError:
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     kind = type(error).__name__
-    function = f"{frames[0].name} raised" if frames and frames[0].name != "<module>" else f"{doing} raised"
-    suffix = "" if function.startswith(doing) else f" {doing}"
+    own = frames[0].name if frames and frames[0].name != "<module>" else None
+    whole = own is None and doing.startswith(("importing", "calling"))
+    who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
     text = str(error).strip().splitlines() or ["(no message)"]
     place = f"{_short(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-    return UserCodeError(f"{function} {kind}{suffix}: {place}{text[0][:500]}", "".join(traceback.format_list(frames)))
+    return UserCodeError(f"{who} raised {kind}{when}: {place}{text[0][:500]}", "".join(traceback.format_list(frames)))
 
 
 def _is_users(filename: str) -> bool:

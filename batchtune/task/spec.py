@@ -14,6 +14,13 @@ def split_spec(spec: str) -> tuple[Path | str, str]:
     Raises:
         UsageError: the file is not there, or the text is neither a file nor a module.
     """
+    try:
+        return _split(spec)
+    except OSError as error:
+        raise UsageError(f"{spec[:100]}: cannot be looked up: {error.strerror}") from None
+
+
+def _split(spec: str) -> tuple[Path | str, str]:
     place, _, attribute = spec.rpartition(":")
     if not place or "/" in attribute or "\\" in attribute:  # no colon, or that of a Windows drive
         place, attribute = spec, ""
@@ -30,6 +37,13 @@ def split_spec(spec: str) -> tuple[Path | str, str]:
 
 
 def file_hash(spec: str) -> str | None:
-    """SHA-256 of the task's file, in hex; None for a module that is found by name."""
+    """SHA-256 of the task's file, in hex; None for a module that is found by name.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
     place, _ = split_spec(spec)
-    return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None
+    try:
+        return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be read: {error.strerror}") from None

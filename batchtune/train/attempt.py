@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
-import tempfile
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -225,5 +226,5 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
             trainer.task.evaluate(trainer.model, _VERIFY_EVALUATION_BATCHES)
     elif trainer.task.has("val_dataset"):
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
-    with tempfile.TemporaryFile() as file:
+    with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)

@@ -38,7 +38,7 @@ class Channel:
 
     def __init__(self, commands: IO[str], answers: IO[str]) -> None:
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
-        self._answers = answers
+        self._answers, self._process = answers, os.getpid()
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
 
@@ -62,7 +62,9 @@ class Channel:
         return self._commands.get()
 
     def send(self, **message: Any) -> None:
-        """One message to the parent."""
+        """One message to the parent; a copy of this process that the user's code has forked off ends here instead."""
+        if os.getpid() != self._process:
+            os._exit(0)
         with self._lock:
             self._answers.write(json.dumps(message) + "\n")
             self._answers.flush()

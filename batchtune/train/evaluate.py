@@ -6,15 +6,18 @@ import contextlib
 import itertools
 import random
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from batchtune.errors import UsageError
+from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
 from batchtune.train.step import Trainer, move
+
+ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 
 
 def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches: int | None = None) -> float:
@@ -89,6 +92,7 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     loader: DataLoader[Any] = DataLoader(
         data, batch_size=batch_size, collate_fn=task.collate if task.has("collate") else None
     )
+    began = time.monotonic()
     total, samples, left = torch.zeros((), device=trainer.device), 0, len(data) if hasattr(data, "__len__") else None
     for batch in itertools.islice(loader, max_batches):
         size = batch_size if left is None else min(batch_size, left)
@@ -96,4 +100,9 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
         with trainer.precision.autocast():
             total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
         samples += size
+        if left is None and time.monotonic() - began > ENDLESS_SECONDS:
+            raise UserCodeError(
+                f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "
+                "give it an end, or write evaluate()"
+            )
     return float(total) / max(samples, 1)

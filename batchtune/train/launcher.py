@@ -204,7 +204,7 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from batchtune.train.worker import describe_exit
+    from batchtune.train.process import describe_exit
 
     logging.disable(logging.ERROR)  # that a rank failed is an outcome, told by us
     config = LaunchConfig(

@@ -6,15 +6,15 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from batchtune.train.launcher import GroupSettings
+from batchtune.train.process import entry
 from batchtune.train.torchrun import Leading
-from batchtune.train.worker import Worker, WorkerSettings, entry
+from batchtune.train.worker import Worker, WorkerSettings
 
 _REAPING_SECONDS = 3.0  # for the launcher to see its ranks' end; torch's looks ten times a second
 
@@ -62,8 +62,7 @@ class RankGroup(Worker):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # each leads a session of its own
         if pids and self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_REAPING_SECONDS)
+            self._process.wait(_REAPING_SECONDS)
         super().close()
         if self._group.folder:
             shutil.rmtree(self._group.folder, ignore_errors=True)

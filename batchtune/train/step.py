@@ -129,7 +129,7 @@ def training_loader(
     pin_memory: bool = False,
     context: str | None = None,
 ) -> DataLoader[Any]:
-    """Shuffled batches of one epoch of the training set; an incomplete one is left out where there is another.
+    """Shuffled batches of one epoch of the training set; an incomplete one is left out where it would count as whole.
 
     Args:
         task: the user's code.
@@ -148,7 +148,7 @@ def training_loader(
         batch_size=micro_batch_size,
         shuffle=None if iterable or sampler is not None else True,
         sampler=sampler,
-        drop_last=size is not None and size >= micro_batch_size,
+        drop_last=size is None or size >= micro_batch_size,
         collate_fn=task.collate if task.has("collate") else None,
         generator=torch.Generator().manual_seed(seed),
         num_workers=num_workers,
@@ -181,7 +181,8 @@ class TrainingBatches(Iterator[Any]):
             self._order, self._taken = self._generator.get_state(), 0  # the order is drawn with the first batch
             yield from self._counted(batches)
             if not self._taken:
-                raise UserCodeError(f"{self._where}: train_dataset yields no samples")
+                size = self._loader.batch_size
+                raise UserCodeError(f"{self._where}: train_dataset yields no batch of {size} samples in an epoch")
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

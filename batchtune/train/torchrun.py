@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchtune.errors import UsageError
+from batchtune.train.process import describe_exit, entry
 from batchtune.train.rank import Meeting
-from batchtune.train.worker import describe_exit, entry
 
 _OVER = "over"
 _RESULT = "batchtune/result"

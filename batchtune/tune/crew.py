@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
@@ -14,7 +16,7 @@ from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 
 _LOOK_SECONDS = 0.2
-_STOPPED = "stopped with the others"
+STOPPED = "stopped with the others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,16 @@ def _entries(visible: str | None) -> list[str]:
     return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
 
 
+def require_executor(executor: Literal["local", "ray"]) -> None:
+    """Refuses an executor that is not installed.
+
+    Raises:
+        UsageError: with the command that installs it.
+    """
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise UsageError('executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"')
+
+
 class Member(Worker):
     """A worker of a crew: a run that is cut off because the crew stops is no crash."""
 
@@ -80,7 +92,7 @@ class Member(Worker):
         self, settings: WorkerSettings, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
     ) -> None:
         super().__init__(settings, observer.printed)
-        self._stopping, self._own_environment = stopping, environment
+        self.stopping, self.own_environment = stopping, environment
 
     def call(self, command: str, **arguments: Any) -> dict[str, Any]:
         """As any worker's.
@@ -89,16 +101,16 @@ class Member(Worker):
             RunInterrupted: the crew has stopped.
         """
         try:
-            if self._stopping.is_set():
-                raise RunInterrupted(_STOPPED)
+            if self.stopping.is_set():
+                raise RunInterrupted(STOPPED)
             return super().call(command, **arguments)
         except WorkerLost:
-            if self._stopping.is_set():
-                raise RunInterrupted(_STOPPED) from None
+            if self.stopping.is_set():
+                raise RunInterrupted(STOPPED) from None
             raise
 
     def _environment(self) -> dict[str, str]:
-        return super()._environment() | dict(self._own_environment)
+        return super()._environment() | dict(self.own_environment)
 
 
 class Crew:
@@ -108,7 +120,12 @@ class Crew:
         settings: of the first one.
         asked: how many; on the CPU they split the processors, the first one, too, so that all runs compare.
         observer: told what their code prints.
+
+    Attributes:
+        seated: where they are, in words.
     """
+
+    seated = ", each on a device of its own"
 
     def __init__(self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer) -> None:
         self._asked, self._observer = asked, observer
@@ -116,7 +133,7 @@ class Crew:
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
             self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // asked))}
-        self.first = Member(settings, self._stopping, self._threads, observer)
+        self.first = self._member(settings, self._threads)
         self._all = [self.first]
         self.lock = threading.RLock()
 
@@ -146,8 +163,10 @@ class Crew:
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
         for seat in seats(device, count, visible=visible)[1:]:
             settings = replace(self.first.settings, device=seat.device)
-            environment = self._threads | dict(seat.environment)
-            self._all.append(Member(settings, self._stopping, environment, self._observer))
+            self._all.append(self._member(settings, self._threads | dict(seat.environment)))
+
+    def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:
+        return Member(settings, self._stopping, environment, self._observer)
 
     def work(self, step: Callable[[Worker], bool]) -> None:
         """Has every worker call `step` with itself until that says there is nothing more to do.
@@ -156,7 +175,7 @@ class Crew:
             BaseException: whatever the first one raised that did; the others' runs are cut off.
         """
         if len(self._all) == 1:
-            work_alone(self.first, step)
+            work_alone(self.first, partial(self._step, step))
             return
         raised: list[BaseException] = []
         threads = [
@@ -178,12 +197,15 @@ class Crew:
 
     def _serve(self, worker: Worker, step: Callable[[Worker], bool], raised: list[BaseException]) -> None:
         try:
-            while not self._stopping.is_set() and step(worker):
+            while not self._stopping.is_set() and self._step(step, worker):
                 pass
         except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits
             with self.lock:
                 raised.append(error)
             self._stop()
+
+    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:
+        return step(worker)
 
     def _stop(self) -> None:
         self._stopping.set()

@@ -24,18 +24,18 @@ class Paused:
     """
 
     def __init__(self, study: Study, folder: Path | None, pruner: TimeToValuePruner | None) -> None:
-        self._study, self._folder, self._pruner = study, folder if pruner else None, pruner
+        self._study, self.folder, self._pruner = study, folder if pruner else None, pruner
 
     def path(self, number: int) -> str | None:
         """The file in which a trial's run is to be kept."""
-        return None if self._folder is None else str(self._folder / f"{number}.pt")
+        return None if self.folder is None else str(self.folder / f"{number}.pt")
 
     def numbers(self) -> set[int]:
         """The trials whose runs can go on."""
         return {trial.number for trial in self._trials()}
 
     def _trials(self) -> list[FrozenTrial]:
-        if self._folder is None or not self._folder.exists():
+        if self.folder is None or not self.folder.exists():
             return []
         trials = self._study.get_trials(deepcopy=False)
         taken_up = {trial.user_attrs.get("continues") for trial in trials if trial.state is not TrialState.FAIL}
@@ -51,18 +51,18 @@ class Paused:
 
     def tidy(self) -> None:
         """Deletes the checkpoints of runs that have gone on, and those furthest behind where there are too many."""
-        if self._folder is None or self._pruner is None or not self._folder.exists():
+        if self.folder is None or self._pruner is None or not self.folder.exists():
             return
         pruner = self._pruner
         kept = sorted(self._trials(), key=lambda trial: pruner.behind(self._study, trial))[:MOST_KEPT]
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         numbers = {trial.number for trial in [*kept, *running]}  # another worker may be about to write or read one
         numbers |= {trial.user_attrs["continues"] for trial in running if "continues" in trial.user_attrs}
-        files = {self._folder / f"{number}.pt" for number in numbers}
-        for file in self._folder.iterdir():
+        files = {self.folder / f"{number}.pt" for number in numbers}
+        for file in self.folder.iterdir():
             if file not in files:
                 file.unlink(missing_ok=True)
 
     def _file(self, trial: FrozenTrial) -> Path:
-        assert self._folder is not None  # noqa: S101 - the callers looked
-        return self._folder / f"{trial.number}.pt"
+        assert self.folder is not None  # noqa: S101 - the callers looked
+        return self.folder / f"{trial.number}.pt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.progress import Observer
 from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
-from batchtune.train.worker import Worker
+from batchtune.train.worker import Worker, WorkerLost
 from batchtune.tune.prior import (
     Candidates,
     candidate_batch_sizes,
@@ -111,9 +112,10 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
     sizes = splits_to_time(fixed, probe)
     if len(sizes) == 1:
         return sizes[0], f"global batch {fixed} is kept, and {sizes[0]} is its largest divisor that trains"
-    timed = [
-        ThroughputPoint.model_validate(
-            worker.call(
+    timed = []
+    for size in sizes:
+        with contextlib.suppress(WorkerLost):  # what dies while it is timed is no candidate
+            answer = worker.call(
                 "time_steps",
                 timeout=_SILENCE_SECONDS,
                 batch_size=size,
@@ -121,9 +123,9 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
                 seconds=_SPLIT_SECONDS,
                 accumulation_steps=fixed // size,
             )
-        )
-        for size in sizes
-    ]
+            timed.append(ThroughputPoint.model_validate(answer))
+    if not timed:
+        return max(sizes), f"global batch {fixed} is kept, and none of its divisors could be timed"
     return fastest_split(fixed, timed)
 
 

@@ -15,17 +15,19 @@ from optuna.storages._heartbeat import is_heartbeat_enabled
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.result_file import load_result
-from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, TaskInfo, Trial
+from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, Scaling, TaskInfo, Trial
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.cost import cost_of
-from batchtune.tune.crew import Crew, OneAtATime
+from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.prepare import prepare, require
 from batchtune.tune.prior import Candidates
+from batchtune.tune.scaling import can_scale, scaling, split
 from batchtune.tune.shared import require_alike, settle
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
@@ -35,7 +37,13 @@ MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compa
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
 _NOT_SEARCHED = "no other configuration was tried"
-_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage"}  # more of the same may be measured under these
+_FREE_TO_CHANGE = {
+    "name",
+    "budget",
+    "confirm",
+    "storage",
+    "ray.address",
+}  # more of the same may be measured under these
 
 
 def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = ROOT) -> Result:
@@ -44,6 +52,7 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
+    require_executor(config.executor)
     tuning = _Tuning(config, observer, root)
     folder = tuning.folder
     folder.open(fresh=fresh)
@@ -95,6 +104,7 @@ def _earlier_result(folder: RunFolder) -> Result | None:
 
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
+    require_executor(config.executor)
     with Worker(_settings(config), observer.printed) as worker:
         return _start(worker, config)
 
@@ -139,7 +149,7 @@ def _identity(config: Config) -> dict[str, Any]:
         elif key not in _FREE_TO_CHANGE:
             sections = value if isinstance(value, dict) else {"": value}
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
-    return flat
+    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
 
 
 class _Recorder(Forwarder):
@@ -172,21 +182,22 @@ class _Tuning:
         self._prior: Prior | None = None
         self._precision = ""
         self._study: TuneStudy | None = None
+        self._scaling: Scaling | None = None
         self.earlier: Result | None = None
         self._save_due = 0.0
 
     def run(self) -> None:
         """Probe, then study."""
         settings = _settings(self._config)
-        known = [entry for entry in self.folder.attempts() if entry.get("memory_limit_bytes")]
+        known = [entry for entry in self.folder.attempts() if isinstance(entry.get("memory_limit_bytes"), int)]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
-        with Crew(settings, self._config.workers, self._observer) as crew:
+        with self._crew(settings) as crew:
             worker = crew.first
             self._facts = _start(worker, self._config)
             crew.grow(self._facts)
             if len(crew) > 1:
-                self._observer.note(f"{len(crew)} workers, each on a device of its own")
+                self._observer.note(f"{len(crew)} workers{crew.seated}")
             precisions = [name for name, _ in self._facts["precision"]]
             self._precision = precisions[0]
             for name, reason in self._facts["precision"]:
@@ -208,6 +219,38 @@ class _Tuning:
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
+        if self._study.recommendation()[0] is None:
+            raise NothingFitsError(self._study.why_nothing())
+        self._scaling = self._scale(self._study)
+
+    def _scale(self, study: TuneStudy) -> Scaling | None:
+        """What several ranks would make of the recommendation, once some were timed; see `tune.scaling`."""
+        count = self._config.world_size
+        if count == "auto":
+            is_here = self._config.executor == "local" and not self._facts["device"].startswith("cpu")
+            count = self._facts["device_count"] if is_here else 1
+        found, probe = study.recommendation()[0], self._probed
+        if count == 1 or found is None or probe is None or not can_scale(found, probe):
+            return None
+        earlier = self.earlier.recommendation.scaling if self.earlier and self.earlier.recommendation else None
+        sizes = split(found.global_batch_size, count, probe.max_batch_size or 1)
+        if sizes is None:
+            self._observer.note(f"batch {found.global_batch_size} cannot be split among {count} ranks: none was timed")
+            return None
+        measured = earlier.measured if earlier else None
+        if measured is None or (measured.world_size, measured.global_batch_size) != (count, found.global_batch_size):
+            self._observer.stage(f"timing {count} ranks")
+            kind = self._facts["device"].partition(":")[0]
+            settings = replace(_settings(self._config), device=kind, metric=None)
+            measured = time_group(settings, count, *sizes, found.precision, self._observer)
+        return scaling(study.records(), found, probe, measured) if measured else None
+
+    def _crew(self, settings: WorkerSettings) -> Crew:
+        if self._config.executor == "local":
+            return Crew(settings, self._config.workers, self._observer)
+        from batchtune.tune.cluster import RayCrew  # Ray is an extra
+
+        return RayCrew(settings, self._config.workers, self._observer, self._config.ray)
 
     def _join(self, storage: BaseStorage) -> None:
         """Where another machine has begun the study, its probe and its prior are this one's, too."""
@@ -249,10 +292,11 @@ class _Tuning:
         self.folder.append_attempt(attempt, **about)
 
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
-        """Writes `result.json` as things stand; a start that failed early leaves that of an earlier one alone."""
+        """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
         result = self._document(status, error)
-        if self._study is not None or self.earlier is None or not self.earlier.trials:
-            self.folder.write_result(result)
+        if self._study is None and self.earlier is not None and self.earlier.trials:
+            return self.earlier.model_copy(update={"status": status, "error": result.error})
+        self.folder.write_result(result)
         return result
 
     def save_now_and_then(self) -> None:
@@ -302,7 +346,7 @@ class _Tuning:
             optimizer=self._facts["optimizer"],
             optimizer_defaults=self._facts["optimizer_defaults"],
             prior=prior,
-            checkpoints=self.folder.path / _CHECKPOINTS,
+            checkpoints=self.folder.path.resolve() / _CHECKPOINTS,  # the user's code may change the folder
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
@@ -312,6 +356,8 @@ class _Tuning:
         recommendation = baseline = None
         if study is not None:
             recommendation, baseline = study.recommendation()
+        if recommendation is not None and self._scaling is not None:
+            recommendation = recommendation.model_copy(update={"scaling": self._scaling})
         return Result(
             kind="tune",
             status=status,

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal._storage import JournalStorageReplayResult
 
 from batchtune.errors import UsageError
+from batchtune.run_folder import cut_to_whole_lines
 from batchtune.tune.shared import requeue
 
 HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
@@ -24,6 +26,9 @@ HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 PATIENCE_SECONDS = 120.0
 """How long a database may be away."""
 _RETRY_SECONDS = 1.0
+_READY_SECONDS = 10.0
+_GRPC, _GRPC_PORT = "grpc://", 13000  # the port is Optuna's own default
+_PACKAGES = {"psycopg": '"batchtune-cli[postgresql]"', "MySQLdb": "mysqlclient", "grpc": "grpcio"}
 
 
 def open_storage(storage: str | None, folder: Path) -> BaseStorage:
@@ -35,15 +40,48 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     if storage is None:
         journal = folder / "study.log"
         _mend_journal(journal)
-        return JournalStorage(JournalFileBackend(str(journal)))
+        return Journal(JournalFileBackend(str(journal)))
     try:
         if storage.startswith("sqlite"):  # one machine's
             return optuna.storages.get_storage(storage)
+        if storage.startswith(_GRPC):
+            return _proxy(storage)
         return optuna.storages.get_storage(_shared(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
-        place = storage.rpartition("@")[2]
-        text = (str(error).strip() or type(error).__name__).splitlines()[0].replace(storage, place)
-        raise UsageError(f"storage at {place} cannot be opened: {text[:200]}") from None
+        missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
+        if missing:
+            package = _PACKAGES.get(missing, missing)
+            raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
+
+
+class Journal(JournalStorage):
+    """Optuna's journal, which is read anew from its beginning where an interruption came while it was read.
+
+    Otherwise the line that was being taken in would be missing from what the study says of itself.
+    """
+
+    def _sync_with_backend(self) -> None:
+        try:
+            super()._sync_with_backend()
+        except KeyboardInterrupt:
+            self._replay_result = JournalStorageReplayResult(self._worker_id_prefix)
+            raise
+
+
+def _proxy(url: str) -> BaseStorage:
+    """Optuna's gRPC proxy of a database; it tells no signs of life, so it is for one machine at a time.
+
+    Raises:
+        ConnectionError: nobody answers there.
+    """
+    place = urlsplit(url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
+    proxy.wait_server_ready(_READY_SECONDS)
+    return proxy
 
 
 def _shared(url: str) -> RDBStorage:
@@ -88,20 +126,6 @@ def _patiently(storage: RDBStorage, method: Callable[..., Any], *arguments: Any,
 
 def _mend_journal(journal: Path) -> None:
     """Takes away what a kill left behind: a last line cut off in the middle, and the lock of a dead process."""
-    lock = Path(f"{journal}.lock")
-    if lock.is_symlink() or lock.exists():
-        lock.unlink()  # the run folder's own lock says that no living process has it
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    end = content.rfind(b"\n") + 1
-    while end > 0:
-        begin = content.rfind(b"\n", 0, end - 1) + 1
-        try:
-            json.loads(content[begin:end])
-            break
-        except ValueError:
-            end = begin
-    if end < len(content):
-        with journal.open("r+b") as stream:
-            stream.truncate(end)
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):  # the run folder's own lock says that nobody has it
+        lock.unlink()
+    cut_to_whole_lines(journal)

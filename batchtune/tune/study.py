@@ -187,6 +187,10 @@ class TuneStudy:
         objective = self._plan.config.objective
         return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self._expected())
 
+    def why_nothing(self) -> str:
+        """Why there is no recommendation though all has run."""
+        return self._targets.unmet()
+
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""
         sampler, config = self._sampler, self._plan.config

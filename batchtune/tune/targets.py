@@ -57,6 +57,7 @@ class Targets:
             UsageError: the target is met before training.
         """
         if not self._counted:
+            self.check_start(ledger)
             return
         metric = self._objective.metric
         if not ledger.finished("baseline") and ledger.best_cost() is None:
@@ -82,13 +83,24 @@ class Targets:
             UsageError: the target is met before training.
         """
         curve = next((trial.curve for trial in ledger.records() if trial.curve), None)
-        if curve is None or not self._counted:
+        if curve is None:
             return
         metric, target = self._objective.metric, self.current
         if all(point.value is None for point in curve):
             raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
-        if target.value is not None and meets(curve[0].value, target):
+        if self._counted and target.value is not None and meets(curve[0].value, target):
             raise UsageError(
                 f"objective.target {target.value:g} is met before training ({metric} starts at {curve[0].value:.4g}); "
                 "set a harder one, or check objective.goal"
             )
+
+    def unmet(self) -> str:
+        """Why a study that has run to its end has nothing to recommend."""
+        target, seconds = self.current, self._config.budget.run
+        if not self._counted or target.value is None:
+            return f"{target.metric} was NaN or infinite in every run; mend evaluate() or lower learning_rate.max"
+        bound = "at most" if target.goal == "minimize" else "at least"
+        return (
+            f"no run reached the target ({target.metric} {bound} {target.value:g}) within budget.run ({seconds:g} s); "
+            "raise budget.run, or set an easier objective.target"
+        )

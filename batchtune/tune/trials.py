@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint
 from batchtune.train.run_spec import RunSpec
-from batchtune.train.worker import Worker
+from batchtune.train.worker import PlaceLost, Worker
 from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, Limits
@@ -23,12 +23,13 @@ from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
 from batchtune.tune.records import FAILED, curve_attribute, measured, to_curve, to_record
 from batchtune.tune.sampler import LOWER_BOUND
-from batchtune.tune.shared import Machines
+from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
 from batchtune.tune.workers import TrialRun, run_trial
 
 MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on a NaN, say) before the study stops
+MOST_RETRIES = 2  # of a run whose place was lost
 NO_TIME_LEFT = "budget.total was used up"
 
 
@@ -69,9 +70,7 @@ class Trials:
             trial = self.study.ask(self.space.distributions)
             self.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
-            earlier = self.paused.find(trial.params) if role == "search" else None
-            seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
-            spec = self._spec(trial, role, seed, earlier)
+            spec, earlier = self._spec(trial, role, worker)
             for key, value in _about(spec, role, earlier).items():
                 trial.set_user_attr(key, value)
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
@@ -87,18 +86,40 @@ class Trials:
         except UpdateFinishedTrialError:
             self.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
             return True
+        except PlaceLost as lost:
+            with self.lock:
+                self._give_back(trial, lost)
+            return True
         ended = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         done = sum(1 for each in self.ledger.records() if over(each))
         self.observer.trial_ended(ended, done=done, seconds_left=self.seconds_left())
         return True
 
-    def _spec(self, trial: Trial, role: Role, seed: int, earlier: FrozenTrial | None) -> RunSpec:
+    def _spec(self, trial: Trial, role: Role, worker: Worker) -> tuple[RunSpec, FrozenTrial | None]:
+        """What is trained, and the stopped run that this one takes up."""
+        keeps = role == "search" and self.paused.folder is not None and worker.reaches(self.paused.folder)
+        earlier = self.paused.find(trial.params) if keeps else None
+        seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
         runs_through = self.targets.current.value is None or (role == "baseline" and self.targets.is_automatic)
         target = None if runs_through else self.targets.current.value
         spec = Limits(self.plan, self.space, self.ledger).spec(trial.params, role, seed, target)
         if earlier is not None:
-            return replace(spec, checkpoint=self.paused.path(earlier.number), resume=True)
-        return replace(spec, checkpoint=self.paused.path(trial.number)) if role == "search" else spec
+            return replace(spec, checkpoint=self.paused.path(earlier.number), resume=True), earlier
+        return (replace(spec, checkpoint=self.paused.path(trial.number)) if keeps else spec), None
+
+    def _give_back(self, trial: Trial, lost: PlaceLost) -> None:
+        """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
+        retries, number = 0, trial.user_attrs.get("retry_of")
+        trials = self.study.get_trials(deepcopy=False)
+        while number is not None:
+            retries, number = retries + 1, trials[number].user_attrs.get("retry_of")
+        trial.set_user_attr("message", str(lost))
+        if retries == MOST_RETRIES:
+            trial.set_user_attr("outcome", "crash")
+        self.study.tell(trial.number, state=TrialState.FAIL)
+        if retries < MOST_RETRIES:
+            requeue(self.study, trials[trial.number])
+            self.observer.note(f"run {trial.number} is given back: {lost}")
 
     def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""

@@ -5,11 +5,14 @@ import pytest
 
 from batchtune.results import (
     Attempt,
+    DataParallel,
     Environment,
     Interval,
     ProbeResult,
     Recommendation,
     Result,
+    Scaling,
+    ScalingPoint,
     Target,
     TaskInfo,
     ThroughputFit,
@@ -114,3 +117,34 @@ def tuned(probe) -> Result:
             32, 1e-3, time_to_target_seconds=Interval(median=127.0, low=120.0, high=130.0), reason="what you run today"
         ),
     )
+
+
+@pytest.fixture
+def scaled(tuned) -> Result:
+    """The study on a machine with two devices."""
+
+    def point(world_size: int, median: float) -> ScalingPoint:
+        return ScalingPoint(
+            world_size=world_size,
+            global_batch_size=256,
+            micro_batch_size=128 // world_size,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-4,
+            precision="bf16",
+            step_seconds=0.4 / world_size,
+            time_to_target_seconds=Interval(median=median, low=0.9 * median, high=1.1 * median),
+            is_estimate=world_size > 1,
+        )
+
+    group = DataParallel(
+        world_size=2,
+        strategy="ddp",
+        backend="nccl",
+        batch_size=64,
+        global_batch_size=256,
+        step_seconds=0.25,
+        communication_seconds=0.05,
+        communication_share=0.2,
+    )
+    found = Scaling(measured=group, points=[point(1, 41.0), point(2, 25.6), point(4, 18.2), point(8, 15.1)])
+    return tuned.model_copy(update={"recommendation": tuned.recommendation.model_copy(update={"scaling": found})})

@@ -10,9 +10,13 @@ from html.parser import HTMLParser
 import documents
 import pytest
 from documents import HOSTILE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from batchtune.report.html import to_html
 from batchtune.report.markup import Markup, tag
+from batchtune.results import Result
 from batchtune.run_folder import RunFolder
 
 ELEMENTS = set(
@@ -114,6 +118,73 @@ def test_data_in_the_page_cannot_end_its_script(hostile):
     for _, text in (each for each in Page(page).scripts if each[0].get("type") == "application/json"):
         assert "<" not in text
         json.loads(text)
+
+
+def with_text(part, harm, whole=None, path=()):
+    """Puts the harm into every text of a document that may be any text, in place; returns how many there are."""
+    whole = part if whole is None else whole
+    children = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    changed = 0
+    for key, value in list(children):
+        if not isinstance(value, str):
+            changed += with_text(value, harm, whole)
+            continue
+        part[key] = harm
+        try:
+            Result.model_validate(whole)
+            changed += 1
+        except ValidationError:  # one of a few words
+            part[key] = value
+    return changed
+
+
+PIECES = [
+    "<script>",
+    "</script>",
+    "<!--",
+    "-->",
+    "]]>",
+    "'",
+    '"',
+    "&lt;",
+    "<svg onload=x>",
+    "javascript:x",
+    "${x}",
+    "{{x}}",
+]
+PIECES += [
+    "</style>",
+    "</title>",
+    "\x00",
+    "\u2028",
+    "\ud800",
+    "%{x}",
+    "`",
+    "<b>",
+    "<a href=//evil>",
+    "\n",
+    "\x1b[31m",
+    "x" * 3000,
+]
+
+
+@settings(max_examples=10, deadline=None, database=None, derandomize=True)
+@given(st.sampled_from(["tune", "probe", "estimate", "failed at once"]), st.lists(st.sampled_from(PIECES), max_size=4))
+def test_no_text_in_any_field_of_a_result_can_become_a_part_of_the_page(name, pieces):
+    document = json.loads(json.dumps(documents.DOCUMENTS[name]))
+    harm = "".join(pieces)
+    assert with_text(document, harm) >= 4
+    result = Result.model_validate(document)
+    plain = Page(to_html(documents.result(name)))
+    for text in (to_html(result), result._repr_html_()):
+        page = Page(text)
+        assert {element for element, _ in page.elements} <= ELEMENTS
+        assert [
+            key for _, attributes in page.elements for key in attributes if key.startswith("on") or key == "style"
+        ] == []
+        assert all(each.get("href", "#").startswith(("#", "data:")) for _, each in page.elements)
+        running = [text for attributes, text in page.scripts if "type" not in attributes]
+        assert set(running) <= {text for attributes, text in plain.scripts if "type" not in attributes}
 
 
 @pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
@@ -248,3 +319,11 @@ def test_what_all_estimates_have_to_note_stands_on_the_page_once(result_of):
     rows = [row.model_dump() | {"notes": ["convolutions differ"]} for row in result_of("estimate").estimates]
     page = result_of("estimate", estimates=rows * 2).to_html()
     assert page.count("note: convolutions differ") == 1
+
+
+def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ran(scaled):
+    _, _, after = to_html(scaled).partition("<h2>Several devices</h2>")
+    section = after.partition("</section>")[0]
+    assert (section.count("estimated"), section.count("measured")) == (3, 1)
+    assert "15.1 s" in section
+    assert "communication takes 50 ms" in section

@@ -185,3 +185,26 @@ def test_a_note_names_the_gpus_that_it_is_about_unless_those_are_all(result_of):
     assert "note for GPU 0, GPU 1: two" in text
     assert "note for GPU 2, GPU 3, GPU 4 and 1 more: many" in text
     assert text.count("everywhere") == 1
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ran(scaled, width):
+    lines = shown(scaled, width).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.strip() == "on several devices") + 1
+    rows = [line.split() for line in lines[first:] if line.split()[:1] in [["1"], ["2"], ["4"], ["8"]]][:4]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("1", "measured"),
+        ("2", "estimated"),
+        ("4", "estimated"),
+        ("8", "estimated"),
+    ]
+    assert all("256" in row for row in rows)
+    assert "25.6" in " ".join(rows[1])
+    assert "communication takes 50 ms of a step's 250 ms (20%)" in " ".join(" ".join(lines).split())
+
+
+def test_no_figure_of_several_devices_is_cut_where_room_is_short(scaled):
+    text = shown(scaled, 50)
+    assert all(cell_len(line) <= 50 for line in text.splitlines())
+    assert text.count("estimated") == 3
+    assert {"25.6", "23.0", "28.2"} <= set(re.findall(r"[0-9.]+", text))

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import tempfile
 
 import numpy as np
 import pytest
@@ -73,6 +74,10 @@ class TestFits:
         assert seen == []
         assert run(task, 4, verify=True)[0].purpose == "verify"
         assert seen == [(False, False)]
+
+    def test_saving_in_the_final_check_needs_no_room_on_a_disk(self, run, wide, monkeypatch):
+        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+        assert run(wide(), 4, verify=True)[0].fits
 
     def test_evaluation_that_needs_more_memory_than_training_fails_the_final_check(self, run, wide):
         task = wide(evaluate=lambda model: float(model(torch.ones(9000, WIDTH)).mean()))

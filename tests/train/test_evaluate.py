@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from batchtune.errors import UsageError
+from batchtune.errors import UsageError, UserCodeError
+from batchtune.train import evaluate
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import Trainer
 
@@ -53,6 +54,18 @@ class TestMeanLoss:
         whole = float(nn.functional.mse_loss(default.model(inputs), values).detach())
         for batch_size in (32, 8, 7, 1, 100):
             assert metric_value(default, "val_loss", batch_size) == pytest.approx(whole, rel=1e-5)
+
+    def test_a_data_set_without_an_end_is_named(self, trainer, monkeypatch):
+        class Endless(IterableDataset):
+            def __iter__(self):
+                while True:
+                    yield torch.zeros(4), torch.zeros(1)
+
+        monkeypatch.setattr(evaluate, "ENDLESS_SECONDS", 0.05)
+        with pytest.raises(
+            UserCodeError, match=r"val_dataset has given [\d,]+ samples in 0.05 s and goes on; give it an end"
+        ):
+            metric_value(trainer(val_dataset=Endless), "val_loss", 8)
 
     def test_it_can_stop_after_a_few_batches(self, trainer):
         sizes = []

@@ -119,6 +119,41 @@ class TestEndings:
         done = run(spec_of(metric="x"), evaluate=lambda _model: float("nan"))
         assert (done.outcome, done.points[-1].value) == ("diverged", None)
 
+    @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+    def test_a_metric_that_is_infinite_has_diverged_and_reached_nothing(self, run, value):
+        done = run(spec_of(metric="x", target=0.5, goal="minimize"), evaluate=lambda _model: value)
+        assert (done.outcome, done.points[-1].value) == ("diverged", None)
+
+    def test_a_metric_that_is_no_number_later_has_diverged_there(self, run):
+        values = itertools.chain([1.0, 0.9], itertools.repeat(float("nan")))
+        done = run(spec_of(metric="x"), evaluate=lambda _model: next(values))
+        assert (done.outcome, [point.value for point in done.points]) == ("diverged", [1.0, 0.9, None])
+
+    def test_a_loss_that_is_no_number_later_has_diverged_there(self, run, linear_task):
+        plain, steps = linear_task().source.compute_loss, itertools.count()
+
+        def broken(model, batch):
+            return plain(model, batch) * (float("nan") if model.training and next(steps) > 40 else 1.0)
+
+        done = run(spec_of(limit_seconds=100.0), compute_loss=broken)
+        assert (done.outcome, done.points[-1].value) == ("diverged", None)
+        assert done.points[-1].seconds < 10
+
+    def test_a_metric_that_never_changes_neither_reaches_nor_diverges(self, run):
+        done = run(spec_of(metric="x", target=0.5), evaluate=lambda _model: 1.0)
+        assert (done.outcome, {point.value for point in done.points}) == ("finished", {1.0})
+
+    @pytest.mark.parametrize("goal", ["minimize", "maximize"])
+    def test_a_metric_too_large_to_add_up_is_no_error(self, run, goal):
+        values = itertools.cycle([1.7e308, -1.7e308])
+        done = run(spec_of(metric="x", goal=goal), evaluate=lambda _model: next(values))
+        assert done.outcome in {"finished", "diverged"}
+
+    def test_a_limit_shorter_than_one_step_gives_one_step(self, run):
+        done = run(spec_of(limit_seconds=0.001))
+        assert done.outcome == "finished"
+        assert [point.samples for point in done.points] == [0, 8]
+
     def test_a_loss_that_is_no_number_before_any_weight_has_changed_is_the_users(self, run):
         with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 8"):
             run(spec_of(), compute_loss=lambda model, batch: model(batch[0]).sum() * float("nan"))

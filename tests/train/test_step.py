@@ -139,12 +139,22 @@ class TestBatches:
         task = linear_task(train_dataset=Stream)
         assert [batch.tolist() for batch in islice(TrainingBatches(task, 2, 0), 3)] == [[0, 1], [2, 3], [0, 1]]
 
+    def test_what_is_left_of_a_stream_is_no_batch_and_does_not_count_as_one(self, linear_task):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(range(5))
+
+        task = linear_task(train_dataset=Stream)
+        assert [len(batch) for batch in islice(TrainingBatches(task, 2, 0), 5)] == [2] * 5
+        with pytest.raises(UserCodeError, match="train_dataset yields no batch of 6 samples in an epoch"):
+            next(TrainingBatches(task, 6, 0))
+
     def test_a_stream_without_samples_is_an_error_and_no_endless_loop(self, linear_task):
         class Empty(IterableDataset):
             def __iter__(self):
                 return iter(())
 
-        with pytest.raises(UserCodeError, match="train_dataset yields no samples"):
+        with pytest.raises(UserCodeError, match=r"train_dataset yields no batch of . samples in an epoch"):
             next(TrainingBatches(linear_task(train_dataset=Empty), 2, 0))
 
 

@@ -4,7 +4,10 @@ import math
 import random
 from pathlib import Path
 
-from batchtune.results import CurvePoint
+from batchtune.config import Baseline, Budget, Config, Confirm
+from batchtune.results import CurvePoint, ProbeResult, ThroughputFit
+from batchtune.tune.plan import Plan
+from batchtune.tune.prior import Candidates
 
 ALPHA, BETA = 2e-3, 1e-4  # seconds
 E_MIN, B_CRITICAL = 20_000, 128  # samples
@@ -28,6 +31,25 @@ def seconds_to_target(batch_size, rate, *, target=0.5, noise=0.0, seed=0):
     return samples * scale * jitter * (ALPHA + BETA * batch_size) / batch_size
 
 
+def plan(**changes):
+    """A study of the law; `changes` are keys of its configuration."""
+    known = {
+        "task": "model.py",
+        "name": "law",
+        "baseline": Baseline(batch_size=16, learning_rate=1e-3),
+        "budget": Budget(run=120.0, total=3600.0, trials=30),
+        "confirm": Confirm(seeds=3, top=2),
+    }
+    fit = ThroughputFit(alpha_seconds=ALPHA, beta_seconds_per_sample=BETA, saturation_batch_size=20.0)
+    return Plan(
+        config=Config(**(known | changes)),
+        probe=ProbeResult(precision="fp32", max_batch_size=256, limited_by="memory", throughput_fit=fit, seconds=1.0),
+        candidates=Candidates((8, 16, 32, 64, 128, 256, 512), "for the test"),
+        precisions=["fp32"],
+        optimizer="SGD",
+    )
+
+
 class LawWorker:
     """Stands in for a child process: `train` follows the law, on a clock that takes no time.
 
@@ -36,6 +58,9 @@ class LawWorker:
 
     def __init__(self, noise=0.0, fail_at=(), slower=lambda arguments: 1.0):
         self.noise, self.fail_at, self.slower, self.specs = noise, set(fail_at), slower, []
+
+    def reaches(self, folder):
+        return True
 
     def call(self, command, *, timeout, on_event, **spec):
         assert command == "train"

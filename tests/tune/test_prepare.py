@@ -6,6 +6,7 @@ from batchtune.config import Baseline, Budget, Config
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
+from batchtune.train.worker import WorkerLost
 from batchtune.tune.prepare import PRIOR_SHARE, affordable_noise_scale, affordable_range_test, prepare, require
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
@@ -34,9 +35,9 @@ def probe(largest=1024):
 class Answers:
     """Stands in for a child process."""
 
-    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=()):
+    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=()):
         self.lowest, self.edge, self.noise = lowest, edge, noise
-        self.speeds, self.fails, self.asked = speeds or {}, fails, []
+        self.speeds, self.fails, self.dies_at, self.asked = speeds or {}, fails, dies_at, []
 
     def call(self, command, *, timeout, **given):
         self.asked.append((command, given))
@@ -49,6 +50,8 @@ class Answers:
         if command == "noise_scale":
             return {"samples": self.noise, "batch_sizes": [given["small"], given["large"]], "draws": 8, "seconds": 0.1}
         assert command == "time_steps"
+        if given["batch_size"] in self.dies_at:
+            raise WorkerLost("crash", "the process died by SIGKILL")
         speed = self.speeds[given["batch_size"]]
         assert given["batch_size"] * given["accumulation_steps"] == 512
         return {"batch_size": given["batch_size"], "step_seconds": 512 / speed, "samples_per_second": speed}
@@ -154,6 +157,15 @@ def test_a_fixed_global_batch_is_split_as_trains_fastest():
 def test_of_two_splits_as_fast_the_one_with_fewer_steps_is_taken():
     worker = Answers(speeds={512: 4400.0, 256: 4410.0, 128: 4100.0})
     assert prepared(worker, largest=512, batch_size={"global": 512}, baseline={}).micro_batch_size == 512
+
+
+def test_a_split_that_dies_while_it_is_timed_is_not_chosen_and_does_not_end_the_study():
+    speeds = {512: 4400.0, 256: 4300.0, 128: 4100.0}
+    one = prepared(Answers(speeds=speeds, dies_at=[512]), largest=512, batch_size={"global": 512}, baseline={})
+    assert one.micro_batch_size == 256
+    none = prepared(Answers(dies_at=[512, 256, 128]), largest=512, batch_size={"global": 512}, baseline={})
+    assert none.micro_batch_size == 512
+    assert "none of its divisors could be timed" in none.micro_batch_reason
 
 
 def test_a_fixed_global_batch_beyond_memory_is_accumulated():

@@ -11,12 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import law
 import optuna
 import pytest
 
+from batchtune.progress import Observer
 from batchtune.tune import storage as storage_module
 from batchtune.tune.shared import Machines, require_alike, settle
 from batchtune.tune.storage import open_storage
+from batchtune.tune.study import TuneStudy
 
 pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
 
@@ -223,6 +226,18 @@ def test_machines_go_by_what_the_first_has_settled(opened):
     assert settle(storage, "s", "minimize", "begun", None) is None
     assert settle(storage, "s", "minimize", "begun", {"by": "first"}) == {"by": "first"}
     assert settle(storage, "s", "minimize", "begun", {"by": "second"}) == {"by": "first"}
+
+
+def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):
+    def trials(storage):
+        keys = {"budget": {"run": 120.0, "total": 3600.0, "trials": 6}, "confirm": {"seeds": 1, "top": 1}}
+        tuned = TuneStudy(law.plan(**keys), law.LawWorker(noise=0.05), storage, Observer())
+        tuned.run()
+        return [trial.model_dump() for trial in tuned.records()]
+
+    journal = trials(open_storage(None, tmp_path))
+    assert trials(opened("alike")) == journal
+    assert len(journal) == 1 + 6 + 2
 
 
 def test_a_machine_of_another_kind_is_refused():

@@ -8,35 +8,16 @@ import law
 import optuna
 import pytest
 
-from batchtune.config import Baseline, Budget, Config, Confirm, Objective
-from batchtune.errors import NothingFitsError, UsageError
+from batchtune.config import Baseline, Budget, Confirm, Objective
+from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
-from batchtune.results import CurvePoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit
+from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest
 from batchtune.tune import study as study_module
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
 from batchtune.tune.storage import open_storage
-from batchtune.tune.study import Plan, TuneStudy
-
-
-def plan(**changes):
-    known = {
-        "task": "model.py",
-        "name": "law",
-        "baseline": Baseline(batch_size=16, learning_rate=1e-3),
-        "budget": Budget(run=120.0, total=3600.0, trials=30),
-        "confirm": Confirm(seeds=3, top=2),
-    }
-    fit = ThroughputFit(alpha_seconds=law.ALPHA, beta_seconds_per_sample=law.BETA, saturation_batch_size=20.0)
-    return Plan(
-        config=Config(**(known | changes)),
-        probe=ProbeResult(precision="fp32", max_batch_size=256, limited_by="memory", throughput_fit=fit, seconds=1.0),
-        candidates=Candidates((8, 16, 32, 64, 128, 256, 512), "for the test"),
-        precisions=["fp32"],
-        optimizer="SGD",
-    )
-
+from batchtune.tune.study import TuneStudy
 
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
 
@@ -44,7 +25,7 @@ MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk'
 def study(folder, worker=None, *, storage=None, settled=None, **changes):
     """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
-    planned = dataclasses.replace(plan(**changes), **settled or {})
+    planned = dataclasses.replace(law.plan(**changes), **settled or {})
     return TuneStudy(planned, worker, storage or MEMORY[folder], Observer())
 
 
@@ -136,6 +117,50 @@ def test_a_target_met_before_training_is_refused_in_one_sentence(tmp_path):
 def test_a_baseline_that_never_improves_is_said_to_be_the_problem(tmp_path):
     with pytest.raises(NothingFitsError, match="did not improve val_loss"):
         study(tmp_path, baseline=Baseline(batch_size=16, learning_rate=0.9)).run()
+
+
+def test_a_target_that_no_run_reaches_is_said_to_be_too_hard(tmp_path):
+    tuned = study(tmp_path, objective=Objective(target=0.01), budget=Budget(run=5.0, total=3600.0, trials=2))
+    tuned.run()
+    assert tuned.recommendation() == (None, None)
+    assert tuned.why_nothing() == (
+        "no run reached the target (val_loss at most 0.01) within budget.run (5 s); "
+        "raise budget.run, or set an easier objective.target"
+    )
+
+
+class Saying(law.LawWorker):
+    """Trains as the law has it and says another metric of it."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self._metric = metric
+
+    def call(self, command, *, on_event, **arguments):
+        said = lambda event: on_event(event | {"value": self._metric(event["seconds"])})  # noqa: E731
+        return super().call(command, on_event=said, **arguments)
+
+
+SHORT = Budget(run=5.0, total=3600.0, trials=2)
+
+
+@pytest.mark.parametrize("kind", ["time_to_target", "best_metric"])
+def test_a_metric_that_is_no_number_before_training_is_the_users(tmp_path, kind):
+    with pytest.raises(UserCodeError, match=r"val_loss is NaN or infinite before training; mend evaluate"):
+        study(tmp_path, Saying(lambda _: math.nan), objective=Objective(kind=kind), budget=SHORT).run()
+
+
+def test_a_metric_that_never_changes_has_no_target_to_race_for(tmp_path):
+    with pytest.raises(NothingFitsError, match=r"the baseline did not improve val_loss within budget.run"):
+        study(tmp_path, Saying(lambda _: 0.5), budget=SHORT).run()
+
+
+def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(tmp_path):
+    tuned = study(tmp_path, Saying(lambda _: 0.5), objective=Objective(kind="best_metric"), budget=SHORT)
+    tuned.run()
+    found, base = tuned.recommendation()
+    assert (found.global_batch_size, found.value.median) == (base.global_batch_size, 0.5)
+    assert found.reason == "the baseline does as well on fresh seeds"
 
 
 def test_the_best_metric_within_a_budget_can_be_the_objective(tmp_path):
@@ -408,9 +433,26 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tmp_path, tail):
     whole = journal.read_bytes()
     journal.write_bytes(whole + tail)
     (tmp_path / "study.log.lock").symlink_to(journal)
+    (tmp_path / "study.log.lock1234.rename").symlink_to(journal)
     study(tmp_path, storage=open_storage(None, tmp_path))
+    assert not [*tmp_path.glob("study.log.*")]
     assert journal.read_bytes().startswith(whole)
     assert tail not in journal.read_bytes()
+
+
+def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path, monkeypatch):
+    brief = {"budget": Budget(run=120.0, total=3600.0, trials=2), "confirm": Confirm(seeds=0)}
+    opened = open_storage(None, tmp_path)
+    study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as now:
+        now.setattr(opened._replay_result, "_apply_create_trial", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            opened.get_all_studies()
+    assert opened.get_all_trials(0) == open_storage(None, tmp_path).get_all_trials(0) != []
 
 
 def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):

@@ -1,0 +1,167 @@
+"""One child process as its parent has it: messages to and from it, what it prints, and how it came to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from batchtune.device.host_kills import describe_kill, oom_kills
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_TAIL_LINES = 40
+_PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
+_DYING_SECONDS = 10.0
+_NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
+
+
+def entry(module: str) -> list[str]:
+    """The command line on which this interpreter runs a module's `main` in a new process."""
+    return [sys.executable, "-P", "-c", f"import sys; sys.path.append({_ROOT!r}); from {module} import main; main()"]
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of every child."""
+    ours = {name: value for name, value in os.environ.items() if name != _NOT_FOR_CHILDREN}
+    return ours | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, in words; negative codes are signals."""
+    if code is None:
+        return "the process lives, but what it answers cannot be read: has the task's code changed a standard module?"
+    if code >= 0:
+        return f"the process ended with exit status {code}"
+    name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
+    return f"the process died by {name}"
+
+
+class Process(Protocol):
+    """A child that was started, here or elsewhere."""
+
+    @property
+    def pid(self) -> int:
+        """As its own machine counts processes."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Gives it a message; its death is told by the answer that is missing."""
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """Its next message; None once it has ended.
+
+        Raises:
+            TimeoutError: it has said nothing for so long.
+        """
+
+    def last_words(self) -> str:
+        """How it ended and what it printed last."""
+
+    def wait(self, seconds: float) -> None:
+        """Waits for its end, but no longer than that."""
+
+    def kill(self) -> None:
+        """Ends it and everything it started; whoever waits for its answer, in another thread, learns of it."""
+
+    def close(self) -> None:
+        """Ends it and everything it started, and frees what it took here."""
+
+
+class LocalProcess:
+    """A child on this machine, with a pipe each way; messages are JSON, one a line.
+
+    Args:
+        command: that starts it.
+        environment: all of its environment.
+        echo: called with each line it prints.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], echo: Callable[[str], None] | None = None
+    ) -> None:
+        self._echo = echo
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._kills_before = oom_kills()
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        for reader, stream in ((self._read_answers, self._process.stdout), (self._read_prints, self._process.stderr)):
+            threading.Thread(target=reader, args=(stream,), daemon=True).start()
+
+    def _read_answers(self, stream: IO[str]) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            for line in stream:
+                self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def _read_prints(self, stream: IO[str]) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            while line := stream.readline(4096):
+                self._tail.append(line.rstrip("\n"))
+                if self._echo is not None:
+                    self._echo(line.rstrip("\n"))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - opened above
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """As of any process; what it started may hold its end of the line open, so that its life is looked at, too."""
+        deadline, ended = time.monotonic() + seconds, False
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._answers.get(timeout=max(0.0, min(left, _PATIENCE_SECONDS)))
+            except queue.Empty:
+                if ended:
+                    return None
+                ended = self._process.poll() is not None  # what it said last may still be on its way
+                if left <= 0 and not ended:
+                    raise TimeoutError from None
+
+    def last_words(self) -> str:
+        self.wait(_DYING_SECONDS)
+        code = self._process.returncode
+        time.sleep(0.05)  # the last printed lines are on their way
+        last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
+        how = describe_kill(self._kills_before, oom_kills()) if code == -signal.SIGKILL else describe_exit(code)
+        return f"{how}{f'; its last words: {last[:200]}' if last else ''}"
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()

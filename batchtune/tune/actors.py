@@ -1,0 +1,182 @@
+"""A worker's child on a node of a Ray cluster: the actor that stands beside it, and how it is reached from here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from batchtune.errors import DeviceError, RunInterrupted
+from batchtune.train.process import LocalProcess, child_environment, entry
+from batchtune.train.worker import PlaceLost
+from batchtune.tune.crew import STOPPED
+
+_LOOK_SECONDS = 0.2
+_LISTENING_SECONDS = 5.0  # of one question to an actor
+_CALLS_AT_ONCE = 4  # of an actor: one waits for its child while another ends that
+
+
+class Host:
+    """What runs in an actor: it starts the child, on the node and with the devices that Ray has chosen."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+        self._printed: list[str] = []
+
+    def there(self) -> None:
+        """Answers as soon as Ray has found a place."""
+
+    def start(self, environment: Mapping[str, str]) -> int:
+        """Starts a child, in place of an earlier one; returns its process number."""
+        self.close()
+        command = entry("batchtune.train.child")
+        self._process = LocalProcess(command, child_environment() | dict(environment), self._printed.append)
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._child.send(message)
+
+    def answer(self, seconds: float) -> tuple[dict[str, Any] | None, bool, list[str]]:
+        """What the child says, None once it has ended; whether it is silent instead; what it printed meanwhile."""
+        answer, is_silent = None, False
+        try:
+            answer = self._child.answer(seconds)
+        except TimeoutError:
+            is_silent = True
+        count = len(self._printed)
+        printed, self._printed[:count] = self._printed[:count], []
+        return answer, is_silent, printed
+
+    def last_words(self) -> str:
+        return self._child.last_words()
+
+    def wait(self, seconds: float) -> None:
+        self._child.wait(seconds)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def sees(self, file: str) -> bool:
+        """Whether a file is on this node, too."""
+        return Path(file).exists()
+
+    @property
+    def _child(self) -> LocalProcess:
+        assert self._process is not None  # noqa: S101 - it was started
+        return self._process
+
+
+class Actor:
+    """An actor with a `Host`, which Ray starts again wherever there is room when its node dies.
+
+    Args:
+        resources: that it asks for, as options of Ray.
+        stopping: set when nobody waits for it any more.
+    """
+
+    def __init__(self, resources: Mapping[str, Any], stopping: threading.Event) -> None:
+        self._stopping = stopping
+        options = {"max_restarts": -1, "max_concurrency": _CALLS_AT_ONCE, **resources}
+        self._handle: Any = ray.remote(Host).options(**options).remote()
+        self._arriving = self._handle.there.remote()
+
+    def is_there(self) -> bool:
+        """Whether Ray has found it a place.
+
+        Raises:
+            DeviceError: it cannot be started at all.
+        """
+        if not ray.wait([self._arriving], timeout=0)[0]:
+            return False
+        try:
+            ray.get(self._arriving)
+        except ActorUnavailableError:  # it is being started again
+            self._arriving = self._handle.there.remote()
+            return False
+        except RayActorError as error:
+            raise DeviceError(f"Ray cannot start a worker: {_in_a_line(error)}") from None
+        return True
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of `Host` returns.
+
+        Raises:
+            PlaceLost: the actor or its node has died, or cannot be reached.
+            RunInterrupted: the crew has stopped.
+        """
+        asked = getattr(self._handle, method).remote(*arguments)
+        while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
+            if self._stopping.is_set():
+                raise RunInterrupted(STOPPED)
+        try:
+            return ray.get(asked)
+        except RayActorError as error:
+            self._arriving = self._handle.there.remote()
+            raise PlaceLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
+
+    def tell(self, method: str) -> None:
+        """Has a method called, and does not wait for it."""
+        getattr(self._handle, method).remote()
+
+    def dismiss(self) -> None:
+        """Ends the actor; its child, whose line is cut, ends itself."""
+        ray.kill(self._handle)
+
+
+def _in_a_line(error: Exception) -> str:
+    """The last line of Ray's long messages, where the cause stands."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+class RemoteProcess:
+    """A child beside an actor; see `batchtune.train.process.Process`."""
+
+    def __init__(self, actor: Actor, environment: Mapping[str, str], echo: Callable[[str], None]) -> None:
+        self._actor, self._echo = actor, echo
+        self._pid: int = actor.ask("start", dict(environment))
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._actor.ask("send", dict(message))
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            answer, is_silent, printed = self._actor.ask("answer", max(0.0, min(left, _LISTENING_SECONDS)))
+            for line in printed:
+                self._echo(line)
+            if not is_silent:
+                found: dict[str, Any] | None = answer
+                return found
+            if left <= 0:
+                raise TimeoutError
+
+    def last_words(self) -> str:
+        return str(self._actor.ask("last_words"))
+
+    def wait(self, seconds: float) -> None:
+        self._actor.ask("wait", seconds)
+
+    def kill(self) -> None:
+        self._actor.tell("kill")
+
+    def close(self) -> None:
+        with contextlib.suppress(PlaceLost, RunInterrupted):  # then it is gone, or goes with its actor
+            self._actor.ask("close")

@@ -1,0 +1,242 @@
+"""A crew on a Ray cluster: what each worker asks for, who gets a place, and what is done again when one is lost.
+
+The study stays in this process; only children and their actors are elsewhere. Their nodes need batchtune and the task's
+files at the same place as here: on a shared folder, in an image, or by `ray job submit --working-dir`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from batchtune.config import RayCluster
+from batchtune.errors import DeviceError, RunInterrupted, UsageError
+from batchtune.progress import Observer
+from batchtune.train.process import Process
+from batchtune.train.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
+from batchtune.tune.actors import Actor, RemoteProcess
+from batchtune.tune.crew import STOPPED, Crew, Member
+
+_LOOK_SECONDS = 0.1
+_TRIES = 3  # of what is no run of the study
+
+
+def resources_of(asked: RayCluster, device: str, cluster: Mapping[str, float]) -> dict[str, Any]:
+    """What an actor asks Ray for.
+
+    Args:
+        asked: in the configuration.
+        device: there, too.
+        cluster: all that the cluster has, by Ray's names.
+
+    Raises:
+        UsageError: the device is not for Ray to choose.
+    """
+    kind, _, number = device.partition(":")
+    if number:
+        raise UsageError(f"device {device}: Ray chooses which; write {kind}")
+    if kind == "auto":
+        kind = "cuda" if asked.num_gpus is not None or cluster.get("GPU") else "cpu"
+    gpus = 0.0 if kind == "cpu" else 1.0 if asked.num_gpus is None else asked.num_gpus
+    return {"num_cpus": asked.num_cpus, "num_gpus": gpus, "resources": dict(asked.resources)}
+
+
+def places(resources: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many such actors there is room for.
+
+    Args:
+        resources: of each, as `resources_of` has them.
+        nodes: what each node has, by Ray's names.
+    """
+    asked = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"], **resources["resources"]}
+    wanted = {name: amount for name, amount in asked.items() if amount}
+    return sum(min(int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()) for node in nodes)
+
+
+class RemoteMember(Member):
+    """A worker whose child is beside an actor.
+
+    Attributes:
+        actor: that one.
+        device_name: of the study, once it is known: a run on another kind of device would not compare.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, stopping: threading.Event, observer: Observer, resources: Mapping[str, Any]
+    ) -> None:
+        super().__init__(settings, stopping, {}, observer)
+        self._observer = observer
+        self.actor = Actor(resources, stopping)
+        self.device_name: str | None = None
+
+    def start(self) -> dict[str, Any]:
+        """As any worker's.
+
+        Raises:
+            DeviceError: there is no room for it, or only on another kind of device.
+            PlaceLost: its place was lost again at once.
+        """
+        facts = super().start()
+        name = facts["environment"]["device"]
+        if self.device_name not in {None, name}:
+            raise DeviceError(
+                f"Ray has placed a worker on {name}, but the study is of {self.device_name}, and times on different "
+                "devices do not compare; name nodes of one kind, e.g. ray.resources={'accelerator_type:A100': 0.001}"
+            )
+        return facts
+
+    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """As any worker's; what is no run of the study is done again where its place was lost.
+
+        Raises:
+            PlaceLost: that of a run was lost, or several in a row.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                return super().call(command, **arguments)
+            except PlaceLost as lost:
+                if command == "train" or not left:
+                    raise
+                self._observer.note(f"{command} is done again: {lost}")
+        raise AssertionError
+
+    def reaches(self, folder: Path) -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PlaceLost), tempfile.NamedTemporaryFile(dir=folder.absolute()) as token:
+            return bool(self.actor.ask("sees", token.name))
+        return False
+
+    def _start_process(self) -> Process:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        if not self.actor.is_there():
+            self._observer.note(_WAITING)
+        while not self.actor.is_there():
+            if self.stopping.wait(_LOOK_SECONDS):
+                raise RunInterrupted(STOPPED)
+            if time.monotonic() > deadline:
+                raise DeviceError(_NO_ROOM)
+        return RemoteProcess(self.actor, self.own_environment, self._observer.printed)
+
+
+_WAITING = "waiting for a place on the Ray cluster"
+_NO_ROOM = (
+    f"the Ray cluster has had no room for a worker in {START_TIMEOUT_SECONDS / 60:g} minutes; see 'ray status', or ask "
+    "for less with ray.num_cpus, ray.num_gpus and ray.resources"
+)
+
+
+class RayCrew(Crew):
+    """A crew whose members are wherever Ray has room; one that has lost its place waits while the others work.
+
+    Args:
+        settings: as of any crew.
+        asked: how many; more than there is room for join when the cluster grows.
+        observer: as of any crew.
+        cluster: which one, and what each member asks of it.
+
+    Raises:
+        DeviceError: the cluster cannot be reached.
+        UsageError: it cannot be asked for such a device.
+    """
+
+    seated = " on the Ray cluster"
+
+    def __init__(
+        self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
+    ) -> None:
+        self._ours = _connect(cluster.address)
+        self._free: list[RemoteMember] = []
+        try:
+            self._resources = resources_of(cluster, settings.device, ray.cluster_resources())
+            share = self._resources["num_gpus"]
+            settings = replace(
+                settings,
+                device=settings.device if share else "cpu",
+                margin=1 - share * (1 - settings.margin) if share else settings.margin,
+            )
+            super().__init__(settings, asked, observer)
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        for member in self._all:
+            if isinstance(member, RemoteMember):
+                member.actor.dismiss()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._ours:
+            ray.shutdown()
+
+    def grow(self, facts: Mapping[str, Any]) -> None:
+        """Adds the others, which start when there is work and a place for them."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = places(self._resources, nodes)
+        count = max(1, room) if self._asked == "auto" else self._asked
+        if count > room:
+            self._observer.note(f"the Ray cluster has room for {room} of {count} workers; the others join as it grows")
+        assert self.first.settings is not None  # noqa: S101 - it was opened with them
+        self._all += [self._member(self.first.settings, {}) for _ in range(count - 1)]
+        for member in self._free:
+            member.device_name = facts["environment"]["device"]
+
+    def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:  # noqa: ARG002 - Ray's
+        member = RemoteMember(settings, self._stopping, self._observer, self._resources)
+        self._free.append(member)
+        return member
+
+    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:  # noqa: ARG002 - whichever has a place
+        with self._placed() as member:
+            return step(member)
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[RemoteMember]:
+        """A member that has a place and nothing to do; while others work, there may be one soon."""
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while (member := self._take()) is None:
+            if self._stopping.wait(_LOOK_SECONDS):
+                raise RunInterrupted(STOPPED)
+            if len(self._free) < len(self._all):
+                deadline = time.monotonic() + START_TIMEOUT_SECONDS
+            if time.monotonic() > deadline:
+                raise DeviceError(_NO_ROOM)
+        try:
+            yield member
+        finally:
+            with self.lock:
+                self._free.append(member)
+
+    def _take(self) -> RemoteMember | None:
+        with self.lock:
+            for member in self._free:
+                if member.actor.is_there():
+                    self._free.remove(member)
+                    return member
+        return None
+
+
+def _connect(address: str | None) -> bool:
+    """Joins the cluster, or starts one on this machine; returns whether to leave it again.
+
+    Raises:
+        DeviceError: there is none at the address.
+    """
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = f"ray.address {address}" if address else "executor ray"
+        raise DeviceError(f"{where}: no Ray cluster can be reached: {lines[0][:200] if lines else error!r}") from None
+    return True
