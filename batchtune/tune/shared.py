@@ -81,9 +81,8 @@ class Agreement:
     def __init__(self, storage: BaseStorage, config: Config, device: str) -> None:
         self._storage, self._config = storage, config
         self._several = is_heartbeat_enabled(storage)
-        different = {"task"}  # the same file may lie elsewhere
-        alike = {key: value for key, value in identity_of(config).items() if key not in different}
-        self._identity = {"device": device} | alike
+        self._identity = identity_of(config) | {"device": device}  # whatever the configuration calls it
+        del self._identity["task"]  # the same file may lie elsewhere
 
     def look(self) -> tuple[ProbeResult, Prior] | None:
         """What is settled already; None where nothing is.

@@ -223,8 +223,10 @@ def test_a_server_that_goes_away_is_waited_for(server, opened):
     assert study.best_value == 2.0
 
 
-def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_kind(opened):
-    storage, plan = opened("settled"), law.plan()
+def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_kind(opened, tmp_path):
+    task = tmp_path / "model.py"
+    task.touch()
+    storage, plan = opened("settled"), law.plan(task=str(task))
     reasons = {"batch_sizes_reason": "for the test", "learning_rate_reason": "for the test"}
     prior = Prior(batch_sizes=[8, 16], learning_rate=0.01, learning_rate_decades=0.5, **reasons)
     first, second = (Agreement(storage, plan.config, "A100") for _ in range(2))
