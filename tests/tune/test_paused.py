@@ -49,7 +49,7 @@ def run(study, batch_size, learning_rate):
 
 
 def files(study):
-    return sorted(file.name for file in study._trials.paused._folder.glob("*"))
+    return sorted(file.name for file in study._trials.paused.folder.glob("*"))
 
 
 def test_a_stopped_run_that_is_proposed_again_goes_on_where_it_was(study, worker):
