@@ -67,8 +67,13 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
         3,
         "a tensor without a graph; .* under torch.no_grad",
     ),
-    "closes every file": ("import os\nos.closerange(3, 200)\n", 3, None, "ended in crash: .*Bad file descriptor"),
-    "replaces json": ("import json\njson.dumps = lambda *_, **__: 'x'\n", 3, None, "what it answers cannot be read"),
+    "closes every file": (
+        "import os\nos.closerange(3, 200)\n",
+        3,
+        None,
+        "ended in crash: .*closed files that are not its own",
+    ),
+    "replaces json": ("import json\njson.dumps = lambda *_, **__: 'x'\n", 3, None, "changed a standard module"),
     "calls sys.exit at import": (
         "import sys\nsys.exit('bye')\n",
         3,
@@ -108,7 +113,7 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
     ),
     "tells a size that is not its own": (
         data("def __getitem__(self, i): return [(torch.randn(8), torch.randn(1))] [i // 200]"),
-        0,
+        3,
         3,
         "__getitem__ raised IndexError",
     ),

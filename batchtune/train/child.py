@@ -8,6 +8,7 @@ with a socket in their place (see `batchtune.train.rank`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -50,9 +51,11 @@ class Channel:
         return cls(commands, answers)
 
     def _listen(self, commands: IO[str]) -> None:
-        with contextlib.suppress(OSError):
+        try:
             for line in commands:
                 self._commands.put(json.loads(line))
+        except OSError as error:
+            _end_if_closed(error)
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
@@ -65,9 +68,21 @@ class Channel:
         """One message to the parent; a copy of this process that the user's code has forked off ends here instead."""
         if os.getpid() != self._process:
             os._exit(0)
-        with self._lock:
-            self._answers.write(json.dumps(message) + "\n")
-            self._answers.flush()
+        try:
+            with self._lock:
+                self._answers.write(json.dumps(message) + "\n")
+                self._answers.flush()
+        except OSError as error:
+            _end_if_closed(error)
+            raise
+
+
+def _end_if_closed(error: OSError) -> None:
+    """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
+    if error.errno == errno.EBADF:
+        with contextlib.suppress(OSError):
+            os.write(2, b"the task's code has closed files that are not its own\n")
+        os._exit(1)
 
 
 def give_standard_streams_away() -> None:

@@ -39,7 +39,10 @@ def child_environment() -> dict[str, str]:
 def describe_exit(code: int | None) -> str:
     """How a process ended, in words; negative codes are signals."""
     if code is None:
-        return "the process lives, but what it answers cannot be read: has the task's code changed a standard module?"
+        return (
+            "the process lives but cannot be understood: the task's code has changed a standard module, "
+            "or has closed files that are not its own"
+        )
     if code >= 0:
         return f"the process ended with exit status {code}"
     name = signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
