@@ -138,7 +138,7 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
     "has a set of so many samples that none can be shuffled": (
         data("def __getitem__(self, i): return torch.randn(8), torch.randn(1)", size="10**12"),
         0,
-        3,
+        4,
         "can't allocate memory",
     ),
     "has a set of less than no samples": (
