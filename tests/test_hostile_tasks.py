@@ -133,7 +133,7 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
         data("def __iter__(self): return iter(())", "val", kind="Iterable"),
         3,
         3,
-        "a data set of 0 samples",
+        "val_dataset yields no samples",
     ),
     "has a set of so many samples that none can be shuffled": (
         data("def __getitem__(self, i): return torch.randn(8), torch.randn(1)", size="10**12"),

@@ -27,6 +27,7 @@ NAMES = {
     "collate": "collate(samples) returning a batch",
 }
 _SAMPLED_FOR_LARGEST = 64
+_NO_SAMPLE: Any = object()  # None may be one
 
 
 class ContractError(UserCodeError):
@@ -208,8 +209,8 @@ class Task:
             samples = (sample for sample, _ in zip(data, range(_SAMPLED_FOR_LARGEST), strict=False))
         else:
             samples = (data[index] for index in range(0, size, max(1, size // _SAMPLED_FOR_LARGEST)))
-        largest = max(samples, key=tensor_bytes, default=None)
-        if largest is None:
+        largest = max(samples, key=tensor_bytes, default=_NO_SAMPLE)
+        if largest is _NO_SAMPLE:
             raise ContractError(f"{self.where}: train_dataset returned a data set of 0 samples")
         return largest
 

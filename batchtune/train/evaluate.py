@@ -105,4 +105,6 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
                 f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "
                 "give it an end, or write evaluate()"
             )
-    return float(total) / max(samples, 1)
+    if not samples:
+        raise UserCodeError(f"{task.where}: val_dataset yields no samples")
+    return float(total) / samples
