@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint
+from batchtune.results import Trial as TrialRecord
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import PlaceLost, Worker
 from batchtune.tune.cost import SECONDS, cost_of
@@ -75,7 +76,7 @@ class Trials:
                 trial.set_user_attr(key, value)
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
-        race = _Race(self, trial, role, to_curve(earlier.user_attrs["curve"]) if earlier else [])
+        race = _Race(self, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
         tolerant = role != "baseline" and self.ledger.user_errors() < MAX_USER_ERRORS
         try:
             with self.machines.sign_of_life(trial):
@@ -90,9 +91,9 @@ class Trials:
             with self.lock:
                 self._give_back(trial, lost)
             return True
-        ended = to_record(self.study.get_trials(deepcopy=False)[trial.number])
-        done = sum(1 for each in self.ledger.records() if over(each))
-        self.observer.trial_ended(ended, done=done, seconds_left=self.seconds_left())
+        records = self.ledger.records()  # once: a database is asked several questions each time
+        done = sum(1 for each in records if over(each))
+        self.observer.trial_ended(records[trial.number], done=done, seconds_left=self.seconds_left())
         return True
 
     def _spec(self, trial: Trial, role: Role, worker: Worker) -> tuple[RunSpec, FrozenTrial | None]:
@@ -157,12 +158,12 @@ class Trials:
 class _Race:
     """A run under way against those before it: its curve so far, and whether it is worth going on."""
 
-    def __init__(self, trials: Trials, trial: Trial, role: Role, curve: list[CurvePoint]) -> None:
+    def __init__(self, trials: Trials, trial: Trial, record: TrialRecord, curve: list[CurvePoint]) -> None:
         self.curve = curve
         self.no_time_left = False
         self._trials, self._trial = trials, trial
-        self._prunable = role == "search" and not curve  # who was stopped before is given all of its time now
-        self._record = to_record(trials.study.get_trials(deepcopy=False)[trial.number])
+        self._prunable = record.role == "search" and not curve  # who was stopped before is given all of its time now
+        self._record = record
         self._cost = cost_of(trials.plan.config.objective.kind) or SECONDS
         self._last_step = -1
         for point in curve:

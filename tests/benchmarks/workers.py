@@ -8,6 +8,7 @@ many trials. Run: `python tests/benchmarks/workers.py [postgresql+psycopg://…]
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -43,11 +44,12 @@ def compute_loss(model, batch):
 
 
 class Stopwatch(Observer):
-    """When runs of the search begin and end."""
+    """When runs of the search begin and end, and what this process has worked by then."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []
         self.ended: list[float] = []
+        self.worked: list[float] = []
 
     def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
         if trial.role == "search":
@@ -56,6 +58,7 @@ class Stopwatch(Observer):
     def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
         if trial.role == "search":
             self.ended.append(time.monotonic())
+            self.worked.append(time.process_time())
 
 
 def trials_per_minute(workers: int) -> float:
@@ -88,8 +91,8 @@ class Instant:
         return {"outcome": "finished", "total_steps": None, "kept": False}
 
 
-def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, float]:
-    """Median seconds of the ten trials up to each number of trials."""
+def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, float]]:
+    """Median seconds of the ten trials up to each number of trials: by the clock, and of this process's processors."""
     config = Config.model_validate(
         {
             "task": "instant.py",
@@ -111,8 +114,14 @@ def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, float]:
     with tempfile.TemporaryDirectory() as folder:
         worker: Any = Instant()
         TuneStudy(plan, worker, open_storage(url, Path(folder)), watch).run()
-    steps = [after - before for before, after in zip(watch.ended, watch.ended[1:], strict=False)]
-    return {size: statistics.median(steps[max(0, size - 11) : size - 1]) for size in sizes if size <= len(steps) + 1}
+    by_clock, by_processor = (
+        [after - before for before, after in itertools.pairwise(moments)] for moments in (watch.ended, watch.worked)
+    )
+    return {
+        size: tuple(statistics.median(steps[max(0, size - 11) : size - 1]) for steps in (by_clock, by_processor))
+        for size in sizes
+        if size <= len(watch.ended)
+    }
 
 
 def main() -> None:
@@ -129,10 +138,9 @@ def main() -> None:
     for name, url in {"journal": None, "database": given.storage}.items():
         if name == "journal" or url:
             found = cost_of_trials(url, given.trials)
-            print(
-                f"| {name}, ms a trial | " + " | ".join(f"{1000 * found[size]:.1f}" for size in found) + " |",
-                flush=True,
-            )
+            for number, what in enumerate(("ms a trial", "of which this process worked, ms")):
+                cells = " | ".join(f"{1000 * each[number]:.1f}" for each in found.values())
+                print(f"| {name}, {what} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

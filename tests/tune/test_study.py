@@ -12,6 +12,7 @@ from batchtune.config import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest
+from batchtune.train.worker import PlaceLost
 from batchtune.tune import study as study_module
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.prior import Candidates
@@ -471,3 +472,45 @@ def test_a_baseline_that_takes_a_large_part_of_the_budget_leaves_room_to_search(
     (baseline,) = (trial for trial in tuned.records() if trial.role == "baseline")
     assert 12 * baseline.time_to_target_seconds > 600  # what whole runs in a confirmation might take, with a reserve
     assert sum(trial.role == "search" for trial in tuned.records()) >= 4
+
+
+class Homeless(law.LawWorker):
+    """Loses its place in these calls."""
+
+    def __init__(self, lost_in):
+        super().__init__()
+        self.lost_in, self.calls = set(lost_in), 0
+
+    def call(self, command, **spec):
+        self.calls += 1
+        if self.calls in self.lost_in:
+            raise PlaceLost("its node is gone")
+        return super().call(command, **spec)
+
+
+def test_a_run_whose_place_is_lost_is_done_again_as_it_was(tmp_path):
+    tuned = study(tmp_path, Homeless({1, 4}))
+    tuned.run()
+    records, stored = tuned.records(), tuned.study.get_trials()
+    lost = {record.number for record in records if record.message == "its node is gone"}
+    again = {trial.user_attrs["retry_of"]: trial.number for trial in stored if "retry_of" in trial.user_attrs}
+    assert lost == set(again)
+    assert len(lost) == 2
+    for number, retry in again.items():
+        assert (records[number].state, records[number].outcome) == ("fail", None)
+        assert records[retry].state in {"complete", "pruned"}
+        assert all(
+            getattr(records[retry], key) == getattr(records[number], key)
+            for key in ("role", "batch_size", "learning_rate", "seed")
+        )
+    undisturbed = study(tmp_path / "undisturbed")
+    undisturbed.run()
+    count = sum(record.role == "search" for record in undisturbed.records())
+    assert sum(record.role == "search" for record in records if record.number not in lost) == count
+
+
+def test_a_run_that_loses_one_place_after_the_other_is_told_as_a_crash(tmp_path):
+    tuned = study(tmp_path, Homeless({2, 3, 4}))
+    tuned.run()
+    lost = [record for record in tuned.records() if record.message == "its node is gone"]
+    assert [record.outcome for record in lost] == [None, None, "crash"]
