@@ -80,7 +80,8 @@ class RunFolder:
             self._write_report(self._latest)
             self._latest = None
         if self._lock is not None:
-            self._lock.truncate(0)
+            with contextlib.suppress(OSError):  # read-only by now: nothing is lost by the number of a process
+                self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
@@ -165,7 +166,7 @@ def cut_to_whole_lines(file: Path) -> None:
     end = content.rfind(b"\n") + 1
     while end > 0:
         begin = content.rfind(b"\n", 0, end - 1) + 1
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(content[begin:end]), dict):
                 break
         end = begin

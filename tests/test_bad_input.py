@@ -199,7 +199,7 @@ CASES = {
         PROBE,
         "def train_dataset():\n    return 3",
         3,
-        ["returned a int, not a Dataset"],
+        ["returned an int, not a Dataset"],
     ),
     "has a function of other arguments": (
         PROBE,
@@ -274,6 +274,12 @@ CASES = {
         "def build_optimizer(model, lr, momentum=None):\n    return None",
         2,
         ["space.momentum: build_optimizer has no number, switch or text as default of 'momentum'; give it one"],
+    ),
+    "never reaches the target that is set": (
+        (*TUNE, "objective.target=-1", "budget.trials=1", "confirm=off"),
+        "",
+        4,
+        [r"no run reached the target \(val_loss at most -1\) within budget.run \(0.1 s\); raise budget.run, or set an"],
     ),
     "is tuned on a device that is not there": (
         (*TUNE, "device=cuda:99"),

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from batchtune.errors import UsageError
 from batchtune.train import checkpoint
 from batchtune.tune.storage import open_storage
 
@@ -49,7 +50,9 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_not_loaded(tmp_path, bomb):
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(bomb, protocol=2))
     torch.save({"model": bomb}, tmp_path / "zip.pt")
     for name in ("plain.pt", "zip.pt"):
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises(
+            UsageError, match=r"\.pt: no run that can go on \(UnpicklingError\); delete it, or start over"
+        ):
             checkpoint.load(tmp_path / name, None, None)
 
 

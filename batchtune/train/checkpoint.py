@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from batchtune.errors import UsageError
 from batchtune.train.step import Trainer, TrainingBatches
 
 LEAST_FREE_BYTES = 1 << 30  # what a disk has left after it: a run's memory must not fill up what others write to
@@ -55,8 +56,16 @@ def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[
 
 
 def load(path: Path, trainer: Trainer, batches: TrainingBatches) -> dict[str, Any]:
-    """Puts a saved state back, the random numbers last; returns the caller's numbers."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    """Puts a saved state back, the random numbers last; returns the caller's numbers.
+
+    Raises:
+        UsageError: the file is damaged, or another's: one that would have to be unpickled is not.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - torch raises what it likes
+        kind = type(error).__name__
+        raise UsageError(f"{path}: no run that can go on ({kind}); delete it, or start over with --fresh") from None
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     if trainer.scheduler is not None:

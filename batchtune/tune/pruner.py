@@ -22,10 +22,14 @@ class TimeToValuePruner(BasePruner):
     Trials report their metric at steps that are milliseconds of training, so that batch sizes compare; the study
     minimises the time to a target. Loss curves of different batch sizes and learning rates cross early, so nothing is
     judged before `patience` of the best trial's time. As long as no trial has got there, a run ends where the second
-    half of its time has brought it less than 3 % further: its learning rate is too high.
+    half of its time has brought it less than 3 % further: its learning rate is too high. Where target and longest run
+    are known, it also has to be too slow for them, since a curve that has levelled off right above its target gets
+    there all the same: at the pace of that half, and curves only slow down, it would still be short at its end.
 
     Args:
         goal: the direction of the reported metric.
+        target: the value at which a trial ends; None: it is not known.
+        longest: what a trial may take without it, in the study's unit; None: it is not known.
         factor: how many times slower than the best is hopeless.
         patience: share of the best time to target before which no run is judged.
         step: what a reported step is worth in the study's unit: a millisecond where its values are seconds.
@@ -35,11 +39,14 @@ class TimeToValuePruner(BasePruner):
         self,
         goal: Literal["minimize", "maximize"],
         *,
+        target: float | None = None,
+        longest: float | None = None,
         factor: float = 2.5,
         patience: float = 0.3,
         step: float = MILLISECOND,
     ) -> None:
         self._sign = 1.0 if goal == "minimize" else -1.0
+        self._target, self._longest = target, longest
         self._factor, self._patience, self._step = factor, patience, step
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
@@ -61,14 +68,19 @@ class TimeToValuePruner(BasePruner):
         return self._behind(best[1], trial) if best is not None else math.inf
 
     def _stalled(self, trial: FrozenTrial) -> bool:
-        """Whether the second half of a run's time brought it hardly any further."""
+        """Whether the second half of a run's time brought it hardly any further, and not fast enough."""
         steps = sorted(trial.intermediate_values)
         late = [step for step in steps if step > steps[-1] / 2]
         if len(steps) < _FEWEST_LOOKS or len(late) < _FEWEST_LOOKS / 2:
             return False
         values = [self._sign * trial.intermediate_values[step] for step in steps]
         first, before, now = values[0], min(values[: -len(late)]), min(values)
-        return before - now <= _STALLED_GAIN * (first - now)
+        if before - now > _STALLED_GAIN * (first - now):
+            return False
+        if self._target is None or self._longest is None:
+            return True
+        half, left = steps[-1] * self._step / 2, self._longest - steps[-1] * self._step
+        return (before - now) / half * left < now - self._sign * self._target
 
     def _best(self, study: Study) -> tuple[float, FrozenTrial] | None:
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))

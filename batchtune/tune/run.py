@@ -9,11 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from optuna.storages import BaseStorage
-from optuna.storages._heartbeat import is_heartbeat_enabled
-
 from batchtune.config import Config
-from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
@@ -23,12 +20,12 @@ from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult,
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
-from batchtune.tune.cost import cost_of
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
-from batchtune.tune.prepare import prepare, require
+from batchtune.tune.opening import identity_of, open_task, worker_settings
+from batchtune.tune.prepare import prepare
 from batchtune.tune.prior import Candidates
 from batchtune.tune.scaling import can_scale, scaling, split
-from batchtune.tune.shared import require_alike, settle
+from batchtune.tune.shared import Agreement
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
@@ -37,13 +34,6 @@ MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compa
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
 _NOT_SEARCHED = "no other configuration was tried"
-_FREE_TO_CHANGE = {
-    "name",
-    "budget",
-    "confirm",
-    "storage",
-    "ray.address",
-}  # more of the same may be measured under these
 
 
 def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = ROOT) -> Result:
@@ -59,7 +49,7 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
     if fresh:
         shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
     try:
-        folder.check_identity(_identity(config))
+        folder.check_identity(identity_of(config))
         tuning.earlier = _earlier_result(folder)
         folder.write("config.yaml", config.to_yaml())
         return _run(tuning)
@@ -72,20 +62,29 @@ def _run(tuning: _Tuning) -> Result:
     try:
         tuning.run()
         return tuning.save("complete")
-    except KeyboardInterrupt:
-        interrupted = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
-        interrupted.result = tuning.save_if_possible("interrupted", interrupted)
-        raise interrupted from None
     except BatchtuneError as error:
         error.result = tuning.save_if_possible("failed", error)
         raise
-    except OSError as error:  # the study's journal, most likely
-        stopped = UsageError(
-            f"{where}: the study cannot go on: {error.strerror or error}; make room and start again: the same command "
-            "goes on with the trials that are finished"
+    except (KeyboardInterrupt, OSError, RuntimeError) as error:
+        stopped: BatchtuneError
+        if _is_interruption(error):
+            stopped = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
+        elif isinstance(error, OSError):  # the study's journal, most likely
+            stopped = UsageError(
+                f"{where}: the study cannot go on: {error.strerror or error}; make room and start again: the same "
+                "command goes on with the trials that are finished"
+            )
+        else:
+            raise
+        stopped.result = tuning.save_if_possible(
+            "interrupted" if isinstance(stopped, RunInterrupted) else "failed", stopped
         )
-        stopped.result = tuning.save_if_possible("failed", stopped)
         raise stopped from None
+
+
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether an interruption came first; a lock of Optuna's that is interrupted raises an error of its own on top."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interruption(error.__context__))
 
 
 def _earlier_result(folder: RunFolder) -> Result | None:
@@ -100,56 +99,6 @@ def _earlier_result(folder: RunFolder) -> Result | None:
         return load_result(folder.path)
     except UsageError as error:
         raise UsageError(f"{error}. Or use --fresh to start over, or another 'name' to keep both") from None
-
-
-def check(config: Config, observer: Observer) -> dict[str, Any]:
-    """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
-    require_executor(config.executor)
-    with Worker(_settings(config), observer.printed) as worker:
-        return _start(worker, config)
-
-
-def _start(worker: Worker, config: Config) -> dict[str, Any]:
-    """The facts of the opened task, if it can be tuned as asked.
-
-    Raises:
-        BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
-    """
-    try:
-        facts = worker.start()
-    except (DeviceError, UsageError) as error:
-        text = str(error)
-        for flag, key in {"--device ": "device ", "--memory-limit ": "memory.limit "}.items():
-            text = key + text.removeprefix(flag) if text.startswith(flag) else text
-        raise type(error)(text) from None
-    require(config, facts)
-    return facts
-
-
-def _settings(config: Config) -> WorkerSettings:
-    precision = [config.precision] if isinstance(config.precision, str) else config.precision
-    return WorkerSettings(
-        task=config.task,
-        device=config.device,
-        purpose="tune",
-        memory_limit=config.memory.limit,
-        margin=config.memory.margin,
-        precision=tuple(precision),
-        optimizer_arguments=tuple(config.space),
-        metric=config.objective.metric,
-    )
-
-
-def _identity(config: Config) -> dict[str, Any]:
-    """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, Any] = {"task": config.task, "the task's code": file_hash(config.task)}
-    for key, value in config.model_dump(mode="json").items():
-        if key == "budget":
-            flat["budget.run"] = value["run"]
-        elif key not in _FREE_TO_CHANGE:
-            sections = value if isinstance(value, dict) else {"": value}
-            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
-    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
 
 
 class _Recorder(Forwarder):
@@ -188,13 +137,13 @@ class _Tuning:
 
     def run(self) -> None:
         """Probe, then study."""
-        settings = _settings(self._config)
+        settings = worker_settings(self._config)
         known = [entry for entry in self.folder.attempts() if isinstance(entry.get("memory_limit_bytes"), int)]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
         with self._crew(settings) as crew:
             worker = crew.first
-            self._facts = _start(worker, self._config)
+            self._facts = open_task(worker, self._config)
             crew.grow(self._facts)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
@@ -203,7 +152,8 @@ class _Tuning:
             for name, reason in self._facts["precision"]:
                 self._observer.note(f"precision {name}: {reason}")
             storage = open_storage(self._config.storage, self.folder.path)
-            self._join(storage)
+            agreement = Agreement(storage, self._config, self._facts["environment"]["device"])
+            self._join(agreement)
             self._probed = self._probed or self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")
             self._prior = (
@@ -211,7 +161,7 @@ class _Tuning:
                 or self._earlier_prior()
                 or prepare(self._config, self._probed, self._facts, worker, self._observer)
             )
-            self._settle(storage)
+            self._probed, self._prior = agreement.settle(self._probed, self._prior)
             self.save("interrupted")
             plan = self._plan(self._probed, self._prior, precisions)
             self._study = TuneStudy(plan, worker, storage, self._observer, crew)
@@ -241,7 +191,7 @@ class _Tuning:
         if measured is None or (measured.world_size, measured.global_batch_size) != (count, found.global_batch_size):
             self._observer.stage(f"timing {count} ranks")
             kind = self._facts["device"].partition(":")[0]
-            settings = replace(_settings(self._config), device=kind, metric=None)
+            settings = replace(worker_settings(self._config), device=kind, metric=None)
             measured = time_group(settings, count, *sizes, found.precision, self._observer)
         return scaling(study.records(), found, probe, measured) if measured else None
 
@@ -252,39 +202,12 @@ class _Tuning:
 
         return RayCrew(settings, self._config.workers, self._observer, self._config.ray)
 
-    def _join(self, storage: BaseStorage) -> None:
+    def _join(self, agreement: Agreement) -> None:
         """Where another machine has begun the study, its probe and its prior are this one's, too."""
-        if not is_heartbeat_enabled(storage):
-            return
-        found = settle(storage, self._config.name, self._direction(), "begun", None)
-        if found is not None:
-            require_alike(self._config.name, found["identity"], self._machine())
+        begun = agreement.look()
+        if begun is not None:
             self._observer.note(f"study {self._config.name} was begun on another machine or earlier: joining it")
-            self._probed = ProbeResult.model_validate(found["probe"])
-            self._prior = Prior.model_validate(found["prior"])
-
-    def _settle(self, storage: BaseStorage) -> None:
-        """Tells other machines what this one has found, unless one was sooner: then that holds."""
-        if not is_heartbeat_enabled(storage) or self._probed is None or self._prior is None:
-            return
-        begun = {
-            "identity": self._machine(),
-            "probe": self._probed.model_dump(mode="json", exclude_none=True),
-            "prior": self._prior.model_dump(mode="json", exclude_none=True),
-        }
-        found = settle(storage, self._config.name, self._direction(), "begun", begun)
-        require_alike(self._config.name, found["identity"], self._machine())
-        self._probed = ProbeResult.model_validate(found["probe"])
-        self._prior = Prior.model_validate(found["prior"])
-
-    def _machine(self) -> dict[str, Any]:
-        """What must be the same on every machine of a study."""
-        device = {"device": self._facts["environment"]["device"]}
-        different = {"task"}  # the same file may lie elsewhere
-        return device | {key: value for key, value in _identity(self._config).items() if key not in different}
-
-    def _direction(self) -> Literal["minimize", "maximize"]:
-        return "minimize" if cost_of(self._config.objective.kind) else self._config.objective.goal
+            self._probed, self._prior = begun
 
     def keep(self, attempt: Attempt) -> None:
         """Adds an attempt to the run folder."""

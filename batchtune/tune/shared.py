@@ -18,8 +18,13 @@ from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial
 
+from batchtune.config import Config
 from batchtune.errors import UsageError
+from batchtune.results import Prior, ProbeResult
+from batchtune.tune.cost import cost_of
+from batchtune.tune.opening import identity_of
 
+_BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written
 
 
@@ -62,41 +67,68 @@ class Machines:
             optuna.storages.fail_stale_trials(self._study)
 
 
-def settle(
-    storage: BaseStorage, name: str, direction: Literal["minimize", "maximize"], key: str, value: dict[str, Any] | None
-) -> Any:
-    """What the machines of a study go by: the value that one of them has left there, or else this one.
+class Agreement:
+    """What the machines of one study go by: the probe and the prior of the one that had them first.
+
+    Where the storage tells no signs of life there is only this machine, and nothing to agree on.
 
     Args:
         storage: the study's.
-        name: of the study.
-        direction: its direction, where it does not exist yet.
-        key: what is settled.
-        value: this machine's; None: only look.
-
-    Raises:
-        UsageError: the study cannot be opened.
+        config: this machine's.
+        device: its device's name.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        study = optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
-    except ValueError as error:
-        raise UsageError(f"storage: study {name} cannot be joined: {error}") from None
-    if key not in study.user_attrs and value is not None:
-        study.set_user_attr(key, value)
-        time.sleep(_SETTLING_SECONDS)
-    return study.user_attrs.get(key)
 
+    def __init__(self, storage: BaseStorage, config: Config, device: str) -> None:
+        self._storage, self._config = storage, config
+        self._several = is_heartbeat_enabled(storage)
+        self._identity = identity_of(config) | {"device": device}  # whatever the configuration calls it
+        del self._identity["task"]  # the same file may lie elsewhere
 
-def require_alike(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuses a machine whose times would not compare with those in the study.
+    def look(self) -> tuple[ProbeResult, Prior] | None:
+        """What is settled already; None where nothing is.
 
-    Raises:
-        UsageError: its task, configuration or device differs.
-    """
-    for key, value in ours.items():
-        if key in theirs and theirs[key] != value:
-            raise UsageError(
-                f"storage: study {name} was begun with {key} = {theirs[key]}, here it is {value}; "
-                "results would mix, so choose another 'name'"
+        Raises:
+            UsageError: the study cannot be opened, or is of another device, task or configuration.
+        """
+        found = self._settled(None) if self._several else None
+        return found and self._taken(found)
+
+    def settle(self, probe: ProbeResult, prior: Prior) -> tuple[ProbeResult, Prior]:
+        """What holds: this, unless another machine was sooner.
+
+        Raises:
+            UsageError: as above.
+        """
+        if not self._several:
+            return probe, prior
+        begun = {
+            "identity": self._identity,
+            "probe": probe.model_dump(mode="json", exclude_none=True),
+            "prior": prior.model_dump(mode="json", exclude_none=True),
+        }
+        return self._taken(self._settled(begun))
+
+    def _settled(self, begun: dict[str, Any] | None) -> Any:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        name, objective = self._config.name, self._config.objective
+        direction: Literal["minimize", "maximize"] = "minimize" if cost_of(objective.kind) else objective.goal
+        try:
+            study = optuna.create_study(
+                study_name=name, storage=self._storage, direction=direction, load_if_exists=True
             )
+        except ValueError as error:
+            raise UsageError(f"storage: study {name} cannot be joined: {error}") from None
+        if _BEGUN not in study.user_attrs and begun is not None:
+            study.set_user_attr(_BEGUN, begun)
+            time.sleep(_SETTLING_SECONDS)
+        return study.user_attrs.get(_BEGUN)
+
+    def _taken(self, found: dict[str, Any]) -> tuple[ProbeResult, Prior]:
+        theirs = found["identity"]
+        for key, value in self._identity.items():
+            if key in theirs and theirs[key] != value:
+                raise UsageError(
+                    f"storage: study {self._config.name} was begun with {key} = {theirs[key]}, here it is {value}; "
+                    "results would mix, so choose another 'name'"
+                )
+        return ProbeResult.model_validate(found["probe"]), Prior.model_validate(found["prior"])

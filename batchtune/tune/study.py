@@ -65,7 +65,7 @@ class TuneStudy:
         self._at_once, self._quiet = len(crew) if crew else 1, 0
         config = plan.config
         cost = cost_of(config.objective.kind)
-        pruner = TimeToValuePruner(config.objective.goal, step=cost.step) if cost else None
+        pruner = self._make_pruner()
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.study = optuna.create_study(
             study_name=config.name,
@@ -98,6 +98,15 @@ class TuneStudy:
         self._seconds_before += self._ledger.wall_seconds()
         self._started = time.perf_counter()
         self._revive()
+
+    def _make_pruner(self) -> TimeToValuePruner | None:
+        config = self._plan.config
+        objective, cost = config.objective, cost_of(config.objective.kind)
+        if cost is None:
+            return None
+        target = None if objective.target == "auto" else objective.target
+        longest = config.budget.run if cost is SECONDS else None
+        return TimeToValuePruner(objective.goal, target=target, longest=longest, step=cost.step)
 
     def _make_sampler(self, paused: Paused) -> BaseSampler:
         config = self._plan.config

@@ -65,7 +65,7 @@ def _signal(scene: Scene, number: signal.Signals, *, twice: bool = False) -> set
             scene.running.process.wait(AT_ONCE_SECONDS)
         if not scene.has_ended():
             raise AssertionError("a second signal did not stop it at once")
-    return {INTERRUPTED, -number}  # the latter before anything has begun: Python itself is still starting
+    return {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}  # by the signal itself: Python was still starting
 
 
 def _limit_files(scene: Scene) -> set[int]:

@@ -91,7 +91,7 @@ class TestRequirements:
         (
             {"build_scheduler": lambda _optimizer, _steps: 3},
             lambda task: task.scheduler(None, 9),
-            r"build_scheduler returned a int, which has no step\(\)",
+            r"build_scheduler returned an int, which has no step\(\)",
         ),
         (
             {"compute_loss": lambda _model, _batch: 0.5},

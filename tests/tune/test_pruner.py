@@ -34,8 +34,8 @@ def test_nothing_is_judged_before_a_third_of_the_best_time():
     assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 2.5: 1.9})
 
 
-def first_run(values):
-    study = optuna.create_study(pruner=TimeToValuePruner("minimize"))
+def first_run(values, target=None, longest=None):
+    study = optuna.create_study(pruner=TimeToValuePruner("minimize", target=target, longest=longest))
     return pruned(study, {0.1 * 1.1**n: value for n, value in enumerate(values)})
 
 
@@ -46,6 +46,18 @@ def test_a_first_run_that_still_gets_further_goes_on():
 
 def test_a_first_run_that_settles_before_the_target_ends():
     assert first_run([2.0, 1.6, 1.2, 1.0] + [0.9 + 0.01 * (n % 3) for n in range(26)])
+
+
+# 1.6 seconds, of which the second half has brought the loss from 0.1910 to 0.1875
+LEVELLING_OFF = [2.0, 1.0, 0.5, 0.3, *(0.2 - 0.0005 * n for n in range(26))]
+
+
+@pytest.mark.parametrize(
+    ("target", "longest", "ends"),
+    [(0.18, 10.0, False), (0.18, 3.0, True), (0.1, 10.0, True), (0.18, None, True), (None, 10.0, True)],
+)
+def test_a_first_run_that_levels_off_goes_on_where_its_pace_would_bring_it_to_the_target(target, longest, ends):
+    assert first_run(LEVELLING_OFF, target, longest) is ends
 
 
 def test_a_run_ahead_of_the_best_is_not_pruned_whatever_it_reaches():

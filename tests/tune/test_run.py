@@ -1,4 +1,11 @@
-"""A whole run of `tune`: what its document holds once all is done."""
+"""A whole run of `tune`: what its document holds once all is done, and how one ends that is interrupted."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from batchtune.errors import RunInterrupted, UsageError
+from batchtune.tune import run as run_module
 
 
 def test_a_finished_study_carries_what_its_surface_predicts(tuned):
@@ -8,3 +15,40 @@ def test_a_finished_study_carries_what_its_surface_predicts(tuned):
     assert predicted["runs"] == len(ended)
     assert set(predicted["batch_sizes"]) >= {trial["batch_size"] for trial in ended}
     assert predicted["learning_rates"][0] <= min(trial["learning_rate"] for trial in ended)
+
+
+class Stopped:
+    """A tuning that is stopped by an error, perhaps on top of an interruption."""
+
+    def __init__(self, folder, error, *, interrupted):
+        self.folder = SimpleNamespace(path=folder)
+        self.error, self.interrupted, self.statuses = error, interrupted, []
+
+    def run(self):
+        try:
+            if self.interrupted:
+                raise KeyboardInterrupt
+        finally:
+            if self.error is not None:
+                raise self.error
+
+    def save_if_possible(self, status, _error):
+        self.statuses.append(status)
+
+
+@pytest.mark.parametrize(
+    ("error", "interrupted", "ending", "status"),
+    [
+        (None, True, RunInterrupted, "interrupted"),
+        (FileNotFoundError(2, "the lock is gone"), True, RunInterrupted, "interrupted"),
+        (RuntimeError("did not possess lock"), True, RunInterrupted, "interrupted"),
+        (OSError(28, "No space left on device"), False, UsageError, "failed"),
+    ],
+)
+def test_an_interruption_is_one_whatever_a_lock_that_it_hits_raises_on_top(
+    error, interrupted, ending, status, tmp_path
+):
+    tuning = Stopped(tmp_path, error, interrupted=interrupted)
+    with pytest.raises(ending):
+        run_module._run(tuning)
+    assert tuning.statuses == [status]

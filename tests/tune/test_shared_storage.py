@@ -15,9 +15,11 @@ import law
 import optuna
 import pytest
 
+from batchtune.errors import UsageError
 from batchtune.progress import Observer
+from batchtune.results import Prior
 from batchtune.tune import storage as storage_module
-from batchtune.tune.shared import Machines, require_alike, settle
+from batchtune.tune.shared import Agreement, Machines
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
 
@@ -221,11 +223,19 @@ def test_a_server_that_goes_away_is_waited_for(server, opened):
     assert study.best_value == 2.0
 
 
-def test_machines_go_by_what_the_first_has_settled(opened):
-    storage = opened("settled")
-    assert settle(storage, "s", "minimize", "begun", None) is None
-    assert settle(storage, "s", "minimize", "begun", {"by": "first"}) == {"by": "first"}
-    assert settle(storage, "s", "minimize", "begun", {"by": "second"}) == {"by": "first"}
+def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_kind(opened, tmp_path):
+    task = tmp_path / "model.py"
+    task.touch()
+    storage, plan = opened("settled"), law.plan(task=str(task))
+    reasons = {"batch_sizes_reason": "for the test", "learning_rate_reason": "for the test"}
+    prior = Prior(batch_sizes=[8, 16], learning_rate=0.01, learning_rate_decades=0.5, **reasons)
+    first, second = (Agreement(storage, plan.config, "A100") for _ in range(2))
+    assert first.look() is None
+    assert first.settle(plan.probe, prior) == (plan.probe, prior)
+    another = prior.model_copy(update={"learning_rate": 1.0})
+    assert second.settle(plan.probe, another) == second.look() == (plan.probe, prior)
+    with pytest.raises(UsageError, match=r"study law was begun with device = A100, here it is T4"):
+        Agreement(storage, plan.config, "T4").look()
 
 
 def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):
@@ -238,10 +248,3 @@ def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):
     journal = trials(open_storage(None, tmp_path))
     assert trials(opened("alike")) == journal
     assert len(journal) == 1 + 6 + 2
-
-
-def test_a_machine_of_another_kind_is_refused():
-    from batchtune.errors import UsageError
-
-    with pytest.raises(UsageError, match=r"study s was begun with device = A100, here it is T4"):
-        require_alike("s", {"device": "A100"}, {"device": "T4"})

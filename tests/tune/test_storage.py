@@ -51,7 +51,7 @@ def test_a_study_behind_a_grpc_proxy_has_the_trials_that_the_journal_would_have(
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
     pytest.importorskip("grpc", reason="grpcio is not installed")
     monkeypatch.setattr(storage_module, "_READY_SECONDS", 0.5)
-    with pytest.raises(UsageError, match=r"storage at grpc://127.0.0.1:9 cannot be opened: GRPC connection timeout"):
+    with pytest.raises(UsageError, match=r"storage grpc://127.0.0.1:9 cannot be opened: GRPC connection timeout"):
         open_storage("grpc://127.0.0.1:9", tmp_path)
 
 
@@ -64,4 +64,5 @@ def test_a_driver_that_is_missing_is_named_in_one_line_with_its_package(url, mod
         pytest.skip(f"{module} is installed")
     with pytest.raises(UsageError) as caught:
         open_storage(f"{url}://me:secret@host/studies", tmp_path)
-    assert str(caught.value) == f"storage at host/studies: {module} is not installed; run: pip install {package}"
+    place = f"storage {url}://me:***@host/studies"
+    assert str(caught.value) == f"{place}: {module} is not installed; run: pip install {package}"

@@ -1,0 +1,72 @@
+"""What a study's configuration says: how its task is opened, and what must not change while it goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchtune.config import Config
+from batchtune.errors import DeviceError, UsageError
+from batchtune.progress import Observer
+from batchtune.task.spec import file_hash
+from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.crew import require_executor
+from batchtune.tune.prepare import require
+
+_FREE_TO_CHANGE = {
+    "name",
+    "budget",
+    "confirm",
+    "storage",
+    "ray.address",
+}  # more of the same may be measured under these
+
+
+def check(config: Config, observer: Observer) -> dict[str, Any]:
+    """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
+    require_executor(config.executor)
+    with Worker(worker_settings(config), observer.printed) as worker:
+        return open_task(worker, config)
+
+
+def open_task(worker: Worker, config: Config) -> dict[str, Any]:
+    """The facts of the opened task, if it can be tuned as asked.
+
+    Raises:
+        BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
+    """
+    try:
+        facts = worker.start()
+    except (DeviceError, UsageError) as error:
+        text = str(error)
+        for flag, key in {"--device ": "device ", "--memory-limit ": "memory.limit "}.items():
+            text = key + text.removeprefix(flag) if text.startswith(flag) else text
+        raise type(error)(text) from None
+    require(config, facts)
+    return facts
+
+
+def worker_settings(config: Config) -> WorkerSettings:
+    """What every worker of the study opens."""
+    precision = [config.precision] if isinstance(config.precision, str) else config.precision
+    return WorkerSettings(
+        task=config.task,
+        device=config.device,
+        purpose="tune",
+        memory_limit=config.memory.limit,
+        margin=config.memory.margin,
+        precision=tuple(precision),
+        optimizer_arguments=tuple(config.space),
+        metric=config.objective.metric,
+    )
+
+
+def identity_of(config: Config) -> dict[str, Any]:
+    """What must not change under a study: the task and every key that gives a measurement its meaning."""
+    flat: dict[str, Any] = {"task": config.task, "the task's code": file_hash(config.task)}
+    for key, value in config.model_dump(mode="json").items():
+        if key == "budget":
+            flat["budget.run"] = value["run"]
+        elif key not in _FREE_TO_CHANGE:
+            sections = value if isinstance(value, dict) else {"": value}
+            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
+    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
