@@ -7,6 +7,7 @@ files at the same place as here: on a shared folder, in an image, or by `ray job
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import threading
 import time
@@ -152,7 +153,13 @@ class RayCrew(Crew):
     def __init__(
         self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
     ) -> None:
-        self._ours = _connect(cluster.address)
+        self._prints = contextlib.redirect_stdout(sys.stderr)  # Ray tells of lost nodes where the result belongs
+        self._prints.__enter__()
+        try:
+            self._ours = _connect(cluster.address)
+        except BaseException:
+            self._prints.__exit__(None, None, None)
+            raise
         self._free: list[RemoteMember] = []
         try:
             self._resources = resources_of(cluster, settings.device, ray.cluster_resources())
@@ -175,8 +182,11 @@ class RayCrew(Crew):
         self._leave()
 
     def _leave(self) -> None:
-        if self._ours:
-            ray.shutdown()
+        try:
+            if self._ours:
+                ray.shutdown()
+        finally:
+            self._prints.__exit__(None, None, None)
 
     def grow(self, facts: Mapping[str, Any]) -> None:
         """Adds the others, which start when there is work and a place for them."""

@@ -98,6 +98,7 @@ def await_two_runs(cli):
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.long
 @pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
 def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
     cluster, nodes = cluster
