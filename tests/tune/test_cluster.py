@@ -59,11 +59,16 @@ class TestWhatIsAskedFor:
 
 
 class TestWithoutRay:
-    @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
-    def test_the_missing_extra_is_named_before_anything_is_written(self, cli):
-        done = cli("tune", "config.yaml", "--executor", "ray")
-        assert (done.code, done.out) == (2, "")
-        assert done.err.strip() == 'error: executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"'
+    def test_the_missing_extra_is_named_before_anything_is_written(self, cli, invoke, monkeypatch):
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+        monkeypatch.chdir(cli.folder)
+        done = invoke("tune", "config.yaml", "--executor", "ray")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert (
+            done.stderr.strip()
+            == 'batchtune: executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"'
+        )
         assert not cli.run_folder().exists()
 
     def test_its_settings_are_refused_for_runs_on_this_machine(self):
@@ -98,7 +103,7 @@ def await_two_runs(cli):
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-@pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
 def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
     cluster, nodes = cluster
