@@ -2,7 +2,7 @@
 
 Faults come in chains: a command is struck up to three times in one folder, each time at a random moment and started
 again after it, and is then left alone and has to finish. `pytest -m long tests/faults` injects more than a hundred into
-each command and writes tests/benchmarks/results/faults.md; a dozen are injected with the other tests.
+each command and writes tests/benchmarks/results/faults.md; with `-k starting` it injects a dozen in two minutes.
 """
 
 import datetime as dt
@@ -152,6 +152,7 @@ def problems(blows: list[Blow]) -> str:
     return "\n".join(f"{blow.command} {blow.chain}, {blow.kind}: {each}" for blow in blows for each in blow.problems)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_whatever_befalls_a_run_starting_it_again_finishes(new_cli):
     blows: list[Blow] = []
