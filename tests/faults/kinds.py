@@ -8,6 +8,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ from faults.scene import PATIENCE_SECONDS, Scene
 INTERRUPTED, REFUSED = 130, 2
 AT_ONCE_SECONDS = 10.0  # of wall time on a busy machine, within which a second signal must have stopped everything
 HOUR_SECONDS = 3600
+_MOUNTING = threading.Lock()  # one at a time: the system's table of mounts is one file
 
 
 class TooLate(Exception):
@@ -117,8 +119,11 @@ def _mounted(scene: Scene) -> Iterator[dict[str, str]]:
 
 def _make_read_only(scene: Scene) -> set[int]:
     scene.folder.mkdir(parents=True, exist_ok=True)
-    _run("mount", "--bind", scene.folder, scene.folder)
-    _run("mount", "-o", "remount,bind,ro", scene.folder)
+    try:
+        _run("mount", "--bind", scene.folder, scene.folder)
+        _run("mount", "-o", "remount,bind,ro", scene.folder)
+    except OSError as error:  # the folder was replaced meanwhile
+        raise TooLate from error
     return {REFUSED, 0}
 
 
@@ -182,7 +187,8 @@ def _second_process(scene: Scene) -> set[int]:
 
 
 def _run(*words: object) -> None:
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    with _MOUNTING:
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(map(str, words))}: {done.stderr.strip()}")
 
