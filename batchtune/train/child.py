@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import json
 import os
@@ -132,6 +133,7 @@ class Child:
         from batchtune.train.precision import choose, every_precision
 
         self._memory, self._sensors, seen = _open(device)
+        _set_libraries_apart()
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
@@ -245,6 +247,15 @@ def _open(name: str) -> tuple[Any, Any, Any]:
     sensors = Sensors(find_device(name))
     seen = sensors.sharing()
     return open_device(name), sensors, seen
+
+
+def _set_libraries_apart() -> None:
+    """Leaves torch's own objects out of the garbage collections around each attempt, most of whose time they take."""
+    import torch
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
+    gc.collect()
+    gc.freeze()
 
 
 def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
