@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.results import ThroughputFit, Trial
 from batchtune.tune.cost import Cost
-from batchtune.tune.records import to_record
+from batchtune.tune.records import is_settled, to_record
 
 Role = Literal["baseline", "search", "confirm"]
 
@@ -29,8 +29,8 @@ class Ledger:
         self._ended: dict[int, Trial] = {}  # these change no more: what a trial costs must not grow with their number
 
     def records(self) -> list[Trial]:
-        """All trials, in the form of the result document."""
-        return [self._record(trial) for trial in self._study.get_trials(deepcopy=False)]
+        """All trials, in the form of the result document; not those cut off before it was settled what to try."""
+        return [self._record(trial) for trial in self._study.get_trials(deepcopy=False) if is_settled(trial)]
 
     def _record(self, trial: FrozenTrial) -> Trial:
         if not trial.state.is_finished():

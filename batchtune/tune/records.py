@@ -22,20 +22,29 @@ _OURS = {"batch_size", "learning_rate", "precision"}
 FAILED = {"oom", "crash", "timeout", "user_error"}
 
 
+def is_settled(trial: FrozenTrial) -> bool:
+    """Whether it is known what the trial tries; one that is cut off while the sampler proposes has no parameters."""
+    return {"batch_size", "learning_rate"} <= _params(trial).keys()
+
+
+def _params(trial: FrozenTrial) -> dict[str, Any]:
+    return dict(trial.system_attrs.get("fixed_params", {}) | trial.params)
+
+
 def to_record(trial: FrozenTrial) -> Trial:
-    """The result document's view of a trial of the study."""
+    """The result document's view of a trial of the study that is settled."""
     attributes: dict[str, Any] = trial.user_attrs
-    params: dict[str, Any] = trial.params or trial.system_attrs.get("fixed_params", {})
+    params = _params(trial)
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     return Trial(
         number=trial.number,
         state=_STATES[trial.state],
         role=attributes.get("role", "search"),
         outcome=attributes.get("outcome"),
-        batch_size=int(params.get("batch_size", 0)),
+        batch_size=int(params["batch_size"]),
         micro_batch_size=attributes.get("micro_batch_size"),
         gradient_accumulation_steps=attributes.get("gradient_accumulation_steps"),
-        learning_rate=float(params.get("learning_rate", 0.0)),
+        learning_rate=float(params["learning_rate"]),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
         optimizer_arguments=arguments,
         seed=int(attributes.get("seed", 0)),

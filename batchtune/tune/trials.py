@@ -91,8 +91,8 @@ class Trials:
             with self.lock:
                 self._give_back(trial, lost)
             return True
-        records = self.ledger.records()  # once: a database is asked several questions each time
-        done = sum(1 for each in records if over(each))
+        records = {each.number: each for each in self.ledger.records()}  # once: it asks a database several questions
+        done = sum(1 for each in records.values() if over(each))
         self.observer.trial_ended(records[trial.number], done=done, seconds_left=self.seconds_left())
         return True
 

@@ -87,6 +87,14 @@ def test_an_interrupted_study_goes_on_and_repeats_no_completed_trial(tmp_path, i
     assert len(confirmed) == 9
 
 
+def test_a_trial_cut_off_before_anything_was_chosen_for_it_is_no_record(tmp_path):
+    tuned = study(tmp_path)
+    tuned.study.ask()
+    assert tuned.records() == []
+    tuned.run()
+    assert all(record.learning_rate > 0 for record in tuned.records())
+
+
 def test_a_finished_study_started_again_trains_nothing(tmp_path):
     first = study(tmp_path)
     first.run()
