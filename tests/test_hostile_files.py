@@ -264,7 +264,7 @@ def place(tmp_path, monkeypatch):
     def no_child(self):
         raise DeviceError("no child in this test")
 
-    monkeypatch.setattr(Worker, "_spawn", no_child)
+    monkeypatch.setattr(Worker, "_start_process", no_child)
     monkeypatch.setattr(batchtune.session, "_stop_on_signals", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("raise AssertionError('never imported')")

@@ -15,9 +15,10 @@ def line_of(process: psutil.Process) -> str:
     return ""
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(processors() < 2, reason="two workers need two processors")
 def test_two_workers_share_one_study_and_leave_nobody_behind(cli):
-    command = cli.start("tune", "config.yaml", "device=cpu", "--workers", "2", "--json", "-v")
+    command = cli.start("tune", "config.yaml", "device=cpu", "budget.trials=12", "--workers", "2", "--json", "-v")
     command.wait_for("searching", 120)
     family, deadline = command.family(), time.monotonic() + 60
     while sum("batchtune.train.child" in line_of(each) for each in family) < 2:
@@ -29,7 +30,7 @@ def test_two_workers_share_one_study_and_leave_nobody_behind(cli):
     assert "2 workers, each on a device of its own" in done.err
     roles = [trial["role"] for trial in done.document["trials"] if trial["state"] in {"complete", "pruned"}]
     assert roles.count("baseline") == 1
-    assert 1 <= roles.count("search") <= 4
+    assert 1 <= roles.count("search") <= 12
     assert not any(each.is_running() for each in family)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from batchtune.errors import BatchtuneError
@@ -292,7 +294,8 @@ def test_tied_weights_stay_tied_and_copies_count(ask):
 
 def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
     lines = []
-    child._echo = lines.append
+    child.close()
+    child._echo = lines.append  # of the next process
     source = """
     import resource
 
@@ -307,6 +310,10 @@ def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
         return model(batch).square().mean()
 """
     answer = ask(source)
+    deadline = time.monotonic() + 30  # what it printed comes on a line of its own
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.close()
     child._echo = None
     assert answer["gpus"][0]["max_batch_size"] > 1
     resident_kib = [int(line.split()[1]) for line in lines if line.startswith("resident")]
