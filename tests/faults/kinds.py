@@ -129,12 +129,12 @@ def _make_read_only(scene: Scene) -> set[int]:
 
 def _damage(scene: Scene, name: str, *, cut: bool) -> set[int]:
     """Kills all, as a power failure would, and then spoils the end of a file."""
-    for process in scene.everybody():
-        process.kill()
-    scene.running.process.wait()
     file = scene.folder / name
     if not file.exists() or not file.stat().st_size:
         raise TooLate
+    for process in scene.everybody():
+        process.kill()
+    scene.running.process.wait()
     content = file.read_bytes()
     last = content.rstrip(b"\n").rfind(b"\n") + 1
     if cut:
