@@ -12,13 +12,8 @@ from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.crew import require_executor
 from batchtune.tune.prepare import require
 
-_FREE_TO_CHANGE = {
-    "name",
-    "budget",
-    "confirm",
-    "storage",
-    "ray.address",
-}  # more of the same may be measured under these
+# More of the same may be measured under these.
+_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
 
 
 def check(config: Config, observer: Observer) -> dict[str, Any]:
