@@ -110,6 +110,18 @@ class RunFolder:
                 )
         self.write(file.name, json.dumps(now, indent=2))
 
+    def forget_attempts(self) -> None:
+        """Those kept so far are of an earlier search; a new one begins.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        file = self.path / "attempts.jsonl"
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise _not_written(file, error) from None
+
     def append_attempt(self, attempt: Attempt, **about: Any) -> None:
         """Adds one attempt to `attempts.jsonl`.
 
@@ -143,6 +155,10 @@ class RunFolder:
             write_atomically(self.path / name, text)
         except OSError as error:
             raise _not_written(self.path / name, error) from None
+
+    def has_result(self) -> bool:
+        """Whether a result is kept here, this run's or an earlier one's."""
+        return (self.path / "result.json").exists()
 
     def write_result(self, result: Result) -> None:
         """Replaces `result.json`; `report.html` follows it when the folder is closed."""

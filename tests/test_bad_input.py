@@ -377,6 +377,16 @@ def test_a_full_disk_is_told_when_an_attempt_is_kept(tmp_path):
     folder.close()
 
 
+def test_a_probe_that_comes_to_nothing_leaves_an_earlier_one_as_it_was(cli):
+    cli.write("task.py", (cli.folder / "linear.py").read_text())
+    before = cli(*PROBE)
+    assert before.code == 0, before.err
+    kept = {path.name: path.read_bytes() for path in cli.run_folder("probe-task").iterdir()}
+    cli.write("task.py", "def build_model(:\n")
+    assert cli(*PROBE).code == 3
+    assert {path.name: path.read_bytes() for path in cli.run_folder("probe-task").iterdir()} == kept
+
+
 def test_a_full_disk_at_the_end_of_a_probe_shows_the_result_all_the_same(cli):
     full = (
         "import errno, os, batchtune.run_folder as place\n"

@@ -74,6 +74,7 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
         "ended in crash: .*closed files that are not its own",
     ),
     "replaces json": ("import json\njson.dumps = lambda *_, **__: 'x'\n", 3, None, "changed a standard module"),
+    "stops the clock": ("import time\ntime.perf_counter = lambda: 0.0\n", 3, 3, "the task replaces time.perf_counter"),
     "calls sys.exit at import": (
         "import sys\nsys.exit('bye')\n",
         3,

@@ -80,6 +80,16 @@ def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
     assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.txt"]
 
 
+def test_attempts_of_an_earlier_search_are_forgotten_and_its_result_is_not(folder):
+    assert not folder.has_result()
+    folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
+    folder.write_result(RESULT)
+    folder.forget_attempts()
+    folder.forget_attempts()
+    assert list(folder.attempts()) == []
+    assert folder.has_result()
+
+
 class TestIdentity:
     def test_the_same_run_goes_on(self, folder):
         for _ in range(2):

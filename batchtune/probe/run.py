@@ -91,11 +91,11 @@ def _probe(
     session = _Session(settings, name)
     if folder is None:
         return _run(session, worker, options, observer)
-    folder.open(fresh=True)
+    folder.open(fresh=False)
     try:
         result = _run(session, worker, options, _Recorder(folder, observer))
     except BatchtuneError as error:
-        if error.result is not None:
+        if error.result is not None and (error.result.probe or not folder.has_result()):
             with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
                 folder.write_result(error.result)
         raise
@@ -111,13 +111,16 @@ def _probe(
 
 
 class _Recorder(Forwarder):
-    """Keeps each attempt in the run folder as it comes."""
+    """Keeps each attempt in the run folder as it comes; what an earlier probe left there goes when the first one is."""
 
     def __init__(self, folder: RunFolder, behind: Observer) -> None:
         super().__init__(behind)
-        self._folder = folder
+        self._folder, self._has_begun = folder, False
 
     def attempted(self, attempt: Attempt) -> None:
+        if not self._has_begun:
+            self._folder.forget_attempts()
+            self._has_begun = True
         self._folder.append_attempt(attempt)
         super().attempted(attempt)
 

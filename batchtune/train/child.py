@@ -18,6 +18,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +29,8 @@ from batchtune.errors import BatchtuneError, UserCodeError
 
 if TYPE_CHECKING:
     from batchtune.train.parallel import Parallel
+
+_CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
 
 class Channel:
@@ -283,11 +286,24 @@ def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
 def run_command(method: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
     """The answer to one command: what it returned, or what went wrong and whose fault it is."""
     try:
-        return {"done": method(**arguments)}
+        done = method(**arguments)
+        _require_clocks()
     except BatchtuneError as error:
         return {"error": str(error), "exit_code": error.exit_code, "frames": getattr(error, "frames", "")}
     except Exception as error:  # noqa: BLE001 - every failure becomes an answer
         return _unexpected(error)
+    return {"done": done}
+
+
+def _require_clocks() -> None:
+    """Steps are timed by clocks that nobody has stopped or replaced.
+
+    Raises:
+        UserCodeError: the task has; what was timed is worth nothing.
+    """
+    for name, clock in _CLOCKS.items():
+        if getattr(time, name) is not clock:
+            raise UserCodeError(f"the task replaces time.{name}, which times its steps; leave that clock as it is")
 
 
 def _unexpected(error: Exception) -> dict[str, Any]:

@@ -40,7 +40,6 @@ class GroupSettings:
     Attributes:
         world_size: number of ranks.
         strategy: ddp or fsdp.
-        folder: for the launcher's files; the parent deletes it.
         grace_seconds: for the other ranks when one has failed.
         rank_limits: memory limits in bytes of single ranks, where they are not the same for all.
         number: of this group among those that the user's own launcher holds; 0: the ranks are launched here.
@@ -48,7 +47,6 @@ class GroupSettings:
 
     world_size: int
     strategy: str
-    folder: str = ""
     grace_seconds: float = 3.0
     rank_limits: dict[str, int] = field(default_factory=dict)
     number: int = 0
@@ -216,7 +214,7 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=settings.folder),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks say everything to us: no files to be left behind
         shutdown_timeout=1,
     )
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -64,15 +62,10 @@ class RankGroup(Worker):
         if pids and self._process is not None:
             self._process.wait(_REAPING_SECONDS)
         super().close()
-        if self._group.folder:
-            shutil.rmtree(self._group.folder, ignore_errors=True)
-            self._group = replace(self._group, folder="")
 
     def _command(self) -> list[str]:
         if self._leading is not None:
             self._group = replace(self._group, number=self._leading.next_group())
-        else:
-            self._group = replace(self._group, folder=tempfile.mkdtemp(prefix="batchtune-ranks-"))
         return [*entry("batchtune.train.launcher"), self._group.to_argument()]
 
     def _environment(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
@@ -33,6 +33,7 @@ USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow th
 MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
+_Kind = TypeVar("_Kind", bound=BaseException)
 _NOT_SEARCHED = "no other configuration was tried"
 
 
@@ -67,12 +68,12 @@ def _run(tuning: _Tuning) -> Result:
         raise
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         stopped: BatchtuneError
-        if _is_interruption(error):
+        if _behind(error, KeyboardInterrupt):
             stopped = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
-        elif isinstance(error, OSError):  # the study's journal, most likely
+        elif unwritten := _behind(error, OSError):  # the study's journal, most likely
             stopped = UsageError(
-                f"{where}: the study cannot go on: {error.strerror or error}; make room and start again: the same "
-                "command goes on with the trials that are finished"
+                f"{where}: the study cannot go on: {unwritten.strerror or unwritten}; make room and start again: the "
+                "same command goes on with the trials that are finished"
             )
         else:
             raise
@@ -82,9 +83,12 @@ def _run(tuning: _Tuning) -> Result:
         raise stopped from None
 
 
-def _is_interruption(error: BaseException | None) -> bool:
-    """Whether an interruption came first; a lock of Optuna's that is interrupted raises an error of its own on top."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interruption(error.__context__))
+def _behind(error: BaseException | None, kind: type[_Kind]) -> _Kind | None:
+    """The error of that kind that came first: a lock of Optuna's that is disturbed raises errors of its own on top."""
+    found = None
+    while error is not None:
+        found, error = (error if isinstance(error, kind) else found), error.__context__
+    return found
 
 
 def _earlier_result(folder: RunFolder) -> Result | None:

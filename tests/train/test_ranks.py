@@ -196,8 +196,9 @@ def test_sharded_ranks_accumulate_evaluate_and_save(settings):
         assert point["step_seconds"] > 0
 
 
-def test_a_group_whose_parent_is_killed_leaves_nobody(settings, tmp_path):
-    program = tmp_path / "parent.py"
+def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_path):
+    program, temporary = tmp_path / "parent.py", tmp_path / "temporary"
+    temporary.mkdir()
     program.write_text(
         "import json, sys, time\n"
         "from batchtune.train.ranks import RankGroup\n"
@@ -209,7 +210,9 @@ def test_a_group_whose_parent_is_killed_leaves_nobody(settings, tmp_path):
     )
     root = str(Path(__file__).resolve().parents[2])
     with subprocess.Popen(
-        [sys.executable, program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(temporary)},
     ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
@@ -220,6 +223,7 @@ def test_a_group_whose_parent_is_killed_leaves_nobody(settings, tmp_path):
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's cache
 
 
 @pytest.mark.long

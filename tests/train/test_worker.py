@@ -273,6 +273,12 @@ BAD = {
     "asks for a device that nobody knows": (TASK, {"device": "abacus"}, UsageError, "torch knows no such device"),
     "asks for a precision of other devices": (TASK, {"precision": ("tf32",)}, DeviceError, "CUDA devices only"),
     "raises": ("def build_model():\n    raise KeyError('x')\ndef make_batch(n): ...", {}, UserCodeError, r"py:2: 'x'"),
+    "stops the clock": (
+        f"{TASK}\ntime.perf_counter = lambda: 0.0",
+        {},
+        UserCodeError,
+        r"the task replaces time\.perf_counter, which times its steps; leave that clock as it is",
+    ),
     "dies": ("import os\nos.kill(os.getpid(), 11)", {}, UserCodeError, "ended in crash: the process died by SIGSEGV"),
 }
 

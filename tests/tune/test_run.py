@@ -52,3 +52,16 @@ def test_an_interruption_is_one_whatever_a_lock_that_it_hits_raises_on_top(
     with pytest.raises(ending):
         run_module._run(tuning)
     assert tuning.statuses == [status]
+
+
+def test_a_lock_that_cannot_be_taken_says_what_came_first(tmp_path):
+    error = RuntimeError("did not possess lock")
+    error.__context__ = FileNotFoundError(2, "No such file or directory")  # in giving back what was not taken
+    error.__context__.__context__ = OSError(30, "Read-only file system")
+    with pytest.raises(UsageError, match="the study cannot go on: Read-only file system; make room and start again"):
+        run_module._run(Stopped(tmp_path, error, interrupted=False))
+
+
+def test_an_error_of_ours_stays_one(tmp_path):
+    with pytest.raises(RuntimeError, match="ours"):
+        run_module._run(Stopped(tmp_path, RuntimeError("ours"), interrupted=False))
