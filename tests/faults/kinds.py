@@ -85,14 +85,14 @@ def _small_disk(scene: Scene) -> Iterator[dict[str, str]]:
     """The run folder on a disk of its own, and back afterwards."""
     root, kept = scene.folder.parent, scene.folder.parent.with_name("kept")
     root.mkdir(exist_ok=True)
-    shutil.copytree(root, kept)
+    shutil.copytree(root, kept, symlinks=True)
     _run("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", root)
     try:
-        shutil.copytree(kept, root, dirs_exist_ok=True)
+        shutil.copytree(kept, root, dirs_exist_ok=True, symlinks=True)
         yield {}
         (root / "ballast").unlink(missing_ok=True)
         shutil.rmtree(kept)
-        shutil.copytree(root, kept)
+        shutil.copytree(root, kept, symlinks=True)
     finally:
         _run("umount", "-l", root)
         shutil.rmtree(root)
