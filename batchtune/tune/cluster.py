@@ -200,6 +200,9 @@ class RayCrew(Crew):
         for member in self._free:
             member.device_name = facts["environment"]["device"]
 
+    def warm_up(self) -> None:
+        """Each starts where and when Ray has a place for it."""
+
     def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:  # noqa: ARG002 - Ray's
         member = RemoteMember(settings, self._stopping, self._observer, self._resources)
         self._free.append(member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import threading
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self
 
-from batchtune.errors import DeviceError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
@@ -93,6 +94,23 @@ class Member(Worker):
     ) -> None:
         super().__init__(settings, observer.printed)
         self.stopping, self.own_environment = stopping, environment
+        self._warming: threading.Thread | None = None
+
+    def warm_up(self) -> None:
+        """Starts the child in the background; what is wrong with it is told when there is work."""
+
+        def start() -> None:
+            with contextlib.suppress(BatchtuneError):
+                self.start()
+
+        self._warming = threading.Thread(target=start, daemon=True)
+        self._warming.start()
+
+    def is_starting(self) -> bool:
+        """Whether the child is still about to be ready, after a moment."""
+        if self._warming is not None:
+            self._warming.join(_LOOK_SECONDS)
+        return self._warming is not None and self._warming.is_alive()
 
     def call(self, command: str, **arguments: Any) -> dict[str, Any]:
         """As any worker's.
@@ -101,6 +119,8 @@ class Member(Worker):
             RunInterrupted: the crew has stopped.
         """
         try:
+            while self.is_starting() and not self.stopping.is_set():
+                pass
             if self.stopping.is_set():
                 raise RunInterrupted(STOPPED)
             return super().call(command, **arguments)
@@ -143,6 +163,8 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         for worker in self._all:
             worker.close()
+            while worker.is_starting():
+                worker.close()  # again: its process may have come in between
 
     def __len__(self) -> int:
         return len(self._all)
@@ -164,6 +186,11 @@ class Crew:
         for seat in seats(device, count, visible=visible)[1:]:
             settings = replace(self.first.settings, device=seat.device)
             self._all.append(self._member(settings, self._threads | dict(seat.environment)))
+
+    def warm_up(self) -> None:
+        """Starts the others' children beside what the first one does, so that the search need not wait for them."""
+        for worker in self._all[1:]:
+            worker.warm_up()
 
     def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:
         return Member(settings, self._stopping, environment, self._observer)

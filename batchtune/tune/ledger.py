@@ -30,14 +30,16 @@ class Ledger:
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document; not those cut off before it was settled what to try."""
-        return [self._record(trial) for trial in self._study.get_trials(deepcopy=False) if is_settled(trial)]
-
-    def _record(self, trial: FrozenTrial) -> Trial:
-        if not trial.state.is_finished():
-            return to_record(trial)
-        if trial.number not in self._ended:
-            self._ended[trial.number] = to_record(trial)
-        return self._ended[trial.number]
+        found = []
+        for trial in self._study.get_trials(deepcopy=False):
+            record = self._ended.get(trial.number)
+            if record is None and is_settled(trial):
+                record = to_record(trial)
+                if trial.state.is_finished():
+                    self._ended[trial.number] = record
+            if record is not None:
+                found.append(record)
+        return found
 
     def wall_seconds(self) -> float:
         """Wall-clock time in which trials ran, evaluation included; what ran at the same time counts once."""

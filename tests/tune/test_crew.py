@@ -91,3 +91,38 @@ class TestWork:
 
         with pytest.raises(ValueError, match="enough"):
             crew.work(step)
+
+
+class TestWarmingUp:
+    @pytest.fixture
+    def started(self, crew, monkeypatch):
+        """The workers whose start has begun; it ends when the event is set."""
+        begun, go_on = [], threading.Event()
+
+        def start(worker):
+            begun.append(worker)
+            assert go_on.wait(10)
+            raise DeviceError("busy")
+
+        monkeypatch.setattr(crew_module.Member, "start", start)
+        crew.warm_up()
+        yield begun, go_on
+        go_on.set()
+
+    def test_the_others_start_at_once_and_the_first_has_long_started(self, crew, started):
+        deadline = time.monotonic() + 10
+        while len(started[0]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(started[0]) == set(crew._all[1:])
+
+    def test_whoever_has_work_for_one_waits_for_it_and_learns_what_is_wrong(self, crew, started):
+        begun, go_on = started
+        threading.Timer(0.3, go_on.set).start()
+        with pytest.raises(DeviceError, match="busy"):
+            crew._all[1].call("train", timeout=1)
+        assert go_on.is_set()
+        assert begun.count(crew._all[1]) == 2  # in the background, and for the work
+
+    def test_without_work_nobody_waits(self, crew, started):
+        crew.work(lambda _worker: False)
+        assert not started[1].is_set()
