@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from batchtune.config import is_run_name
-from batchtune.errors import UsageError
+from batchtune.errors import RunInterrupted, UsageError
 from batchtune.result_file import write_atomically
 from batchtune.results import Attempt, Result
 
@@ -75,10 +75,23 @@ class RunFolder:
         cut_to_whole_lines(self.path / "attempts.jsonl")
 
     def close(self) -> None:
-        """Draws the report of the result as it is now, and lets another process have the folder."""
-        if self._latest is not None:
-            self._write_report(self._latest)
-            self._latest = None
+        """Draws the report of the result as it is now, and lets another process have the folder.
+
+        Raises:
+            RunInterrupted: while the report was drawn; with the result, which is saved.
+        """
+        latest, self._latest = self._latest, None
+        try:
+            if latest is not None:
+                self._write_report(latest)
+        except KeyboardInterrupt:
+            interrupted = RunInterrupted("interrupted; the result is saved, and 'batchtune report' draws its page")
+            interrupted.result = latest
+            raise interrupted from None
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._lock is not None:
             with contextlib.suppress(OSError):  # read-only by now: nothing is lost by the number of a process
                 self._lock.truncate(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.errors import UsageError
+from batchtune.errors import RunInterrupted, UsageError
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, Result, TaskInfo
 from batchtune.run_folder import RunFolder, find_run, latest_run
@@ -188,6 +188,21 @@ def test_a_full_disk_does_not_keep_a_folder_from_being_closed(folder, tmp_path, 
         with pytest.raises(UsageError, match="process unknown is running in it"):
             RunFolder("digits", tmp_path / "runs").open(fresh=False)
         again.close()
+
+
+def test_ctrl_c_while_the_report_is_drawn_costs_nobody_the_result(folder, tmp_path, monkeypatch):
+    def interrupt(_result: Result) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Result, "to_html", interrupt)
+    folder.write_result(RESULT)
+    with pytest.raises(RunInterrupted, match="the result is saved, and 'batchtune report' draws its page") as raised:
+        folder.close()
+    assert raised.value.result == RESULT
+    again = RunFolder("digits", tmp_path / "runs")
+    again.open(fresh=False)  # nobody holds it any more
+    again.close()
+    assert {path.name for path in folder.path.iterdir()} == {"lock", "result.json"}
 
 
 def test_the_latest_run_is_the_one_whose_result_is_newest(tmp_path):

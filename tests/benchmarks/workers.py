@@ -2,7 +2,8 @@
 
 Two workers are compared with one on a task that sleeps instead of computing, so that they do not share processors. The
 cost of a trial is measured with a worker that answers at once: what is left is asking, telling and keeping, after so
-many trials. Run: `python tests/benchmarks/workers.py [postgresql+psycopg://…]`.
+many trials. What the sampler takes of it to propose one (Optuna's TPE, since only a search for the best metric has so
+many trials) is told apart. Run: `python tests/benchmarks/workers.py [postgresql+psycopg://…]`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from optuna.samplers import BaseSampler
 
 import batchtune
 from batchtune.config import Config
@@ -42,14 +47,35 @@ def compute_loss(model, batch):
     return model(batch).square().mean() + 1.0
 """
 
+WHAT = (
+    "asking, telling, keeping, ms a trial",
+    "the sampler's proposal, ms a trial",
+    "together, ms a trial",
+    "of which this process worked, ms",
+)
+
 
 class Stopwatch(Observer):
-    """When runs of the search begin and end, and what this process has worked by then."""
+    """When runs of the search begin and end; what this process has worked by then, and what its sampler has taken."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []
         self.ended: list[float] = []
         self.worked: list[float] = []
+        self.proposed: list[float] = []
+        self._proposing = 0.0
+
+    def watch(self, sampler: BaseSampler) -> None:
+        """Counts the time of a sampler's methods from now on."""
+        for name in ("infer_relative_search_space", "sample_relative", "sample_independent"):
+            setattr(sampler, name, partial(self._timed, getattr(sampler, name)))
+
+    def _timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return method(*arguments)
+        finally:
+            self._proposing += time.monotonic() - began
 
     def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
         if trial.role == "search":
@@ -59,6 +85,7 @@ class Stopwatch(Observer):
         if trial.role == "search":
             self.ended.append(time.monotonic())
             self.worked.append(time.process_time())
+            self.proposed.append(self._proposing)
 
 
 def trials_per_minute(workers: int) -> float:
@@ -91,8 +118,8 @@ class Instant:
         return {"outcome": "finished", "total_steps": None, "kept": False}
 
 
-def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, float]]:
-    """Median seconds of the ten trials up to each number of trials: by the clock, and of this process's processors."""
+def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, ...]]:
+    """Median seconds of the ten trials up to each number of trials: see `WHAT`."""
     config = Config.model_validate(
         {
             "task": "instant.py",
@@ -113,12 +140,19 @@ def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, 
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         worker: Any = Instant()
-        TuneStudy(plan, worker, open_storage(url, Path(folder)), watch).run()
-    by_clock, by_processor = (
-        [after - before for before, after in itertools.pairwise(moments)] for moments in (watch.ended, watch.worked)
+        study = TuneStudy(plan, worker, open_storage(url, Path(folder)), watch)
+        watch.watch(study.study.sampler)
+        study.run()
+    by_clock, by_processor, proposing = (
+        [after - before for before, after in itertools.pairwise(moments)]
+        for moments in (watch.ended, watch.worked, watch.proposed)
     )
+    kept = [whole - proposal for whole, proposal in zip(by_clock, proposing, strict=True)]
     return {
-        size: tuple(statistics.median(steps[max(0, size - 11) : size - 1]) for steps in (by_clock, by_processor))
+        size: tuple(
+            statistics.median(steps[max(0, size - 11) : size - 1])
+            for steps in (kept, proposing, by_clock, by_processor)
+        )
         for size in sizes
         if size <= len(watch.ended)
     }
@@ -138,7 +172,7 @@ def main() -> None:
     for name, url in {"journal": None, "database": given.storage}.items():
         if name == "journal" or url:
             found = cost_of_trials(url, given.trials)
-            for number, what in enumerate(("ms a trial", "of which this process worked, ms")):
+            for number, what in enumerate(WHAT):
                 cells = " | ".join(f"{1000 * each[number]:.1f}" for each in found.values())
                 print(f"| {name}, {what} | {cells} |", flush=True)
 

@@ -67,7 +67,8 @@ def _signal(scene: Scene, number: signal.Signals, *, twice: bool = False) -> set
             scene.running.process.wait(AT_ONCE_SECONDS)
         if not scene.has_ended():
             raise AssertionError("a second signal did not stop it at once")
-    return {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}  # by the signal itself: Python was still starting
+    codes = {INTERRUPTED, -signal.SIGINT, -signal.SIGTERM}  # by the signal itself: Python was still starting
+    return codes | {0} if scene.has_its_result() else codes  # or ending, with all done
 
 
 def _limit_files(scene: Scene) -> set[int]:

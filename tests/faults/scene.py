@@ -99,6 +99,12 @@ class Scene:
     def has_ended(self) -> bool:
         return self.running.process.poll() is not None
 
+    def has_its_result(self) -> bool:
+        """Whether the command has saved a complete result, which is the last that it does."""
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json.loads((self.folder / "result.json").read_text())["status"] == "complete")
+        return False
+
     def everybody(self) -> list[psutil.Process]:
         """All living processes that the command started, itself included."""
         found = []
