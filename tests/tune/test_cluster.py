@@ -1,9 +1,11 @@
-"""`tune --executor ray`: what is asked of the cluster, and a study whose node is lost while it runs."""
+"""`tune --executor ray`: what is asked of the cluster, and a study that is interrupted or loses a node while it runs."""
 
 import importlib.util
+import signal
 import time
 
 import optuna
+import psutil
 import pytest
 from optuna.storages.journal import JournalFileBackend
 
@@ -14,6 +16,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra 'ray')")
 
 SLOW = """
+import signal
 import time
 at_once = compute_loss
 
@@ -76,7 +79,7 @@ class TestWithoutRay:
             Config(task="model.py", ray=RayCluster(address="auto"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     """A head without processors, and two nodes with one each."""
     from ray.cluster_utils import Cluster
@@ -101,18 +104,57 @@ def await_two_runs(cli):
         time.sleep(0.1)
 
 
+def start(cli, cluster):
+    """A study whose runs take a second, once it has two workers."""
+    cli.write("linear.py", (cli.folder / "linear.py").read_text() + SLOW)
+    changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
+    ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
+    command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
+    command.wait_for("2 workers on the Ray cluster", 200)
+    return command
+
+
+def children_of(cluster):
+    """Processes that train on a cluster's nodes."""
+    raylets = [
+        psutil.Process(each.process.pid) for node in cluster.list_all_nodes() for each in node.all_processes["raylet"]
+    ]
+    family = [child for raylet in raylets for child in raylet.children(recursive=True)]
+    return [child for child in family if "batchtune.train" in " ".join(child.cmdline())]
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(cli, cluster):
+    cluster, _ = cluster
+    command = start(cli, cluster)
+    try:
+        command.wait_for("searching", 300)
+        await_two_runs(cli)
+        assert len(children_of(cluster)) == 2
+        command.process.send_signal(signal.SIGINT)
+        done = command.finish(120)
+    finally:
+        command.process.kill()
+    assert done.code == 130, done.err
+    assert done.document["status"] == "interrupted"
+    assert "Traceback" not in done.err
+    deadline = time.monotonic() + 60
+    while children_of(cluster):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 @pytest.mark.alone
 @pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
 def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
     cluster, nodes = cluster
-    cli.write("linear.py", (cli.folder / "linear.py").read_text() + SLOW)
-    changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
-    ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
-    command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
+    command = start(cli, cluster)
     try:
-        command.wait_for("2 workers on the Ray cluster", 200)
         command.wait_for("searching", 300)
         await_two_runs(cli)
         cluster.remove_node(nodes[0], allow_graceful=False)
