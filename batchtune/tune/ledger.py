@@ -14,6 +14,7 @@ from batchtune.tune.cost import Cost
 from batchtune.tune.records import is_settled, to_record
 
 Role = Literal["baseline", "search", "confirm"]
+_RECENT = 200  # runs, that say how fast the machine is
 
 
 class Ledger:
@@ -26,20 +27,19 @@ class Ledger:
 
     def __init__(self, study: Study, cost: Cost | None) -> None:
         self._study, self._cost = study, cost
-        self._ended: dict[int, Trial] = {}  # these change no more: what a trial costs must not grow with their number
+        self._ended: tuple[int, list[Trial]] = 0, []  # the first trials: their number, and the records among them
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document; not those cut off before it was settled what to try."""
-        found = []
-        for trial in self._study.get_trials(deepcopy=False):
-            record = self._ended.get(trial.number)
-            if record is None and is_settled(trial):
-                record = to_record(trial)
-                if trial.state.is_finished():
-                    self._ended[trial.number] = record
-            if record is not None:
-                found.append(record)
-        return found
+        # those ended change no more and are not looked at again: what a trial costs must not grow with their number
+        number, ended = self._ended
+        later = self._study.get_trials(deepcopy=False)[number:]
+        records = [to_record(trial) if is_settled(trial) else None for trial in later]
+        over = next((index for index, trial in enumerate(later) if not trial.state.is_finished()), len(later))
+        if over:
+            ended = [*ended, *(record for record in records[:over] if record is not None)]
+            self._ended = number + over, ended
+        return [*ended, *(record for record in records[over:] if record is not None)]
 
     def wall_seconds(self) -> float:
         """Wall-clock time in which trials ran, evaluation included; what ran at the same time counts once."""
@@ -95,8 +95,8 @@ class Ledger:
         return sum(1 for trial in self.records() if trial.outcome == "user_error")
 
     def step_seconds(self, batch_size: int, fit: ThroughputFit | None) -> float | None:
-        """An optimizer step of this size: as earlier runs of it had it, or by the probe's fit scaled to other runs."""
-        paces = [(t.batch_size, pace) for t in self.records() if (pace := _pace(t)) is not None]
+        """An optimizer step of this size: as recent runs of it had it, or by the probe's fit scaled to other runs."""
+        paces = [(t.batch_size, pace) for t in self.records()[-_RECENT:] if (pace := _pace(t)) is not None]
         same = [pace for size, pace in paces if size == batch_size]
         if same:
             return statistics.median(same)

@@ -1,4 +1,4 @@
-"""`tune --executor ray`: what is asked of the cluster, and a study that is interrupted or loses a node while it runs."""
+"""`tune --executor ray`: what is asked of the cluster, and a study that is interrupted or loses a node on the way."""
 
 import importlib.util
 import signal

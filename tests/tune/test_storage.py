@@ -1,17 +1,20 @@
-"""Storages that are neither the journal nor PostgreSQL: Optuna's gRPC proxy, and drivers that are missing."""
+"""What storages have in common, Optuna's gRPC proxy, and drivers that are missing; PostgreSQL has tests of its own."""
 
 import importlib.util
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import law
 import optuna
 import pytest
+import sqlalchemy
+from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
 from batchtune.progress import Observer
 from batchtune.tune import storage as storage_module
-from batchtune.tune.storage import open_storage
+from batchtune.tune.storage import Journal, OneReading, open_storage
 from batchtune.tune.study import TuneStudy
 
 
@@ -66,3 +69,58 @@ def test_a_driver_that_is_missing_is_named_in_one_line_with_its_package(url, mod
         open_storage(f"{url}://me:secret@host/studies", tmp_path)
     place = f"storage {url}://me:***@host/studies"
     assert str(caught.value) == f"{place}: {module} is not installed; run: pip install {package}"
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage|heartbeat")  # they are given elsewhere
+class TestAskingAgain:
+    """Questions at one moment are answered at once, and nobody is told what is no longer true."""
+
+    @pytest.fixture(params=["journal", "database"])
+    def machines(self, request, tmp_path):
+        """Two machines' views of one study, and how long one may not see what the other writes."""
+        if request.param == "journal":
+            yield *(Journal(tmp_path / "study.log") for _ in range(2)), 0.0
+            return
+        url = f"sqlite:///{tmp_path}/study.db"
+        storages = [OneReading(storage_module._shared(url)) for _ in range(2)]
+        yield *storages, storage_module._MOMENT_SECONDS
+        for storage in storages:
+            storage.remove_session()
+            storage._backend.engine.dispose()
+
+    def test_what_this_machine_writes_is_seen_at_once_and_what_another_does_a_moment_later(self, machines):
+        mine, theirs, moment = machines
+        study = optuna.create_study(study_name="both", storage=mine)
+        other = optuna.load_study(study_name="both", storage=theirs)
+        for number in range(4):
+            trial = study.ask()
+            assert [each.number for each in study.get_trials(deepcopy=False)] == list(range(2 * number + 1))
+            trial.set_user_attr("seed", number)
+            assert study.get_trials(deepcopy=False)[-1].user_attrs == {"seed": number}
+            study.tell(trial, 1.0)
+            assert study.get_trials(deepcopy=False)[-1].state is TrialState.COMPLETE
+            other.tell(other.ask(), 2.0)
+            time.sleep(moment)
+            assert [each.value for each in study.get_trials(deepcopy=False)] == [1.0, 2.0] * (number + 1)
+            assert study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) == []
+
+    def test_whoever_changes_an_answer_changes_only_his_own(self, machines):
+        study = optuna.create_study(study_name="both", storage=machines[0])
+        study.tell(study.ask(), 1.0)
+        study.get_trials(deepcopy=False).clear()
+        assert len(study.get_trials(deepcopy=False)) == 1
+
+    def test_a_database_is_read_once_in_a_moment(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(storage_module, "_MOMENT_SECONDS", 600.0)
+        backend = storage_module._shared(f"sqlite:///{tmp_path}/study.db")
+        study, statements = optuna.create_study(storage=OneReading(backend)), []
+        study.ask()
+        study.get_trials(deepcopy=False)
+        sqlalchemy.event.listen(backend.engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
+        for states in (None, (TrialState.RUNNING,), (TrialState.COMPLETE,)):
+            study.get_trials(deepcopy=False, states=states)
+        assert statements == []
+        study.ask()
+        assert len(study.get_trials(deepcopy=False)) == 2
+        backend.remove_session()
+        backend.engine.dispose()
