@@ -19,6 +19,11 @@ _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "wait
 }
 
 _OURS = {"batch_size", "learning_rate", "precision"}
+_KEPT = (  # attributes that have a field's name
+    *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
+    *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
+    *("total_steps", "continues", "message"),
+)
 FAILED = {"oom", "crash", "timeout", "user_error"}
 
 
@@ -36,28 +41,18 @@ def to_record(trial: FrozenTrial) -> Trial:
     attributes: dict[str, Any] = trial.user_attrs
     params = _params(trial)
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
+    kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     return Trial(
         number=trial.number,
         state=_STATES[trial.state],
-        role=attributes.get("role", "search"),
-        outcome=attributes.get("outcome"),
         batch_size=int(params["batch_size"]),
-        micro_batch_size=attributes.get("micro_batch_size"),
-        gradient_accumulation_steps=attributes.get("gradient_accumulation_steps"),
         learning_rate=float(params["learning_rate"]),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
         optimizer_arguments=arguments,
         seed=int(attributes.get("seed", 0)),
-        time_to_target_seconds=attributes.get("time_to_target_seconds"),
-        samples_to_target=attributes.get("samples_to_target"),
-        energy_to_target_joules=attributes.get("energy_to_target_joules"),
-        training_seconds=attributes.get("training_seconds"),
-        measured_training_seconds=attributes.get("measured_training_seconds"),
         value=attributes.get("best_value"),
-        total_steps=attributes.get("total_steps"),
-        continues=attributes.get("continues"),
         curve=to_curve(attributes.get("curve", [])),
-        message=attributes.get("message"),
+        **kept,
     )
 
 

@@ -59,7 +59,7 @@ def compute_loss(model, batch):
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Look:
     """What parent and children hold at one moment: resident MiB, files, processes; and their processor seconds."""
 

@@ -201,6 +201,7 @@ MODES: dict[str, Callable[[Curve], Run]] = {
     "batchtune, 1 %, prior": lambda c: search(c, Bounds(multiple_of=c.multiple_of), with_prior=True),
     "doubling + bisection, exact": lambda c: doubling(c, Bounds(multiple_of=c.multiple_of, tolerance=0)),
     "batchtune, exact": lambda c: search(c, Bounds(multiple_of=c.multiple_of, tolerance=0)),
+    "batchtune, exact, prior": lambda c: search(c, Bounds(multiple_of=c.multiple_of, tolerance=0), with_prior=True),
 }
 CAREFUL: dict[str, Callable[[Curve], Run]] = {
     "no OOM": lambda c: search(c, Bounds(multiple_of=c.multiple_of, no_oom=True)),
@@ -246,11 +247,12 @@ def table(rows: dict[str, dict[str, list[Run]]]) -> str:
 def verdicts(runs: dict[str, list[Run]]) -> str:
     """What must hold for every single search, and for how many it did not."""
     lines = []
-    for name in ("batchtune, 1 %", "batchtune, 1 %, prior", "batchtune, exact"):
+    for name in (name for name in MODES if name.startswith("batchtune")):
         wide = sum(not run.within_tolerance for run in runs[name])
         lines.append(f"- {name}: {wide} of {len(runs[name])} ended without a proven bracket within the tolerance.")
-    over = sum(run.attempts > run.worst_attempts for run in runs["batchtune, exact"])
-    lines.append(f"- batchtune, exact: {over} took more than 2 log2(limit) + 4 attempts.")
+    for name in ("batchtune, exact", "batchtune, exact, prior"):
+        over = sum(run.attempts > run.worst_attempts for run in runs[name])
+        lines.append(f"- {name}: {over} took more than 2 log2(limit) + 4 attempts.")
     return "\n".join(lines)
 
 
