@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import gc
 import itertools
 import os
 import platform
@@ -71,7 +70,6 @@ class Look:
 
     @classmethod
     def now(cls) -> Look:
-        gc.collect()
         me = psutil.Process()
         family = me.children(recursive=True)
         times = [process.cpu_times() for process in (me, *family)]
