@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from batchtune import __version__
 from batchtune.errors import UsageError
@@ -37,10 +38,13 @@ Factor = Annotated[int, Field(ge=1, lt=2**31)]
 Rate = Annotated[float, Field(gt=0)]
 
 
+_READING = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
 class Record(BaseModel):
     """A frozen part of the document; keys that a later batchtune added are ignored when read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, **_READING)
 
 
 class Interval(Record):
@@ -212,8 +216,12 @@ class ProbeResult(Record):
 Value = bool | int | float | Text  # of an argument of the user's build_optimizer
 
 
-class CurvePoint(Record):
-    """One evaluation of one trial: the metric after so much training time and so many samples."""
+@dataclass(frozen=True, slots=True, kw_only=True, config=_READING)
+class CurvePoint:
+    """One evaluation of one trial: the metric after so much training time and so many samples.
+
+    A study has thousands, so they are no models, which take three times as much memory each.
+    """
 
     seconds: float = Field(description="Training seconds; evaluation is not counted.")
     measured_seconds: Figure = Field(

@@ -89,7 +89,8 @@ def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, hei
     below, ticks = _labels_below(xs, columns)
     rule = "".join("┬" if column in ticks else "─" for column in range(columns))
     margin = " " * (gutter + 2)
-    lines += [Text(f"{margin[:-1]}└{rule}", style="dim"), Text(margin + below, style="dim")]
+    lines.append(Text(f"{margin[:-1]}└{rule}", style="dim"))
+    lines += [Text(margin + below, style="dim")] if below else []  # no label may have had room
     return lines + [Text(margin).append(line) for line in _legend(layers, x_axis.title, columns)]
 
 

@@ -236,7 +236,7 @@ class Child:
         try:
             while True:
                 point = next(run) if answer is None else run.send(answer)
-                self._channel.send(event=point.model_dump())
+                self._channel.send(event=asdict(point))
                 answer = bool(self._channel.receive()["go_on"])
         except StopIteration as end:
             return asdict(end.value)

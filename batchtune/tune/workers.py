@@ -45,7 +45,7 @@ def run_trial(
     started = time.perf_counter()
 
     def on_event(event: dict[str, Any]) -> bool:
-        curve.append(CurvePoint.model_validate(event))
+        curve.append(CurvePoint(**event))
         return on_point(curve[-1])
 
     timeout = max(_SILENCE_SECONDS, 2 * spec.limit_seconds)

@@ -10,7 +10,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class ReplayWorker:
             self._clock.now += point.seconds - before
             before = point.seconds
             try:
-                point = run.send(on_event(point.model_dump()))
+                point = run.send(on_event(asdict(point)))
             except StopIteration as end:
                 return {"outcome": end.value}
 

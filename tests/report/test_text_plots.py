@@ -1,7 +1,7 @@
 """Figures of characters: signs where the numbers are, labels that fit, and never a line wider than asked."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchtune.report.text_plots import MIN_WIDTH, Axis, Layer, draw
@@ -31,6 +31,7 @@ def places(lines, sign):
     ]
 
 
+@example([Layer("fit", "some name", [(1.58e-157, -5.9e166)])], 20, 1, (False, False), from_zero=False)
 @given(
     layers=ANY_LAYERS,
     width=st.integers(MIN_WIDTH, 150),

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 from batchtune.config import Baseline, Budget, Config, Confirm
@@ -79,7 +80,7 @@ class LawWorker:
             steps = seconds / (ALPHA + BETA * batch)
             joules = steps * (FIXED_JOULES + SAMPLE_JOULES * batch)
             point = CurvePoint(seconds=seconds, samples=int(steps * batch), value=value, joules=joules)
-            go_on = on_event(point.model_dump())
+            go_on = on_event(asdict(point))
             if spec["target"] is not None and value <= spec["target"]:
                 return {"outcome": "reached"}
             if seconds >= spec["limit_seconds"] or joules >= (spec["limit_joules"] or math.inf):

@@ -3,6 +3,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
+from dataclasses import asdict
 
 import law
 import optuna
@@ -194,7 +195,7 @@ class Probing(law.LawWorker):
         for number in range(200):
             seconds = min(spec["limit_seconds"], 0.02 * 1.07**number)
             value = 1.0 + math.exp(-8 * seconds)
-            if not on_event(CurvePoint(seconds=seconds, samples=number, value=value).model_dump()):
+            if not on_event(asdict(CurvePoint(seconds=seconds, samples=number, value=value))):
                 return {"outcome": "pruned"}
         return {"outcome": "finished"}
 
