@@ -31,7 +31,13 @@ def places(lines, sign):
     ]
 
 
-@example([Layer("fit", "some name", [(1.58e-157, -5.9e166)])], 20, 1, (False, False), from_zero=False)
+@example(
+    layers=[Layer("fit", "some name", [(1.58e-157, -5.9e166)])],
+    width=20,
+    height=1,
+    logs=(False, False),
+    from_zero=False,
+)
 @given(
     layers=ANY_LAYERS,
     width=st.integers(MIN_WIDTH, 150),
