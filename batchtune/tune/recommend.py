@@ -17,6 +17,7 @@ TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is 
 CONFIDENCE = 0.9
 LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
+IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 _RESAMPLES = 4000
 _MAX_ENUMERATED = 5**5
 Goal = Literal["minimize", "maximize"]
@@ -78,7 +79,11 @@ def score(trial: Trial, *, kind: Kind, goal: Goal) -> float | None:
 def finalists(
     trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal, expected: Expected | None = None
 ) -> list[Trial]:
-    """The best `top` configurations of the search, the baseline's own left out, best first; see `recommend`."""
+    """The best `top` configurations of the search, the baseline's own left out; see `recommend`.
+
+    Where all runs together tell what each takes, the best of every batch size within `IN_REACH` comes first: learning
+    rates next to one another at the same size are nearly the same answer, and to confirm both tells little.
+    """
     base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
     best: dict[Config, Trial] = {}
     for trial in trials:
@@ -88,7 +93,13 @@ def finalists(
         held = best.get(config_of(trial))
         if held is None or value < (score(held, kind=kind, goal=goal) or 0.0):
             best[config_of(trial)] = trial
-    return sorted(best.values(), key=lambda trial: _worth(trial, expected, kind=kind, goal=goal))[:top]
+    ranked = sorted(best.values(), key=lambda trial: _worth(trial, expected, kind=kind, goal=goal))
+    if expected is None:
+        return ranked[:top]
+    worth = {trial.number: _worth(trial, expected, kind=kind, goal=goal) for trial in ranked}
+    near = [trial for trial in ranked if worth[trial.number] <= worth[ranked[0].number] + math.log(IN_REACH)]
+    leaders = list({trial.batch_size: trial for trial in reversed(near)}.values())
+    return sorted(ranked, key=lambda trial: (trial not in leaders, worth[trial.number]))[:top]
 
 
 def _worth(trial: Trial, expected: Expected | None, *, kind: Kind, goal: Goal) -> float:

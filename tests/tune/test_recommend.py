@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from batchtune.results import CurvePoint, Trial
@@ -133,6 +135,23 @@ def test_a_lucky_run_is_no_answer_where_all_runs_tell_otherwise():
     assert found.time_to_target_seconds.median == 4.4
     best = finalists(trials, 2, kind="time_to_target", goal="minimize", expected=logs)
     assert [each.number for each in best] == [2, 1]
+
+
+def test_finalists_differ_in_batch_size_where_another_is_within_reach():
+    def chosen(cost_of_other_size, top=2):
+        trials = [
+            trial(1, "search", 64, 1e-2, 4.0),
+            trial(2, "search", 64, 2e-2, 4.1),
+            trial(3, "search", 128, 1e-2, 4.2),
+        ]
+        costs = (4.0, 4.1, cost_of_other_size)
+        logs = {config_of(each): math.log(cost) for each, cost in zip(trials, costs, strict=True)}
+        return [each.number for each in finalists(trials, top, kind="time_to_target", goal="minimize", expected=logs)]
+
+    assert chosen(5.9) == [1, 3]
+    assert chosen(6.1) == [1, 2]
+    assert chosen(3.9) == [3, 1]
+    assert chosen(5.9, top=3) == [1, 3, 2]
 
 
 def test_without_confirmation_the_best_single_run_is_said_to_be_just_that():
