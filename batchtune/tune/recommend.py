@@ -98,8 +98,8 @@ def finalists(
         return ranked[:top]
     worth = {trial.number: _worth(trial, expected, kind=kind, goal=goal) for trial in ranked}
     near = [trial for trial in ranked if worth[trial.number] <= worth[ranked[0].number] + math.log(IN_REACH)]
-    leaders = list({trial.batch_size: trial for trial in reversed(near)}.values())
-    return sorted(ranked, key=lambda trial: (trial not in leaders, worth[trial.number]))[:top]
+    leaders = {trial.batch_size: trial.number for trial in reversed(near)}.values()
+    return sorted(ranked, key=lambda trial: (trial.number not in leaders, worth[trial.number]))[:top]
 
 
 def _worth(trial: Trial, expected: Expected | None, *, kind: Kind, goal: Goal) -> float:

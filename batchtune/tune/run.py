@@ -168,7 +168,6 @@ class _Tuning:
             self._probed, self._prior = agreement.settle(self._probed, self._prior)
             self.save("interrupted")
             plan = self._plan(self._probed, self._prior, precisions)
-            crew.warm_up()
             self._study = TuneStudy(plan, worker, storage, self._observer, crew)
             self._study.run()
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now

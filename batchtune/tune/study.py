@@ -62,6 +62,7 @@ class TuneStudy:
         self._plan, self._observer = plan, observer
         self._work: Callable[[Callable[[Worker], bool]], None] = crew.work if crew else partial(work_alone, worker)
         self._lock = crew.lock if crew else RLock()
+        self._crew = crew
         self._at_once, self._quiet = len(crew) if crew else 1, 0
         config = plan.config
         cost = cost_of(config.objective.kind)
@@ -125,10 +126,12 @@ class TuneStudy:
             UserCodeError: the user's code raised in the baseline run, or its metric is no number.
             NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
         """
+        if self._crew is not None and not self._has_searched():
+            self._crew.warm_up()
         if not self._opens_with_the_search():
             self._run_baseline()
         self._drain()  # what an earlier start left
-        if self.study.user_attrs.get("searched") != self._search_budget():
+        if not self._has_searched():  # another machine may have, meanwhile
             self._observer.stage("searching")
             self._open()
             if self._ledger.best_cost() is None:  # then its time is what there is to go by
@@ -272,7 +275,7 @@ class TuneStudy:
     def _is_search_wanted(self) -> bool:
         if self._quiet >= _QUIET or self._seconds_left() <= self._reserve():
             return False
-        if self._machines.several and self.study.user_attrs.get("searched") == self._search_budget():
+        if self._machines.several and self._has_searched():
             return False  # another machine has found that it was enough
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return self._ledger.searched() + len(running) < self._plan.config.budget.trials
@@ -294,6 +297,9 @@ class TuneStudy:
         if not self._ledger.finished("baseline"):
             needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)
+
+    def _has_searched(self) -> bool:
+        return bool(self.study.user_attrs.get("searched") == self._search_budget())
 
     def _search_budget(self) -> list[float]:
         return [self._plan.config.budget.total, self._plan.config.budget.trials]

@@ -1,5 +1,6 @@
 """`tune --executor ray`: what is asked of the cluster, and a study that is interrupted or loses a node on the way."""
 
+import contextlib
 import importlib.util
 import signal
 import time
@@ -104,14 +105,21 @@ def await_two_runs(cli):
         time.sleep(0.1)
 
 
-def start(cli, cluster):
-    """A study whose runs take a second, once it has two workers."""
+@contextlib.contextmanager
+def studying(cli, cluster):
+    """A study whose runs take a second, once two workers search."""
     cli.write("linear.py", (cli.folder / "linear.py").read_text() + SLOW)
     changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
     ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
     command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
-    command.wait_for("2 workers on the Ray cluster", 200)
-    return command
+    try:
+        command.wait_for("2 workers on the Ray cluster", 200)
+        command.wait_for("searching", 300)
+        await_two_runs(cli)
+        yield command
+    finally:
+        command.process.kill()
+        print(command.err)  # shown where it failed
 
 
 def children_of(cluster):
@@ -129,15 +137,10 @@ def children_of(cluster):
 @pytest.mark.timeout(900)
 def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(cli, cluster):
     cluster, _ = cluster
-    command = start(cli, cluster)
-    try:
-        command.wait_for("searching", 300)
-        await_two_runs(cli)
+    with studying(cli, cluster) as command:
         assert len(children_of(cluster)) == 2
         command.process.send_signal(signal.SIGINT)
         done = command.finish(120)
-    finally:
-        command.process.kill()
     assert done.code == 130, done.err
     assert done.document["status"] == "interrupted"
     assert "Traceback" not in done.err
@@ -153,15 +156,9 @@ def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(cli, clust
 @pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
 def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
     cluster, nodes = cluster
-    command = start(cli, cluster)
-    try:
-        command.wait_for("searching", 300)
-        await_two_runs(cli)
+    with studying(cli, cluster) as command:
         cluster.remove_node(nodes[0], allow_graceful=False)
         done = command.finish(400)
-    finally:
-        command.process.kill()
-        print(command.err)  # shown where it failed
     assert done.code == 0, done.err
     assert "is given back: its place in the Ray cluster was lost" in done.err
     trials = trials_of(cli)
