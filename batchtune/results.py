@@ -257,6 +257,7 @@ class Trial(Record):
     energy_to_target_joules: Figure = Field(default=None, description="Of the device, in training only.")
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
+    evaluation_seconds: Figure = Field(default=None, description="What evaluating took, besides training.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
     total_steps: Count | None = Field(
         default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."

@@ -81,6 +81,24 @@ class HostMemory:
             self._limits_before = self._limit_bytes = None
 
     @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """As on any device; what stays of it, such as a library that it loaded, does not count afterwards."""
+        if self._fresh_bytes is None or self._limits_before is None:
+            yield
+            return
+        import resource
+
+        before = _fields(_STATUS).get("VmSize", 0)
+        resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
+        try:
+            yield
+        finally:
+            self.release()
+            left = max(0, _fields(_STATUS).get("VmSize", 0) - before)
+            self._fresh_bytes += left
+            self._count_from(self._origin_bytes + left)
+
+    @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:
         self.release()
         if self._fresh_bytes is not None:

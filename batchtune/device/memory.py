@@ -39,6 +39,9 @@ class DeviceMemory(Protocol):
     def lift(self) -> None:
         """Takes the limit away again; nothing is measured against it afterwards."""
 
+    def timing(self) -> AbstractContextManager[None]:
+        """A span in which time is measured and no memory: a limit that makes it harder does not hold meanwhile."""
+
     def attempt(self, batch_size: int) -> AbstractContextManager[None]:
         """The span of one attempt at this size, against which nothing counts that earlier ones left behind."""
 
@@ -156,6 +159,9 @@ class AcceleratorMemory:
             yield
         finally:
             self.release()
+
+    def timing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def lift(self) -> None:
         self._watched_limit = None

@@ -23,12 +23,9 @@ def measure_curve(
     precision: str,
     accumulation_steps: int,
     timeout: float,
+    seconds: float = SECONDS_PER_POINT,
 ) -> None:
-    """Adds a point for each size that can be timed to `points`, as they come, and their FLOPs at the end.
-
-    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
-    worker begins in a fresh one.
-    """
+    """Adds a point for each size that can be timed to `points`, as they come; each takes about so many seconds."""
     for size in sizes:
         try:
             answer = worker.call(
@@ -36,7 +33,7 @@ def measure_curve(
                 timeout=timeout,
                 batch_size=size,
                 precision=precision,
-                seconds=SECONDS_PER_POINT,
+                seconds=seconds,
                 accumulation_steps=accumulation_steps,
             )
         except (WorkerLost, UserCodeError) as error:
@@ -45,12 +42,26 @@ def measure_curve(
         points.append(ThroughputPoint.model_validate(answer))
         observer.throughput(points[-1])
 
-    _add_flops(worker, points, observer, precision=precision, timeout=timeout)
 
-
-def _add_flops(
-    worker: Worker, points: list[ThroughputPoint], observer: Observer, *, precision: str, timeout: float
+def add_flops(
+    worker: Worker,
+    points: list[ThroughputPoint],
+    observer: Observer,
+    *,
+    precision: str,
+    timeout: float,
+    only_as_share: bool,
 ) -> None:
+    """Adds the FLOPs of a sample to the points, and what share of the device's peak they are where that is known.
+
+    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
+    worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
+    """
+    facts = worker.start()
+    peak = None if facts["device"] == "cpu" else peak_flops(facts["environment"]["device"], precision)
+    if peak is None and only_as_share:
+        return
+
     def count(size: int) -> float | None:
         try:
             answer = worker.call("count_flops", timeout=timeout, batch_size=size, precision=precision)
@@ -60,7 +71,5 @@ def _add_flops(
         flops: float | None = answer["flops_per_sample"]
         return flops
 
-    facts = worker.start()
-    peak = None if facts["device"] == "cpu" else peak_flops(facts["environment"]["device"], precision)
     points[:] = with_flops(points, count, peak)
     worker.close()

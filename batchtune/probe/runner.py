@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
-from batchtune.probe.curve import measure_curve
+from batchtune.probe.curve import SECONDS_PER_POINT, add_flops, measure_curve
 from batchtune.probe.memory_model import Prior
 from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
@@ -20,6 +20,7 @@ from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _BACKOFF, _EVEN_BACKOFFS = 0.01, 3  # when the final check fails: the next size is so much smaller, then ever more
+_NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
 
@@ -35,8 +36,11 @@ class ProbeOptions:
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
         timeout: seconds after which a silent attempt counts as hanging.
         verify_steps: optimizer steps of the final check in a fresh process.
+        verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes.
+        timing_seconds: of each of them.
+        flops: count those of a sample even where the device's peak is not known.
         accumulation_steps: micro-batches of one optimizer step.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
         useful_size: up to here sizes are of use however long their step takes.
@@ -49,8 +53,11 @@ class ProbeOptions:
     tolerance: float = 0.01
     timeout: float = 120.0
     verify_steps: int = 20
+    verify_seconds: float | None = None
     no_oom: bool = False
     throughput: bool = True
+    timing_seconds: float = SECONDS_PER_POINT
+    flops: bool = True
     accumulation_steps: int = 1
     max_step_seconds: float | None = None
     useful_size: int = 1
@@ -158,7 +165,7 @@ class Probe:
         found += busy_warnings(self.throughput)
         slow = self._too_slow_above
         if slow is not None and low + self._bounds.multiple_of > slow:
-            found.append(f"batch sizes above {low} were not probed: budget.run has room for a few of their steps only")
+            found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found
 
     def _limited_by(self, low: int, high: int | None) -> Any:
@@ -192,6 +199,7 @@ class Probe:
             return bounds
         least = max(slowest.batch_size, self._options.useful_size)
         useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
+        useful = least if least >= _NEAR * useful else useful
         if bounds.maximum is not None and bounds.maximum <= useful:
             return bounds
         self._too_slow_above = useful
@@ -259,7 +267,7 @@ class Probe:
             self._verify_at(choice.batch_size)
 
     def _verify_at(self, size: int) -> bool:
-        steps = self._options.verify_steps
+        steps = self._steps_to_verify()
         self._worker.close()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
@@ -271,21 +279,29 @@ class Probe:
             self._verified = attempt
         return attempt.fits
 
+    def _steps_to_verify(self) -> int:
+        """As many as asked for, or as there is time for by the slowest fit so far."""
+        most, seconds = self._options.verify_steps, self._options.verify_seconds
+        slowest = max((each.step_seconds or 0.0 for each in self.attempts if each.fits), default=0.0)
+        if seconds is None or not slowest:
+            return most
+        return max(min(self._options.steps, most), min(most, int(seconds / slowest)))
+
     def _time(self) -> None:
         assert self._verified is not None  # noqa: S101 - _verify raises otherwise
         sizes = sizes_to_time(
             self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
         )
         self._observer.stage("timing steps")
-        common: dict[str, Any] = {
-            "precision": self._precision,
-            "accumulation_steps": self._options.accumulation_steps,
-            "timeout": self._options.timeout,
-        }
+        options = self._options
+        how: dict[str, Any] = {"precision": self._precision, "timeout": options.timeout}
+        common = how | {"accumulation_steps": options.accumulation_steps}
         if self._facts.get("world_size", 1) > 1:
             size = self._verified.batch_size
             self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
-        measure_curve(self._worker, self.throughput, sizes, self._observer, **common)
+        seconds = options.timing_seconds
+        measure_curve(self._worker, self.throughput, sizes, self._observer, seconds=seconds, **common)
+        add_flops(self._worker, self.throughput, self._observer, only_as_share=not options.flops, **how)
 
     def _nothing_fits(self) -> BatchtuneError:
         failed = [attempt for attempt in self.attempts if not attempt.fits]

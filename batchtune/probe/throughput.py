@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from batchtune.results import ThroughputFit, ThroughputPoint
 
 MAX_POINTS = 8
+_APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
 _SAME_FLOPS = 0.001
 
 
 def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
-    """The largest size and the powers of two (times `multiple_of`) below it, at most `MAX_POINTS`, ascending."""
-    powers = [multiple_of * 2**power for power in range(maximum.bit_length()) if multiple_of * 2**power < maximum]
-    return [*[size for size in powers if size >= minimum][1 - MAX_POINTS :], maximum]
+    """The largest size and the powers of two (times `multiple_of`) well below it, at most `MAX_POINTS`, ascending."""
+    powers = [multiple_of * 2**power for power in range(maximum.bit_length())]
+    return [*[size for size in powers if minimum <= size <= maximum / _APART][1 - MAX_POINTS :], maximum]
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:

@@ -136,12 +136,12 @@ class Child:
         from batchtune.train.precision import choose, every_precision
 
         self._memory, self._sensors, seen = _open(device)
-        _set_libraries_apart()
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
         limit = memory_limit or self._memory.default_limit(margin)
         self._task = load_task(task)
         self._task.require(purpose)
+        _set_libraries_apart()
         facts = {
             "device": str(self._memory.device),
             "device_count": count_devices(self._memory.device),
@@ -186,29 +186,26 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.timing.time_steps`. A CPU's limit is gone afterwards.
-
-        Without communicating, a rank trains alone.
-        """
+        """One throughput point; see `batchtune.train.timing.time_steps`. Without communicating, a rank trains alone."""
         from batchtune.train.timing import time_steps
 
-        self._lift_limit()
         parallel = self._parallel if communicate else None
-        return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
+        with self._memory.timing():
+            return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
 
     def count_flops(self, **arguments: Any) -> dict[str, Any]:
-        """FLOPs of a sample; see `batchtune.train.flops`. A CPU's limit is gone afterwards: counting takes memory."""
-        from batchtune.train.flops import flops_per_sample
+        """FLOPs of a sample; see `batchtune.train.flops`."""
+        with self._memory.timing():  # counting takes memory of its own
+            from batchtune.train.flops import flops_per_sample
 
-        self._lift_limit()
-        return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
+            return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
 
     def time_loader(self, **arguments: Any) -> dict[str, Any]:
-        """One setting of the loader; see `batchtune.train.loader`. A CPU's limit is gone afterwards."""
+        """One setting of the loader; see `batchtune.train.loader`."""
         from batchtune.train.loader import time_loader
 
-        self._lift_limit()
-        return time_loader(self._task, self._memory, **arguments).model_dump()
+        with self._memory.timing():
+            return time_loader(self._task, self._memory, **arguments).model_dump()
 
     def range_test(self, **arguments: Any) -> dict[str, Any]:
         """Where training comes apart; see `batchtune.train.range_test`."""
@@ -221,10 +218,6 @@ class Child:
         from batchtune.train.noise_scale import noise_scale
 
         return noise_scale(self._task, self._memory, **arguments).model_dump()
-
-    def _lift_limit(self) -> None:
-        if self._memory.device.type == "cpu":
-            self._memory.lift()
 
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
@@ -253,7 +246,7 @@ def _open(name: str) -> tuple[Any, Any, Any]:
 
 
 def _set_libraries_apart() -> None:
-    """Leaves torch's own objects out of the garbage collections around each attempt, most of whose time they take."""
+    """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
     import torch
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch

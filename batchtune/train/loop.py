@@ -82,7 +82,8 @@ def train(
             yield run.point(None)
             outcome = "diverged"
     kept = outcome == "pruned" and run.keep()
-    return RunEnd(outcome, total_steps if task.has("build_scheduler") else None, kept=kept)
+    steps = total_steps if task.has("build_scheduler") else None
+    return RunEnd(outcome, steps, kept=kept, evaluation_seconds=run.evaluation_seconds)
 
 
 class _Run:
@@ -99,7 +100,8 @@ class _Run:
         self._trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
         self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
         self._samples = 0
-        self._evaluation_seconds = 0.0
+        self.evaluation_seconds = 0.0
+        self._last_evaluation_seconds = 0.0
         self._start_value: float | None = None
         self._worse_since: float | None = None
         self._worse_looks = 0
@@ -112,7 +114,8 @@ class _Run:
         started = time.perf_counter()
         value = metric_value(self._trainer, spec.metric, spec.evaluation_batch_size)
         self._memory.synchronize()
-        self._evaluation_seconds = time.perf_counter() - started
+        self._last_evaluation_seconds = time.perf_counter() - started
+        self.evaluation_seconds += self._last_evaluation_seconds
         go_on = yield self.point(value)
         if spec.reached(value):
             return "reached"
@@ -127,7 +130,7 @@ class _Run:
     def advance(self) -> bool:
         """Trains until the next evaluation is due; returns whether the loss is still a number."""
         spec, clock = self._spec, self._clock
-        due = next_evaluation(clock.seconds, self._evaluation_seconds, spec)
+        due = next_evaluation(clock.seconds, self._last_evaluation_seconds, spec)
         before, finite = self._joules(), True
         while finite and clock.seconds < due:
             steps = _steps_until(due - clock.seconds, clock.step_seconds)
@@ -152,7 +155,7 @@ class _Run:
             return False
         progress = {
             "samples": self._samples,
-            "evaluation_seconds": self._evaluation_seconds,
+            "evaluation_seconds": self._last_evaluation_seconds,
             "start_value": self._start_value,
             "seconds": clock.seconds,
             "measured_seconds": clock.measured_seconds,
@@ -164,7 +167,7 @@ class _Run:
         """Takes up a run where `keep` left it."""
         assert self._spec.checkpoint is not None  # noqa: S101 - to resume without one is a programming error
         progress = checkpoint.load(Path(self._spec.checkpoint), self._trainer, self._batches)
-        self._samples, self._evaluation_seconds = progress["samples"], progress["evaluation_seconds"]
+        self._samples, self._last_evaluation_seconds = progress["samples"], progress["evaluation_seconds"]
         self._start_value = progress["start_value"]
         for name in ("seconds", "measured_seconds", "joules"):
             setattr(self._clock, name, progress[name])

@@ -64,8 +64,10 @@ class RunEnd:
         outcome: `reached`, `finished`, `pruned` or `diverged`.
         total_steps: the horizon that the user's scheduler was given; None without one.
         kept: the run can go on from its checkpoint.
+        evaluation_seconds: what its evaluations took.
     """
 
     outcome: str
     total_steps: int | None = None
     kept: bool = False
+    evaluation_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""What a study's configuration says: how its task is opened, and what must not change while it goes on."""
+"""What a study's configuration says: how its task is opened and probed, and what must not change while it goes on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from typing import Any
 
 from batchtune.config import Config
 from batchtune.errors import DeviceError, UsageError
+from batchtune.probe.curve import SECONDS_PER_POINT
+from batchtune.probe.runner import ProbeOptions
+from batchtune.probe.throughput import MAX_POINTS
 from batchtune.progress import Observer
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.crew import require_executor
 from batchtune.tune.prepare import require
+
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
+MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
+VERIFY_SHARE, TIMING_SHARE = 0.01, 0.005  # of budget.total, for the final check and for timing steps
+_LEAST_TIMING_SECONDS = 0.1  # of each size
 
 # More of the same may be measured under these.
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
@@ -52,6 +60,22 @@ def worker_settings(config: Config) -> WorkerSettings:
         precision=tuple(precision),
         optimizer_arguments=tuple(config.space),
         metric=config.objective.metric,
+    )
+
+
+def probe_options(config: Config) -> ProbeOptions:
+    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer."""
+    sizes, total = config.batch_size, config.budget.total
+    unit = 1 if sizes.multiple_of == "auto" else sizes.multiple_of
+    return ProbeOptions(
+        minimum=unit,
+        maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
+        multiple_of=unit,
+        max_step_seconds=config.budget.run / MIN_STEPS,
+        useful_size=USEFUL_FACTOR * config.baseline.batch_size,
+        verify_seconds=VERIFY_SHARE * total,
+        timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
+        flops=False,
     )
 
 

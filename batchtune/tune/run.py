@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from batchtune.config import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
-from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.runner import Probe
 from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
@@ -21,7 +21,7 @@ from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
-from batchtune.tune.opening import identity_of, open_task, worker_settings
+from batchtune.tune.opening import identity_of, open_task, probe_options, worker_settings
 from batchtune.tune.prepare import prepare
 from batchtune.tune.prior import Candidates
 from batchtune.tune.scaling import can_scale, scaling, split
@@ -29,8 +29,6 @@ from batchtune.tune.shared import Agreement
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
-USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
-MIN_STEPS = 20  # in budget.run; a batch so large that fewer fit cannot be compared
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
 _Kind = TypeVar("_Kind", bound=BaseException)
@@ -248,20 +246,12 @@ class _Tuning:
         return self.earlier.prior if self.earlier else None
 
     def _run_probe(self, worker: Worker, known: list[dict[str, Any]]) -> ProbeResult:
-        sizes = self._config.batch_size
-        options = ProbeOptions(
-            minimum=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
-            maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
-            multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
-            max_step_seconds=self._config.budget.run / MIN_STEPS,
-            useful_size=USEFUL_FACTOR * self._config.baseline.batch_size,
-        )
         attempts = [
             Attempt.model_validate(entry)
             for entry in known
             if entry.get("precision") == self._precision and entry.get("purpose") == "search"
         ]
-        self._probe = Probe(worker, options, self._precision, self._observer, attempts)
+        self._probe = Probe(worker, probe_options(self._config), self._precision, self._observer, attempts)
         return self._probe.run()
 
     def _plan(self, probe: ProbeResult, prior: Prior, precisions: list[str]) -> Plan:

@@ -131,7 +131,12 @@ class Trials:
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
             outcome = "capped"
         attributes: dict[str, Any] = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
-        found = {"message": run.message, "total_steps": run.total_steps, "kept": run.kept and outcome == "pruned"}
+        found = {
+            "message": run.message,
+            "total_steps": run.total_steps,
+            "kept": run.kept and outcome == "pruned",
+            "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
+        }
         attributes |= {key: value for key, value in found.items() if value}
         if cost is not None:
             best = self.ledger.best_cost() if outcome == "pruned" else None

@@ -18,7 +18,7 @@ _SILENCE_SECONDS = 600.0  # between two evaluations; a run that says nothing for
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """What one trial came to. `wall_seconds` counts everything, evaluation included; for the last two see `RunEnd`."""
+    """What one trial came to. `wall_seconds` counts evaluation, too. For the last three see `RunEnd`."""
 
     outcome: Outcome
     curve: list[CurvePoint]
@@ -26,6 +26,7 @@ class TrialRun:
     message: str | None = None
     total_steps: int | None = None
     kept: bool = False
+    evaluation_seconds: float | None = None
 
     @property
     def training_seconds(self) -> float:
@@ -53,13 +54,11 @@ def run_trial(
     end: dict[str, Any] = {}
     try:
         end = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))
-        outcome = end["outcome"]
+        outcome = end.pop("outcome")
     except WorkerLost as lost:
         outcome, message = lost.outcome, str(lost)
     except UserCodeError as error:
         if not tolerant:
             raise
         outcome, message = "user_error", str(error)
-    return TrialRun(
-        outcome, curve, time.perf_counter() - started, message, end.get("total_steps"), end.get("kept", False)
-    )
+    return TrialRun(outcome, curve, time.perf_counter() - started, message, **end)

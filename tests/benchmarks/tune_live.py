@@ -28,12 +28,8 @@ import torch
 import batchtune
 from batchtune.config import Config
 from batchtune.config_file import load_config
-from batchtune.progress import Observer
-from batchtune.results import CurvePoint, Recommendation, Result, Trial
-from batchtune.task.load import load_task
-from batchtune.train.evaluate import metric_value
+from batchtune.results import Recommendation, Result
 from batchtune.train.run_spec import RunSpec
-from batchtune.train.step import Trainer
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.recommend import median_interval, ratio_interval
 from batchtune.tune.workers import TrialRun, run_trial
@@ -45,7 +41,6 @@ RATES = tuple(10 ** (half / 2) for half in range(-8, 1))
 GRID_CAP = 2.0  # times the best run of the grid so far
 GRID_FINALISTS, GRID_FINALIST_SEEDS = 3, 3  # a grid of single runs is won by luck; its best are run again
 FRESH_SEED = 9_000_000
-TIMED_EVALUATIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +80,6 @@ class Recipe:
         return run_trial(self._worker, spec, lambda _: True, tolerant=True)
 
 
-class Stopwatch(Observer):
-    """Counts evaluations of a study as they come."""
-
-    def __init__(self) -> None:
-        self.evaluations = 0
-
-    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
-        self.evaluations += 1
-
-
 def search_grid(recipe: Recipe, *, coarse: bool) -> tuple[Choice, float]:
     """The best of the grid (of a quarter of it where it is coarse), and the training seconds that it cost."""
     step = 2 if coarse else 1
@@ -127,46 +112,41 @@ def compare(recipe: Recipe, choices: list[Choice], seeds: int) -> dict[str, list
     return times
 
 
-def evaluation_seconds(config: Config) -> float:
-    """What one evaluation takes, by the product's own."""
-    trainer = Trainer(load_task(config.task), torch.device("cpu"), "fp32")
-    times = []
-    for _ in range(TIMED_EVALUATIONS):
-        started = time.perf_counter()
-        metric_value(trainer, config.objective.metric, 1024)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def overhead(result: Result, wall_seconds: float, evaluations: int, each_evaluation: float) -> str:
+def overhead(result: Result, wall_seconds: float) -> str:
     """Where the study's wall clock went."""
-    trials = result.trials or []
-    training = sum(trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials)
-    evaluating, probing = evaluations * each_evaluation, result.probe.seconds if result.probe else 0.0
-    other = wall_seconds - training - evaluating - probing
-    shares = {"training": training, "evaluation": evaluating, "probe": probing, "everything else": other}
+    trials, probe, prior = result.trials or [], result.probe, result.prior
+    assert probe is not None
+    seconds = [trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials]
+    before = [seconds[trial.continues] for trial in trials if trial.continues is not None]  # counted in both
+    training = sum(seconds) - sum(before)
+    evaluating = sum(trial.evaluation_seconds or 0.0 for trial in trials)
+    probing = sum(attempt.seconds for attempt in probe.attempts)
+    rest = {"attempts of the probe": probing, "noise scale and range test": prior.seconds if prior else 0.0}
+    other = wall_seconds - training - evaluating - sum(rest.values())
+    shares = {"training": training, "evaluation": evaluating} | rest | {"everything else": other}
     parts = ", ".join(f"{what} {seconds:.1f} s ({seconds / wall_seconds:.1%})" for what, seconds in shares.items())
-    verdict = (probing + other) / wall_seconds
+    verdict = 1 - (training + evaluating) / wall_seconds
+    evaluations = sum(len(trial.curve) for trial in trials)
     return (
-        f"Study: {wall_seconds:.0f} s of wall clock: {parts}. Neither training nor evaluation: {verdict:.1%} "
-        f"(goal: at most 5 % of a study of 5 minutes; the child's start, warm-up and building models count as such). "
-        f"{evaluations} evaluations were counted at {1000 * each_evaluation:.1f} ms, timed apart."
+        f"Study: {wall_seconds:.0f} s of wall clock, {len(trials)} runs, {evaluations} evaluations: {parts}. Neither "
+        f"training nor evaluation of a run: {verdict:.1%} (goal: at most 5 % of a study of 5 minutes), the steps that "
+        f"the probe takes and those that each run is warmed up with among it."
     )
 
 
 def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, study_only: bool) -> str:
     """A recipe's section of the report."""
     config = load_config(RECIPES / name / "config.yaml", overrides)
-    watch, started = Stopwatch(), time.perf_counter()
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        result = batchtune.tune(config, fresh=True, observer=watch, run_folders=folder)
+        result = batchtune.tune(config, fresh=True, run_folders=folder)
     wall_seconds = time.perf_counter() - started
     found, probe = result.recommendation, result.probe
     assert isinstance(found, Recommendation)
     assert probe is not None
     assert result.target is not None
     if study_only:
-        return f"## {name}\n\n{overhead(result, wall_seconds, watch.evaluations, evaluation_seconds(config))}"
+        return f"## {name}\n\n{overhead(result, wall_seconds)}"
     settings = WorkerSettings(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
     with Worker(settings) as worker:
         worker.start()
@@ -198,7 +178,7 @@ def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, 
         f"Time of the recommendation over that of the grid's best: {ratio}. Training seconds: the study's search",
     ]
     lines += [f"{searched:.0f}, all of the study {everything:.0f}, the grid {grid_seconds:.0f}.", ""]
-    lines.append(overhead(result, wall_seconds, watch.evaluations, evaluation_seconds(config)))
+    lines.append(overhead(result, wall_seconds))
     return "\n".join(lines)
 
 

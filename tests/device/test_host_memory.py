@@ -70,6 +70,12 @@ with memory.attempt(8):
     left_for_good = take(30)
 with memory.attempt(8):
     told["what an attempt may take after another left 30 MiB"] += [try_to_take(190), try_to_take(210)]
+with memory.timing():
+    told["while steps are timed"] = try_to_take(400)
+    loaded_by_timing = take(30)
+told["after steps were timed"] = [try_to_take(190), try_to_take(230)]
+with memory.attempt(8):
+    told["after steps were timed"] += [try_to_take(190), try_to_take(230)]
 memory.lift()
 told["above the limit that was"] = try_to_take(260)
 print(json.dumps(told))
@@ -120,6 +126,11 @@ def test_what_is_reserved_counts_although_nobody_wrote_to_it(told):
 
 def test_what_an_attempt_leaves_behind_is_not_counted_against_the_next(told):
     assert told["what an attempt may take after another left 30 MiB"] == ["fit", "oom"] * 2
+
+
+def test_no_limit_is_in_the_way_of_timing_and_what_that_leaves_behind_does_not_count(told):
+    assert told["while steps are timed"] == "fit"
+    assert told["after steps were timed"] == ["fit", "oom"] * 2
 
 
 def test_a_limit_that_was_lifted_is_gone(told):

@@ -24,23 +24,27 @@ class ScriptedWorker:
         limit: the memory limit in bytes.
         samples: of the data set.
         worn_bytes: what memory an attempt of the search takes more than a fresh process would.
+        sample_seconds: of a step, for each sample; None: attempts tell no time.
     """
 
-    def __init__(self, outcome, checked=None, *, limit=1000, samples=None, worn_bytes=0):
+    def __init__(self, outcome, checked=None, *, limit=1000, samples=None, worn_bytes=0, sample_seconds=None):
         self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
-        self.worn_bytes = worn_bytes
+        self.worn_bytes, self.sample_seconds = worn_bytes, sample_seconds
         self.running = False
-        self.log = []
+        self.device = "cpu"
+        self.log, self.arguments = [], []
 
     def start(self):
         self.running = True
-        return {"memory_limit_bytes": self.limit, "train_size": self.samples, "device": "cpu"}
+        facts = {"memory_limit_bytes": self.limit, "train_size": self.samples}
+        return facts | {"device": self.device, "environment": {"device": "NVIDIA H200"}}
 
     def close(self):
         self.running = False
 
     def call(self, command, *, timeout, batch_size, **arguments):
         self.log.append((command, batch_size, arguments.get("steps"), "old" if self.running else "fresh", timeout))
+        self.arguments.append(arguments)
         self.start()
         if command == "count_flops":
             return {"flops_per_sample": None}
@@ -54,6 +58,8 @@ class ScriptedWorker:
         fits, purpose, words = outcome == "fit", "verify" if verify else "search", f"{outcome} at {batch_size}"
         peak = batch_size + (0 if verify else self.worn_bytes)
         memory = {"peak_reserved_bytes": peak, "steps": arguments["steps"]} if fits else {"message": words}
+        if fits and self.sample_seconds is not None:
+            memory["step_seconds"] = self.sample_seconds * batch_size
         return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
 
 
@@ -273,6 +279,55 @@ class TestCaps:
         with pytest.raises(UsageError, match=why):
             probe(worker, **options)
         assert worker.log == []
+
+
+class TestTime:
+    """What whoever asks has no time for is left out, and the certificate says how much was done."""
+
+    def test_the_final_check_takes_as_many_steps_as_there_is_time_for(self):
+        result = probe(ScriptedWorker(up_to(100), sample_seconds=0.01), verify_seconds=7.5).run()
+        assert result.verify_steps == 7
+        assert_certified(result)
+
+    @pytest.mark.parametrize(("seconds", "steps"), [(0.0, 3), (1e6, 20)])
+    def test_it_never_takes_fewer_than_an_attempt_nor_more_than_asked_for(self, seconds, steps):
+        assert (
+            probe(ScriptedWorker(up_to(100), sample_seconds=0.01), verify_seconds=seconds).run().verify_steps == steps
+        )
+
+    def test_sizes_whose_steps_are_too_slow_to_be_of_use_are_not_tried(self):
+        worker = ScriptedWorker(up_to(900), sample_seconds=0.01)
+        probing = probe(worker, max_step_seconds=2.0)
+        result = probing.run()
+        assert 160 <= result.max_batch_size <= 200
+        assert result.limited_by == "max"
+        assert max(size for _, size, *_ in worker.log) == result.max_batch_size
+        assert "budget.run has room for too few of their steps" in probing.warnings()[0]
+
+    def test_near_the_largest_size_of_use_the_search_ends(self):
+        known = [Attempt(batch_size=170, outcome="fit", purpose="search", steps=3, step_seconds=1.7)]
+        worker = ScriptedWorker(up_to(900), sample_seconds=0.01)
+        assert probe(worker, known=known, max_step_seconds=2.0).run().max_batch_size == 170
+        assert [size for _, size, *_ in worker.log] == [170]
+
+    def test_a_useful_size_is_tried_however_slow_it_is(self):
+        result = probe(ScriptedWorker(up_to(900), sample_seconds=0.01), max_step_seconds=2.0, useful_size=400).run()
+        assert 320 <= result.max_batch_size <= 400
+
+    def test_each_size_is_timed_as_long_as_asked_for(self):
+        worker = ScriptedWorker(up_to(12))
+        probe(worker, throughput=True, timing_seconds=0.25).run()
+        asked = [arguments["seconds"] for arguments in worker.arguments if "seconds" in arguments]
+        assert asked == [0.25] * 5
+
+    @pytest.mark.parametrize(("device", "counted"), [("cpu", False), ("cuda:0", True)])
+    def test_flops_that_are_only_wanted_as_a_share_are_counted_where_the_device_s_peak_is_known(self, device, counted):
+        worker = ScriptedWorker(up_to(12))
+        worker.device = device
+        probing = Probe(worker, ProbeOptions(flops=False), "bf16", Observer())
+        probing.run()
+        assert ("count_flops" in [command for command, *_ in worker.log]) == counted
+        assert worker.running != counted  # after counting, the next work begins in a fresh child
 
 
 class TestTiming:

@@ -30,6 +30,9 @@ class TestSizes:
     def test_a_largest_batch_that_is_a_power_is_timed_once(self):
         assert sizes_to_time(16) == [1, 2, 4, 8, 16]
 
+    def test_a_power_next_to_the_largest_batch_would_tell_the_same(self):
+        assert sizes_to_time(17) == [1, 2, 4, 8, 17]
+
     def test_of_many_the_largest_are_timed(self):
         assert sizes_to_time(100_000) == [1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000]
 

@@ -256,6 +256,13 @@ class TestTime:
         assert done.points[-1].seconds == 5.0
         assert clock.now > 500
 
+    @pytest.mark.parametrize("each", [0.25, 2.0])
+    def test_what_evaluating_took_is_told_apart(self, run, each):
+        done = run(spec_of(limit_seconds=5.0), evaluation_seconds=each)
+        batches = done.end.evaluation_seconds / each / len(done.points)  # of the validation set
+        assert batches == pytest.approx(round(batches))
+        assert batches >= 1
+
     def test_the_samples_are_those_trained_on(self, run):
         done = run(spec_of(micro_batch_size=4, accumulation_steps=3))
         assert [point.samples * SECONDS_PER_SAMPLE for point in done.points] == [point.seconds for point in done.points]
