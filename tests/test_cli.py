@@ -228,6 +228,7 @@ def test_tune_keeps_to_the_number_of_trials_and_confirms_on_fresh_seeds(tuned):
     assert len(by_role["baseline"]) == 1
     assert 1 <= len(by_role["search"]) <= 4
     assert len(by_role["confirm"]) == 2 * 2  # two seeds for the winner and the baseline
+    assert all(trial["evaluation_seconds"] > 0 for trial in trials)
     confirmed_with = {trial["seed"] for trial in by_role["confirm"]}
     assert len(confirmed_with) == 2
     assert confirmed_with.isdisjoint(trial["seed"] for trial in by_role["baseline"] + by_role["search"])
