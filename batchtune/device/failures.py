@@ -41,7 +41,10 @@ _KERNEL_LIMIT = re.compile(
     r"|cannot be converted to type int(32_t)? without overflow"
     r"|too many elements|input tensor is too large|cannot exceed 2\^24"
 )
-_POISONED = re.compile(r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error")
+_POISONED = re.compile(
+    r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error"
+    r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
+)
 
 
 def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error"]:
@@ -68,7 +71,7 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 
 
 def leaves_device_usable(error: BaseException) -> bool:
-    """Whether more attempts may follow in this process: a failed kernel poisons the device's context."""
+    """Whether more attempts may follow in this process: some failures poison the device's context or a library."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or not (
         isinstance(error, _ACCELERATOR_ERROR) or _POISONED.search(str(error))
     )

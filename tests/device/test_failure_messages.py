@@ -155,3 +155,8 @@ def test_an_allocation_that_failed_leaves_the_device_usable(error):
 )
 def test_a_failed_runtime_call_does_not(error):
     assert not leaves_device_usable(error)
+
+
+def test_once_onednn_had_no_memory_for_a_primitive_it_makes_no_other():
+    assert not leaves_device_usable(OUT_OF_MEMORY["oneDNN"])
+    assert leaves_device_usable(KERNEL_LIMITS["oneDNN"])
