@@ -98,9 +98,9 @@ def trials_of(cli):
     return optuna.load_study(study_name="config", storage=storage).get_trials(deepcopy=False)
 
 
-def await_two_runs(cli):
-    deadline = time.monotonic() + 200
-    while sum(trial.state.name == "RUNNING" for trial in trials_of(cli)) < 2:
+def wait_until(is_so, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -115,7 +115,7 @@ def studying(cli, cluster):
     try:
         command.wait_for("2 workers on the Ray cluster", 200)
         command.wait_for("searching", 300)
-        await_two_runs(cli)
+        wait_until(lambda: sum(trial.state.name == "RUNNING" for trial in trials_of(cli)) == 2, 200)
         yield command
     finally:
         command.process.kill()
@@ -138,16 +138,13 @@ def children_of(cluster):
 def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(cli, cluster):
     cluster, _ = cluster
     with studying(cli, cluster) as command:
-        assert len(children_of(cluster)) == 2
+        wait_until(lambda: len(children_of(cluster)) == 2, 60)  # a run may wait for its child to start
         command.process.send_signal(signal.SIGINT)
         done = command.finish(120)
     assert done.code == 130, done.err
     assert done.document["status"] == "interrupted"
     assert "Traceback" not in done.err
-    deadline = time.monotonic() + 60
-    while children_of(cluster):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not children_of(cluster), 60)
 
 
 @needs_ray
