@@ -1,5 +1,6 @@
 """`batchtune.find_batch_size`: the search in the caller's own process, on a fake device and on the real CPU."""
 
+import contextlib
 import gc
 import platform
 import weakref
@@ -34,6 +35,12 @@ class FakeMemory:
 
     def release(self):
         self.asked.append("release")
+
+    @contextlib.contextmanager
+    def attempt(self, batch_size):
+        self.release()
+        yield
+        self.release()
 
     def reset_peaks(self):
         self.peak = 0

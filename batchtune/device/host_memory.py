@@ -21,7 +21,8 @@ from batchtune.device.memory import Peaks
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
-_MAPPED_BYTES, _MAPPED_IN_ATTEMPTS_BYTES = 2**20, 2**16  # blocks from this size on are mapped each for itself
+_MAPPED_IN_ATTEMPTS_BYTES = 2**16  # blocks from this size on are mapped each for itself
+_MAPPED_BYTES, _KEPT_FREE_BYTES = 32 << 20, 64 << 20  # where glibc's own thresholds end that rise with use (mallopt(3))
 _ONE_SHAPES_BYTES = 8 << 20  # at the most, of what stays after an attempt, belongs to its batch size, until it shows
 _SPARED_BYTES = 512 << 10  # the same training takes some pages of the heap more or less from process to process
 _FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
@@ -36,7 +37,9 @@ class HostMemory:
 
     Within an attempt every block that could leave a hole behind is mapped for itself, and filled, so that what is
     reserved is resident, too. Otherwise an answer depended on the attempts before it (a transformer's by 10 %), and
-    peaks stayed below what counts against the limit (an LSTM's by 20 %). It costs time: steps are timed without.
+    peaks stayed below what counts against the limit (an LSTM's by 20 %); from process to process the same training
+    took up to 40 % more or less. It costs time: whatever is timed runs as glibc does by itself, or as the user's
+    MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ say.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class HostMemory:
         self._limit_bytes: int | None = None
         self._limits_before: tuple[int, int] | None = None
         self._fresh_bytes: int | None = None
+        self._fresh_used_bytes = 0
         self._kept_bytes: list[int] = []  # by attempt: what it and those before left for good
         self._first_size = 0
 
@@ -61,10 +65,11 @@ class HostMemory:
         return int(free * HOST_SHARE_OF_FREE) if free else None
 
     def enforce(self, limit_bytes: int) -> None:
-        _set_malloc(mapped_from=_MAPPED_BYTES)
+        _leave_malloc_to_itself()
         if self._fresh_bytes is None:
             self._warm_up()
             self._fresh_bytes = self._origin_bytes = _fields(_STATUS).get("VmSize", 0)
+            self._fresh_used_bytes = _used_bytes()
         if platform.system() != "Linux":
             return  # elsewhere an address-space limit is not kept by the system
         import resource
@@ -88,31 +93,32 @@ class HostMemory:
             return
         import resource
 
-        before = _fields(_STATUS).get("VmSize", 0)
+        before = _used_bytes()
         resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
         try:
             yield
         finally:
             self.release()
-            left = max(0, _fields(_STATUS).get("VmSize", 0) - before)
+            left = max(0, _used_bytes() - before)
             self._fresh_bytes += left
+            self._fresh_used_bytes += left
             self._count_from(self._origin_bytes + left)
 
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:
         self.release()
         if self._fresh_bytes is not None:
-            kept = _fields(_STATUS).get("VmSize", 0) - self._fresh_bytes if self._kept_bytes else 0
+            kept = _used_bytes() - self._fresh_used_bytes if self._kept_bytes else 0
             one_off = self._one_off_bytes() if self._kept_bytes else 0
             self._count_from(self._fresh_bytes + kept - one_off, spared_bytes=_SPARED_BYTES)
         self._first_size = self._first_size or batch_size
-        _set_malloc(mapped_from=_MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
+        _set_malloc(_MAPPED_IN_ATTEMPTS_BYTES, _MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
         try:
             yield
         finally:
-            _set_malloc(mapped_from=_MAPPED_BYTES)
+            _leave_malloc_to_itself()
             self.release()
-            self._kept_bytes.append(_fields(_STATUS).get("VmSize", 0) - (self._fresh_bytes or 0))
+            self._kept_bytes.append(_used_bytes() - self._fresh_used_bytes)
 
     def _one_off_bytes(self) -> int:
         """Of what the first attempt left for good, that which it would leave at any size: it counts in any process.
@@ -174,13 +180,50 @@ class HostMemory:
                 trim(0)
 
 
-def _set_malloc(*, mapped_from: int, perturb: int = 0) -> None:
+def _leave_malloc_to_itself() -> None:
+    """Glibc as the user's own training has it, once its thresholds have risen: only the largest blocks are mapped."""
+    defaults = {"MALLOC_MMAP_THRESHOLD_": _MAPPED_BYTES, "MALLOC_TRIM_THRESHOLD_": _KEPT_FREE_BYTES}
+    named = {name: os.environ.get(name, "") for name in defaults}
+    _set_malloc(*(int(named[name][:9]) if named[name].isdecimal() else usual for name, usual in defaults.items()))
+
+
+def _set_malloc(mapped_from: int, kept_free: int, perturb: int = 0) -> None:
     """Has glibc map every block of so many bytes or more for itself: freeing it gives its address space back."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if set_option is not None:
-        options = {_M_MMAP_THRESHOLD: mapped_from, _M_TRIM_THRESHOLD: mapped_from, _M_PERTURB: perturb}
+        options = {_M_MMAP_THRESHOLD: mapped_from, _M_TRIM_THRESHOLD: kept_free, _M_PERTURB: perturb}
         for option, value in options.items():
             set_option(option, value)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc's heap holds, in bytes or blocks; see mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    )
+
+
+def _used_bytes() -> int:
+    """Address space of this process without what its heap has free: holes that attempts left are room for the next."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
+    free = 0
+    if ask is not None:
+        ask.restype = _Mallinfo2
+        free = ask().fordblks
+    return _fields(_STATUS).get("VmSize", 0) - int(free)
 
 
 @functools.cache

@@ -80,9 +80,25 @@ class _Search:
                 return low
 
     def _attempt(self, size: int) -> None:
-        self._memory.release()
-        tracker, started, done = PeakTracker(self._memory), time.perf_counter(), 0
-        outcome, message = "fit", None
+        tracker, started = PeakTracker(self._memory), time.perf_counter()
+        with self._memory.attempt(size):
+            outcome, message, done = self._run_steps(size, tracker)
+        self._attempts.append(
+            Attempt(
+                batch_size=size,
+                outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
+                steps=done,
+                seconds=round(time.perf_counter() - started, 4),
+                peak_allocated_bytes=tracker.highest.allocated_bytes,
+                peak_reserved_bytes=tracker.highest.reserved_bytes,
+                forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
+                message=message,
+            )
+        )
+
+    def _run_steps(self, size: int, tracker: PeakTracker) -> tuple[str, str | None, int]:
+        """Outcome, message and the steps that were done."""
+        done = 0
         try:
             for _ in range(self._steps):
                 tracker.start_phase()
@@ -100,19 +116,8 @@ class _Search:
                 free_frames(error)
             if not usable:
                 raise self._broken(size, message) from None
-        self._memory.release()
-        self._attempts.append(
-            Attempt(
-                batch_size=size,
-                outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
-                steps=done,
-                seconds=round(time.perf_counter() - started, 4),
-                peak_allocated_bytes=tracker.highest.allocated_bytes,
-                peak_reserved_bytes=tracker.highest.reserved_bytes,
-                forward_backward_peak_bytes=tracker.forward_backward_bytes if outcome == "fit" else None,
-                message=message,
-            )
-        )
+            return outcome, message, done
+        return "fit", None, done
 
     def _broken(self, size: int, message: str) -> DeviceError:
         ran = bracket(self._attempts)[0] or "none"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.train.life import tell_through, tell_while_compiling
 
 if TYPE_CHECKING:
     from batchtune.train.parallel import Parallel
@@ -115,6 +116,11 @@ class Child:
         memory, sensors, seen = _open(device)
         return {"environment": environment(memory, sensors, seen), "sensors": sensors.read()}
 
+    def load_libraries(self) -> dict[str, Any]:
+        """Imports what every task needs, before there is one."""
+        _load_libraries()
+        return {}
+
     def open(
         self,
         *,
@@ -160,17 +166,11 @@ class Child:
 
             require_metric(self._task, self._memory.device, metric, chosen[0][0])
             self._memory.release()
-        self.tell_while_compiling()  # now, for the stack of a thread would count as the model's later
+        tell_through(lambda: self._channel.send(alive=True))
+        tell_while_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
             self._memory.enforce(limit)
         return facts
-
-    def tell_while_compiling(self) -> None:
-        """From now on a child that compiles says so; see `batchtune.train.compiled`."""
-        if "torch._dynamo" in sys.modules:
-            from batchtune.train.compiled import tell_while_compiling
-
-            tell_while_compiling(lambda: self._channel.send(compiling=True))
 
     def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
@@ -247,11 +247,15 @@ def _open(name: str) -> tuple[Any, Any, Any]:
 
 def _set_libraries_apart() -> None:
     """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
+    _load_libraries()
+    gc.collect()
+    gc.freeze()
+
+
+def _load_libraries() -> None:
     import torch
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
-    gc.collect()
-    gc.freeze()
 
 
 def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
@@ -325,13 +329,13 @@ def serve(child: Child, channel: Channel) -> None:
     """Answers commands until the parent closes the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     names = (
-        *("describe", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
+        *("describe", "load_libraries", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
         *("range_test", "noise_scale", "train", "rejoin"),
     )
     methods = {name: getattr(child, name) for name in names if hasattr(child, name)}
     while True:
         command = channel.receive()
-        child.tell_while_compiling()
+        tell_while_compiling()
         channel.send(**run_command(methods[command.pop("command")], command))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -36,39 +33,6 @@ def warm_up(step: Callable[[], object], watch: CompileWatch, agree: Callable[[bo
         settled = 0 if watch.new_graphs() else settled + 1
         if not agree(settled < SETTLED_STEPS):
             return
-
-
-@functools.cache
-def _compiling() -> threading.Event:
-    """Whether torch.compile is at work now."""
-    from torch._dynamo.callback import callback_handler
-
-    event = threading.Event()
-    callback_handler.register_start_callback(lambda _: event.set())
-    callback_handler.register_end_callback(lambda _: event.clear())
-    return event
-
-
-_telling: list[threading.Thread] = []
-
-
-def tell_while_compiling(tell: Callable[[], object], period_seconds: float = 5.0) -> None:
-    """From now on says every few seconds that torch.compile is at work, as long as it is; asked again, nothing changes.
-
-    Compiling a large model takes many minutes in which nothing else is heard of it, and is no hang.
-    """
-    if _telling:
-        return
-    event = _compiling()
-
-    def watch() -> None:
-        while event.wait():
-            time.sleep(period_seconds)
-            if event.is_set():
-                tell()
-
-    _telling.append(threading.Thread(target=watch, daemon=True))
-    _telling[0].start()
 
 
 def forget_compiled() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
+from batchtune.train.life import got_on
 from batchtune.train.step import Trainer, move
 
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
@@ -100,6 +101,7 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
         with trainer.precision.autocast():
             total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
         samples += size
+        got_on()
         if left is None and time.monotonic() - began > ENDLESS_SECONDS:
             raise UserCodeError(
                 f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "

@@ -160,7 +160,7 @@ class Conductor:
                 rank, said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-            if said is not None and "compiling" in said:
+            if said is not None and "alive" in said:
                 self._parent.send(**said)
                 continue
             answers[rank] = said or {"lost": True, "error": "its process ended"}

@@ -53,15 +53,18 @@ class RankGroup(Worker):
         self._pids: list[int] = []
         self._leading = leading
 
-    def close(self) -> None:
-        """Ends the ranks, the launcher and all that they started."""
+    def prepare(self) -> None:
+        """Nothing: a second group would be in the way of the first."""
+
+    def renew(self) -> None:
+        """Ends the ranks, the launcher and all that they started; the next command starts others."""
         pids, self._pids = self._pids, []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # each leads a session of its own
         if pids and self._process is not None:
             self._process.wait(_REAPING_SECONDS)
-        super().close()
+        super().renew()
 
     def _command(self) -> list[str]:
         if self._leading is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UserCodeError
 from batchtune.task.contract import Task
+from batchtune.train.life import got_on
 from batchtune.train.parallel import Parallel
 from batchtune.train.precision import Precision
 
@@ -95,6 +96,7 @@ class Trainer:
                 "(is it under torch.no_grad, detached, or made by .item()?)"
             )
         self.precision.scaler.scale(loss / accumulation_steps).backward()
+        got_on()
         return loss.detach()
 
     def _loss(self, batch: Any, accumulation_steps: int) -> Tensor:

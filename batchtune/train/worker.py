@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,6 +57,7 @@ class Worker:
         self.facts: dict[str, Any] = {}
         self._echo = echo
         self._process: Process | None = None
+        self._spare: Process | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +72,7 @@ class Worker:
             BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
         """
         if self._process is None:
-            self._process = self._start_process()
+            self._process = self._take_spare() or self._start_process()
             if self.settings is not None:
                 try:
                     self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
@@ -98,7 +100,8 @@ class Worker:
 
         Args:
             command: a method of `batchtune.train.child.Child`.
-            timeout: seconds between two signs of life after which the child is killed; torch.compile at work is one.
+            timeout: seconds without a sign of life after which the child is killed; a micro-batch done is one, and
+                torch.compile at work.
             on_event: called with each event on the way; what it returns is sent back as `go_on`.
             **arguments: the command's own.
 
@@ -118,11 +121,37 @@ class Worker:
         if self._process is not None:
             self._process.kill()
 
-    def close(self) -> None:
-        """Ends the child and everything it started, and forgets it."""
+    def prepare(self) -> None:
+        """Has another process load the libraries meanwhile, so that nobody waits for that when it is the next child."""
+        if self._spare is None:
+            self._spare = self._start_process()
+            self._spare.send({"command": "load_libraries"})
+
+    def renew(self) -> None:
+        """Ends the child and everything it started; the next command is a fresh one's."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
+
+    def close(self) -> None:
+        """Ends the child, its spare and everything they started, and forgets them."""
+        spare, self._spare = self._spare, None
+        self.renew()
+        if spare is not None:
+            spare.close()
+
+    def _take_spare(self) -> Process | None:
+        """The process that was prepared, once it is ready; None where there is none, or it has died."""
+        spare, is_ready = self._spare, False
+        if spare is None:
+            return None
+        with contextlib.suppress(TimeoutError):
+            is_ready = spare.answer(START_TIMEOUT_SECONDS) is not None
+        self._spare = None
+        if is_ready:
+            return spare
+        spare.close()
+        return None
 
     def _start_process(self) -> Process:
         return LocalProcess(self._command(), self._environment(), self._echo)
@@ -151,20 +180,20 @@ class Worker:
                 try:
                     go_on = on_event is None or on_event(answer["event"])
                 except BaseException:
-                    self.close()  # it waits for an answer that nobody will give
+                    self.renew()  # it waits for an answer that nobody will give
                     raise
                 process.send({"go_on": go_on})
             elif "done" in answer:
                 done: dict[str, Any] = answer["done"]
                 if not done.get("usable", True):
-                    self.close()
+                    self.renew()
                 return done
             else:
                 raise self._error(answer)
 
     def _heard(self, answer: dict[str, Any]) -> bool:
-        """Whether this is a sign of life and no answer: torch.compile at work is no hang, however long it takes."""
-        return "compiling" in answer
+        """Whether this is a sign of life and no answer: whoever gets on is no hang, however long it takes."""
+        return "alive" in answer
 
     def _next_answer(self, process: Process, timeout: float) -> dict[str, Any]:
         try:
@@ -175,13 +204,13 @@ class Worker:
         except TimeoutError:
             lost = WorkerLost("timeout", f"no sign of life for {timeout:g} s")
         except BaseException:
-            self.close()
+            self.renew()
             raise
-        self.close()
+        self.renew()
         raise lost
 
     def _error(self, answer: dict[str, Any]) -> BatchtuneError:
-        self.close()
+        self.renew()
         if "outcome" in answer:
             return WorkerLost(answer["outcome"], answer["error"], answer.get("rank"))
         if answer["exit_code"] == UserCodeError.exit_code:

@@ -16,7 +16,7 @@ GIB = 2**30
 LIMIT = 200
 
 CHILD = """
-import json, sys
+import json, resource, sys
 import torch
 from batchtune.device.failures import classify
 from batchtune.device.host_memory import HostMemory
@@ -76,6 +76,17 @@ with memory.timing():
 told["after steps were timed"] = [try_to_take(190), try_to_take(230)]
 with memory.attempt(8):
     told["after steps were timed"] += [try_to_take(190), try_to_take(230)]
+def faults_of_using_four_mib_again():
+    take(4)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        take(4)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with memory.attempt(8):
+    told["faults in an attempt"] = faults_of_using_four_mib_again()
+with memory.timing():
+    told["faults while steps are timed"] = faults_of_using_four_mib_again()
 memory.lift()
 told["above the limit that was"] = try_to_take(260)
 print(json.dumps(told))
@@ -131,6 +142,12 @@ def test_what_an_attempt_leaves_behind_is_not_counted_against_the_next(told):
 def test_no_limit_is_in_the_way_of_timing_and_what_that_leaves_behind_does_not_count(told):
     assert told["while steps are timed"] == "fit"
     assert told["after steps were timed"] == ["fit", "oom"] * 2
+
+
+def test_what_is_timed_uses_memory_again_as_the_users_training_does(told):
+    pages = 50 * 4 * MIB // 4096
+    assert told["faults in an attempt"] > 0.9 * pages
+    assert told["faults while steps are timed"] < 0.1 * pages
 
 
 def test_a_limit_that_was_lifted_is_gone(told):

@@ -94,6 +94,8 @@ def make_batch(batch_size):
 def compute_loss(model, batch):
     if len(batch) == 13:
         time.sleep(60)
+    if len(batch) == 3:
+        time.sleep(2)
     return model(batch).square().mean()
 """
 
@@ -109,6 +111,17 @@ def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
         assert time.monotonic() - begun > 8
         with pytest.raises(WorkerLost, match="no sign of life for 7 s"):
             worker.call("attempt", timeout=7, batch_size=13, steps=1, precision="fp32")
+
+
+def test_many_long_steps_are_no_silence(tmp_path):
+    (tmp_path / "model.py").write_text(
+        SLOW.replace("torch.compile(nn.Linear(4, 1), backend=patient)", "nn.Linear(4, 1)")
+    )
+    settings = WorkerSettings(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
+    with Worker(settings) as worker:
+        answer = worker.call("attempt", timeout=8, batch_size=3, steps=6, precision="fp32")
+        assert answer["attempt"]["outcome"] == "fit"
+        assert answer["attempt"]["seconds"] > 12
 
 
 def test_without_torch_compile_nothing_is_said_about_it():

@@ -259,9 +259,7 @@ class TestTime:
     @pytest.mark.parametrize("each", [0.25, 2.0])
     def test_what_evaluating_took_is_told_apart(self, run, each):
         done = run(spec_of(limit_seconds=5.0), evaluation_seconds=each)
-        batches = done.end.evaluation_seconds / each / len(done.points)  # of the validation set
-        assert batches == pytest.approx(round(batches))
-        assert batches >= 1
+        assert done.end.evaluation_seconds == pytest.approx(each * len(done.points))  # of one batch each
 
     def test_the_samples_are_those_trained_on(self, run):
         done = run(spec_of(micro_batch_size=4, accumulation_steps=3))

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -341,3 +342,42 @@ def test_a_child_without_a_task_describes_the_machine():
     assert answer["environment"]["device_memory_bytes"] > 0
     assert answer["sensors"] == {}
     assert json.dumps(answer)
+
+
+class TestASpare:
+    """A process that has loaded the libraries takes the place of a child that has ended."""
+
+    def test_it_is_the_next_child_and_trains_as_any_other(self, settings):
+        with Worker(settings) as worker:
+            worker.start()
+            worker.prepare()
+            spare = worker._spare.pid
+            assert try_size(worker, PLAIN)["outcome"] == "fit"
+            assert worker._process.pid != spare
+            worker.renew()
+            assert try_size(worker, PLAIN)["outcome"] == "fit"
+            assert worker._process.pid == spare
+            worker.renew()
+            assert try_size(worker, PLAIN)["outcome"] == "fit"
+            assert worker._process.pid != spare
+
+    def test_one_that_died_meanwhile_is_not_missed(self, settings):
+        with Worker(settings) as worker:
+            worker.prepare()
+            os.kill(worker._spare.pid, signal.SIGKILL)
+            assert try_size(worker, PLAIN)["outcome"] == "fit"
+
+    def test_it_ends_with_its_worker(self, settings):
+        with Worker(settings) as worker:
+            worker.prepare()
+            spare = worker._spare.pid
+        with pytest.raises(ProcessLookupError):
+            os.kill(spare, 0)
+
+    def test_it_has_not_seen_the_task(self, settings, tmp_path):
+        path = tmp_path / "model.py"
+        path.write_text("raise RuntimeError('imported')")
+        with Worker(replace(settings, task=str(path))) as worker:
+            worker.prepare()
+            with pytest.raises(UserCodeError, match="imported"):
+                worker.start()
