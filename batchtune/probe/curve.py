@@ -72,4 +72,4 @@ def add_flops(
         return flops
 
     points[:] = with_flops(points, count, peak)
-    worker.close()
+    worker.renew()

@@ -20,6 +20,7 @@ REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in
 PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
 WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may be unable to give back at the limit
+FULL, GIVEN_BACK = 0.99, 0.5  # of the limit: there less is kept than elsewhere; of what is kept, by then
 ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batch
 TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution, and its width in spreads
 DRIFT = 0.05  # how far off an extrapolation may be, per factor e
@@ -102,6 +103,16 @@ def curve(points: list[Point]) -> tuple[float, float, float, float, float]:
     error *= min(max(abs(change) / doubt, 0.15), 1.0)  # three points on a line: less noise than feared
     shown = change / width if change > 2 * doubt else 0.0
     return span, slope, error, shown, max(shown, min(worst, max(0.0, change + 2 * doubt) / width))
+
+
+def ragged(points: list[Point], limit: int) -> float:
+    """Samples around the boundary of which some fit and some do not: what is kept in vain differs from size to size."""
+    if len(points) < 3:  # noqa: PLR2004 - fewer tell no spread
+        return 0.0
+    kept = [point.reserved / point.allocated for point in points if point.reserved < FULL * limit]
+    spread = max(kept, default=1.0) - min(kept, default=1.0)
+    noise = GIVEN_BACK * spread * limit if max(kept, default=1.0) > 1 else points[-1].noise
+    return noise / curve(points)[1]
 
 
 def reach(room: float, slope: float, curvature: float) -> float:

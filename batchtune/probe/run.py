@@ -12,7 +12,7 @@ from batchtune.estimate.calibration import record
 from batchtune.estimate.foresight import Foresight
 from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.runner import Probe, ProbeOptions
-from batchtune.probe.warnings import MOVED, sharing_warnings
+from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
@@ -211,7 +211,9 @@ class _Session:
             name=self._name,
             environment=environment,
             task=self._task.model_copy(update={"optimizer": self.facts.get("optimizer")}),
-            warnings=list(dict.fromkeys([*sharing_warnings(environment), *from_probes])),
+            warnings=list(
+                dict.fromkeys([*sharing_warnings(environment), *from_probes, *allocator_warnings(environment, results)])
+            ),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=max(results, key=_peak_samples_per_second, default=None),
             probes=results if len(results) > 1 else None,

@@ -92,6 +92,7 @@ class Probe:
         self._verified: Attempt | None = None
         self._too_slow_above: int | None = None
         facts = worker.start()
+        worker.prepare()  # the final check's
         self._limit: int | None = facts["memory_limit_bytes"]
         self._facts: dict[str, Any] = facts
         world_size, samples = facts.get("world_size", 1), facts["train_size"]
@@ -268,7 +269,7 @@ class Probe:
 
     def _verify_at(self, size: int) -> bool:
         steps = self._steps_to_verify()
-        self._worker.close()
+        self._worker.renew()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
         if (

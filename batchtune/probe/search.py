@@ -22,6 +22,7 @@ from batchtune.probe.memory_model import (
     prior_fit,
     prior_guess,
     quantile,
+    ragged,
     reach,
     standing,
 )
@@ -30,6 +31,9 @@ from batchtune.results import Attempt
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
 MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
+NEIGHBOURS, MOST_NEIGHBOURS = 6, 2  # a narrower bracket is bisected as soon; so many are tried at each end
+FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
+SAME_CHANCE = 0.7  # of the sizes among which chance decides: in a bracket of less, either end is as likely to be wrong
 PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit; the second with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
@@ -123,7 +127,9 @@ def next_size(
         if wanted < min(low + gap, ceiling):
             return Choice(None, f"{low} fits, {reason}")
     else:
-        wanted, reason = _aim(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
+        wanted, reason = _aim(
+            attempts, guesses_of(points, limit or 0, prior), ragged(points, limit or 0), low, high, gap
+        )
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
         wanted = _affordable(min(wanted, CEILING) // unit * unit, low, high, gap, tried)
@@ -150,7 +156,9 @@ def _first_fit(attempts: Sequence[Attempt], start: int, floor: int, ceiling: int
     return Choice(max(floor, int(0.5 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
-def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int) -> tuple[float, str]:
+def _aim(
+    attempts: Sequence[Attempt], guesses: list[Guess], ragged: float, low: int, high: int | None, gap: int
+) -> tuple[float, str]:
     """Where to look: below the limit while a fit still teaches, then where one attempt may end the search."""
     if high is None:
         if not guesses:
@@ -164,14 +172,26 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
     recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
     refuted = guesses and high > 1.03 * low and standing(guesses, low, high) < REFUTED_SHARE
-    if unexpected or refuted or not guesses or sum(recent) in (0, PATIENCE):
+    fine = gap < FINE * low
+    if unexpected or refuted or not guesses or (sum(recent) in (0, PATIENCE) and not fine):
         return math.sqrt(low * high) if high > 4 * low else (low + high) / 2, f"between {low} and {high}"
-    stepped = any(a.fits and low - 2 * gap < a.batch_size < low for a in attempts)
-    if 1000 * gap < low and high - low <= 0.01 * low and not stepped:
-        # An exact search among thousands: what fits may differ from size to size, and then the next one may end it.
-        return low + gap, f"{high} does not fit, perhaps {low + gap} does not either"
-    wanted = quantile(guesses, 0.4, low, high)
+    if fine and NEIGHBOURS * gap < high - low <= SAME_CHANCE * ragged:
+        # What fits differs from size to size here: a neighbour of either end may well be the other kind and end it.
+        fits, failures = (_run(attempts, end, step) for end, step in ((low, -gap), (high, gap)))
+        if min(fits, failures) <= MOST_NEIGHBOURS:
+            return (
+                low + gap if fits <= failures else high - gap
+            ), f"between {low} and {high} sizes fit or not by chance"
+    wanted = quantile(guesses, 0.45 if fine else 0.4, low, high)
     return min(max(wanted, low + gap), high - gap), f"between {low} and {high}, by the memory used so far"
+
+
+def _run(attempts: Sequence[Attempt], end: int, step: int) -> int:
+    """How many sizes in a row, from `end` outwards, were tried."""
+    tried, count = {attempt.batch_size for attempt in attempts}, 0
+    while end in tried:
+        end, count = end + step, count + 1
+    return count
 
 
 def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 
 from batchtune.report.units import share, size
-from batchtune.results import Attempt, Environment, ThroughputPoint
+from batchtune.results import Attempt, Environment, ProbeResult, ThroughputPoint
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
@@ -56,6 +58,17 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
         return []
     busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
     return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
+
+
+def allocator_warnings(environment: Environment | None, probes: Sequence[ProbeResult]) -> list[str]:
+    """One where a CPU's memory set the limit: attempts do without what glibc keeps when left to itself."""
+    on_glibc = environment and environment.device_type == "cpu" and platform.libc_ver()[0] == "glibc"
+    if not on_glibc or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return []
+    limited = [each for each in probes if each.limited_by == "memory" and each.max_batch_size]
+    text = "on a CPU this is what the tensors take, and glibc's allocator may keep as much again of what was freed"
+    remedy = "train with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 (slower), or leave room"
+    return [f"{text}: {remedy}"] if limited else []
 
 
 def sharing_warnings(environment: Environment | None) -> list[str]:

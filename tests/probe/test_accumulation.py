@@ -21,8 +21,11 @@ class FakeWorker:
             "environment": {"device": "NVIDIA A100-SXM4-80GB"},
         }
 
-    def close(self):
-        self.asked.append(("close", None))
+    def prepare(self):
+        """Nothing to do."""
+
+    def renew(self):
+        self.asked.append(("renew", None))
 
     def call(self, command, *, timeout, batch_size, precision, **arguments):
         self.asked.append((command, arguments.get("accumulation_steps")))
@@ -73,5 +76,5 @@ def test_every_timed_size_has_its_share_of_the_peak(probed):
 
 
 def test_after_counting_the_next_work_begins_in_a_fresh_child(probed):
-    assert probed[0].asked[-1] == ("close", None)
+    assert probed[0].asked[-1] == ("renew", None)
     assert probed[0].asked[-2][0] == "count_flops"

@@ -1,10 +1,12 @@
 """What a probe's reader is told besides the numbers: shared devices, recompiling; and FLOPs along the curve."""
 
+import platform
+
 import pytest
 
 from batchtune.probe.throughput import with_flops
-from batchtune.probe.warnings import busy_warnings, recompile_warnings, sharing_warnings
-from batchtune.results import Attempt, DeviceProcess, Environment, ThroughputPoint
+from batchtune.probe.warnings import allocator_warnings, busy_warnings, recompile_warnings, sharing_warnings
+from batchtune.results import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
 
 GIB = 2**30
 
@@ -44,6 +46,30 @@ def test_free_memory_that_moved_either_way_is_told(after):
 )
 def test_a_device_of_ones_own_is_not_worth_a_sentence(found):
     assert sharing_warnings(found) == []
+
+
+def limited(by, size=8):
+    return ProbeResult(precision="fp32", max_batch_size=size, limited_by=by)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+@pytest.mark.parametrize(
+    ("kind", "probe", "variable", "count"),
+    [
+        ("cpu", limited("memory"), None, 1),
+        ("cpu", limited("memory"), "65536", 0),
+        ("cpu", limited("dataset"), None, 0),
+        ("cpu", limited(None, None), None, 0),
+        ("cuda", limited("memory"), None, 0),
+    ],
+)
+def test_what_glibc_keeps_on_top_is_told_where_memory_was_the_limit_of_a_cpu(monkeypatch, kind, probe, variable, count):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    if variable:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", variable)
+    said = allocator_warnings(Environment(device="a device", device_type=kind), [probe])
+    assert len(said) == count
+    assert all("train with MALLOC_MMAP_THRESHOLD_=65536" in each for each in said)
 
 
 def point(size, recompiles=None):

@@ -39,6 +39,12 @@ class Device:
             "environment": {"device": "NVIDIA A100-SXM4-80GB", "device_memory_free_bytes": None},
         }
 
+    def prepare(self):
+        return None
+
+    def renew(self):
+        return None
+
     def close(self):
         return None
 

@@ -39,7 +39,10 @@ class ScriptedWorker:
         facts = {"memory_limit_bytes": self.limit, "train_size": self.samples}
         return facts | {"device": self.device, "environment": {"device": "NVIDIA H200"}}
 
-    def close(self):
+    def prepare(self):
+        """Nothing to do."""
+
+    def renew(self):
         self.running = False
 
     def call(self, command, *, timeout, batch_size, **arguments):
@@ -51,7 +54,7 @@ class ScriptedWorker:
         verify = arguments.get("verify", False)
         outcome = (self.checked if verify else self.outcome)(batch_size)
         if outcome in LOST:
-            self.close()
+            self.renew()
             raise WorkerLost("oom" if outcome == "lost to memory" else outcome, LOST[outcome])
         if command == "time_steps":
             return ThroughputPoint(batch_size=batch_size, samples_per_second=9.0, step_seconds=1.0).model_dump()

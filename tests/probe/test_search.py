@@ -335,3 +335,34 @@ def test_the_worst_case_holds_even_where_memory_lies() -> None:
         attempts = search(attempt, Bounds(tolerance=0))
         assert bracket(attempts) == (true_limit, true_limit + 1)
         assert len(attempts) <= 2 * math.log2(true_limit) + 4
+
+
+def _kept(size: int, share: float) -> Attempt:
+    """A fit of a hundred thousand bytes a sample, of which the allocator keeps so much on top."""
+    used = size * 100_000
+    return Attempt(
+        batch_size=size,
+        outcome="fit",
+        peak_allocated_bytes=used,
+        peak_reserved_bytes=int(used * (1 + share)),
+        forward_backward_peak_bytes=used,
+    )
+
+
+def test_where_chance_decides_what_fits_an_exact_search_tries_the_neighbours_of_both_ends_then_bisects() -> None:
+    attempts = [_kept(8_000, 0.0), _kept(9_000, 0.04), _kept(9_500, 0.01), failure(9_560)]
+    asked = []
+    while len(asked) < 7:
+        size = next_size(attempts, Bounds(tolerance=0), 10**9).batch_size
+        assert size is not None
+        asked.append(size)
+        attempts.append(_kept(size, 0.02) if size < 9_530 else Attempt(batch_size=size, outcome="oom"))
+    assert asked[:4] == [9_501, 9_559, 9_502, 9_558]
+    assert all(9_502 < size < 9_558 for size in asked[4:])
+
+
+def test_where_all_sizes_keep_the_same_an_exact_search_bisects() -> None:
+    attempts = [_kept(8_000, 0.01), _kept(9_000, 0.01), _kept(9_500, 0.01), failure(9_560)]
+    size = next_size(attempts, Bounds(tolerance=0), 10**9).batch_size
+    assert size is not None
+    assert 9_505 < size < 9_555
