@@ -109,6 +109,9 @@ class RemoteMember(Member):
                 self._observer.note(f"{command} is done again: {lost}")
         raise AssertionError
 
+    def prepare(self) -> None:
+        """Nothing: an actor has one child."""
+
     def reaches(self, folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PlaceLost), tempfile.NamedTemporaryFile(dir=folder.absolute()) as token:

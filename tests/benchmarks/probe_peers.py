@@ -42,7 +42,8 @@ BOUNDARY_STEPS, LATER_STEPS = 5, 200
 RESOLUTION = 0.005  # how near the bisection in fresh processes comes to the true boundary
 GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
 WHOLE = 0.95  # share of a card
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"} | MAPPED
 HEADER = f"""\
 # The largest batch: batchtune and its peers
 
@@ -50,8 +51,9 @@ HEADER = f"""\
 
 Each method in a process of its own, one after the other; {STEPS} AdamW steps an attempt in fp32, one batch again and
 again. The limit counts from the process as it is once torch and the task are imported and warm. On a CPU it is one of
-address space (RLIMIT_AS), with two threads; in every process glibc has one arena and maps blocks from 1 MiB on for
-themselves: without that the boundary itself moves, whoever looks for it.
+address space (RLIMIT_AS), with two threads; in every process glibc has one arena and maps blocks from 64 KiB on for
+themselves (MALLOC_MMAP_THRESHOLD_): otherwise the boundary itself moves, whoever looks for it. How much more glibc
+takes by itself is in the last line.
 
 - attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
 - seconds: the whole process with its imports; batchtune's with its children and the final check.
@@ -86,16 +88,28 @@ class Found:
     answer: int | None = None
     trouble: str = ""
     later: str = ""
+    kept: float = 1.0  # memory that training at the answer takes where glibc is left to itself, in those of its blocks
 
     @property
     def ooms(self) -> int:
         return sum(each["outcome"] == "oom" for each in self.attempts)
 
 
-def call(case: Case, method: str, *options: object, cap: float = CAP_SECONDS) -> tuple[list[dict[str, Any]], float]:
-    """What a fresh process told, and how long it lived; one that is stopped at the cap told less."""
+def call(
+    case: Case, method: str, *options: object, cap: float = CAP_SECONDS, environment: dict[str, str] | None = None
+) -> tuple[list[dict[str, Any]], float]:
+    """What a fresh process told, and how long it lived; one that is stopped at the cap told less.
+
+    Args:
+        case: the task and its limit.
+        method: of probe_methods.py.
+        *options: its own.
+        cap: seconds after which it is stopped.
+        environment: on top of the usual one; an empty value is none.
+    """
     command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT
+    whole = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT | (environment or {})
+    environment = {name: value for name, value in whole.items() if value}
     began = time.perf_counter()
     try:
         done = subprocess.run(
@@ -163,7 +177,16 @@ def compare(case: Case, pool: ThreadPoolExecutor) -> tuple[list[Found], tuple[in
         later[size] = "fit" if "fit" in later.values() else outcome(case, size, LATER_STEPS)
     for each in found:
         each.later = later[each.answer] if each.answer else ""
+    if case.device == "cpu" and first.answer:
+        first.kept = taken(case, first.answer, dict.fromkeys(MAPPED, "")) / taken(case, first.answer, {})
     return found, (low, high)
+
+
+def taken(case: Case, size: int, environment: dict[str, str]) -> int:
+    """Bytes of address space that LATER_STEPS / 10 steps at one size take without a limit."""
+    told, _ = call(case, "take", "--size", size, "--steps", LATER_STEPS // 10, environment=environment)
+    bytes_: int = told[-1]["bytes"]
+    return bytes_
 
 
 def is_right(answer: int | None, truth: tuple[int, int]) -> bool:
@@ -212,8 +235,12 @@ def goals(results: list[tuple[Case, list[Found], tuple[int, int]]]) -> Iterator[
     yield goal(all(ratio >= 3 for ratio in ratios), f"{text}it raised an error on {len(results) - len(pairs)})")
     smaller = sum((our.answer or 0) < (their.answer or 0) for our, their in zip(ours, theirs, strict=True))
     yield goal(not smaller, f"a smaller answer than Lightning's binsearch on {smaller}")
+    kept = sorted(each.kept for each in ours)
     failed = sum(each.later != "fit" for each in ours)
     yield goal(not failed, f"answers that did not live through {LATER_STEPS} steps: {failed}")
+    if kept[-1] > 1:
+        text = f"{kept[0]:.2f} to {kept[-1]:.2f}, median {median(kept):.2f}"
+        yield f"- where glibc is left to itself, training at these answers took so many times the memory: {text}"
 
 
 def header(device: str) -> str:
