@@ -64,7 +64,7 @@ def _run(tuning: _Tuning) -> Result:
     except BatchtuneError as error:
         error.result = tuning.save_if_possible("failed", error)
         raise
-    except (KeyboardInterrupt, OSError, RuntimeError) as error:
+    except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):
             stopped = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")

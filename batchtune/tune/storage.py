@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Container
 from functools import partial
@@ -62,7 +63,8 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
 class Journal(JournalStorage):
     """Optuna's journal, which is read anew from its beginning where an interruption came while it was read.
 
-    Otherwise the line that was being taken in would be missing from what the study says of itself.
+    Otherwise the line that was being taken in would be missing from what the study says of itself. It is read as
+    another writer's: Optuna refuses the second beginning of a study, as every resumed one has it, to whoever wrote it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -73,6 +75,7 @@ class Journal(JournalStorage):
         try:
             super()._sync_with_backend()
         except KeyboardInterrupt:
+            self._worker_id_prefix = f"{uuid.uuid4()}-"
             self._replay_result = JournalStorageReplayResult(self._worker_id_prefix)
             raise
 

@@ -42,6 +42,7 @@ class Stopped:
         (None, True, RunInterrupted, "interrupted"),
         (FileNotFoundError(2, "the lock is gone"), True, RunInterrupted, "interrupted"),
         (RuntimeError("did not possess lock"), True, RunInterrupted, "interrupted"),
+        (AssertionError(), True, RunInterrupted, "interrupted"),
         (OSError(28, "No space left on device"), False, UsageError, "failed"),
     ],
 )

@@ -9,6 +9,7 @@ import law
 import optuna
 import pytest
 import sqlalchemy
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
@@ -69,6 +70,25 @@ def test_a_driver_that_is_missing_is_named_in_one_line_with_its_package(url, mod
         open_storage(f"{url}://me:secret@host/studies", tmp_path)
     place = f"storage {url}://me:***@host/studies"
     assert str(caught.value) == f"{place}: {module} is not installed; run: pip install {package}"
+
+
+def test_a_resumed_study_that_is_interrupted_while_it_is_read_can_still_be_read(tmp_path, monkeypatch):
+    for _ in range(2):  # the second start begins the same study once more, and this process is its writer
+        journal = Journal(tmp_path / "study.log")
+        study = optuna.create_study(study_name="resumed", storage=journal, load_if_exists=True)
+        study.tell(study.ask(), 1.0)
+    read = JournalFileBackend.read_logs
+
+    def interrupted(backend, log_number_from):
+        yield next(read(backend, log_number_from))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JournalFileBackend, "read_logs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study.set_user_attr("after", 1)
+    monkeypatch.setattr(JournalFileBackend, "read_logs", read)
+    assert study.user_attrs == {"after": 1}
+    assert [trial.value for trial in study.get_trials(deepcopy=False)] == [1.0, 1.0]
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage|heartbeat")  # they are given elsewhere
