@@ -24,7 +24,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of gli
 _MAPPED_IN_ATTEMPTS_BYTES = 2**16  # blocks from this size on are mapped each for itself
 _MAPPED_BYTES, _KEPT_FREE_BYTES = 32 << 20, 64 << 20  # where glibc's own thresholds end that rise with use (mallopt(3))
 _ONE_SHAPES_BYTES = 8 << 20  # at the most, of what stays after an attempt, belongs to its batch size, until it shows
-_SPARED_BYTES = 512 << 10  # the same training takes some pages of the heap more or less from process to process
+_SPARED_BYTES = 256 << 10  # the same training takes some pages of the heap more or less from process to process
+_OBJECTS_BYTES, _OBJECT_BYTES = 2 << 20, 448  # room for what Python itself makes; one of the objects that make it
 _FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
 
 
@@ -51,6 +52,7 @@ class HostMemory:
         self._fresh_used_bytes = 0
         self._kept_bytes: list[int] = []  # by attempt: what it and those before left for good
         self._first_size = 0
+        self._objects: list[bytes] = []
 
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(Path("/proc/meminfo"))
@@ -142,6 +144,8 @@ class HostMemory:
         """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
         with torch.enable_grad(), torch.device("cpu"):  # whatever the user's code has made the default
             self._step_of_a_small_model()
+        # Python takes memory for its objects a mebibyte at a time, and keeps it as long as one object is in it
+        self._objects = [bytes(_OBJECT_BYTES) for _ in range(_OBJECTS_BYTES // _OBJECT_BYTES)][::256]
         self.release()
 
     def _step_of_a_small_model(self) -> None:

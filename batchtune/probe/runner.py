@@ -19,7 +19,7 @@ from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-_BACKOFF, _EVEN_BACKOFFS = 0.01, 3  # when the final check fails: the next size is so much smaller, then ever more
+_BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # when the final check fails: the next size is so much smaller, then ever more
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
@@ -241,7 +241,7 @@ class Probe:
         unit, tolerance = self._options.multiple_of, self._options.tolerance
         size, failed, tries = bracket(self.attempts)[0], None, 0
         while not self._verify_at(size):
-            share = max(tolerance, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
+            share = max(tolerance / 2, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
             failed, tries = size, tries + 1
             size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
             if size < max(unit, self._options.minimum):

@@ -66,6 +66,12 @@ with memory.attempt(8):
     told["peak of 100 MiB that nobody wrote to"] = peak()
     del never_written
 with memory.attempt(8):
+    memory.reset_peaks()
+    before = peak()
+    objects = [bytes(400) for _ in range(3000)]
+    told["peak of a mebibyte in Python's own objects"] = peak() - before
+    del objects
+with memory.attempt(8):
     told["what an attempt may take after another left 30 MiB"] = [try_to_take(190), try_to_take(210)]
     left_for_good = take(30)
 with memory.attempt(8):
@@ -129,6 +135,10 @@ def test_a_peak_is_what_was_taken_until_it_is_reset(told):
 def test_memory_in_small_pieces_is_given_back_too(told):
     assert told["peak of 100 MiB in small pieces"] == pytest.approx(100, abs=20)
     assert told["peak after giving back"] < 20
+
+
+def test_pythons_own_objects_are_not_counted_against_the_limit(told):
+    assert told["peak of a mebibyte in Python's own objects"] < 0.3
 
 
 def test_what_is_reserved_counts_although_nobody_wrote_to_it(told):
