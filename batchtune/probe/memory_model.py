@@ -15,7 +15,7 @@ from batchtune.results import Attempt
 Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
 
 CEILING = 2**22  # samples; a search without a maximum ends here
-MAX_GROWTH = 32.0  # in one step: memory that hardly grows says nothing about sizes further away
+MAX_GROWTH = 128.0  # in one step: memory that hardly grows says nothing about sizes further away
 REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in growth is not used
 PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
@@ -23,6 +23,7 @@ WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may
 FULL, GIVEN_BACK = 0.99, 0.5  # of the limit: there less is kept than elsewhere; of what is kept, by then
 ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batch
 TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution, and its width in spreads
+LEAST_ERROR, LEAST_NOISE = 0.15, 0.1  # of a slope's error and of noise: so much is believed in whatever three fits say
 DRIFT = 0.05  # how far off an extrapolation may be, per factor e
 BROAD, BENT, CURVED, FROM_PRIOR = 0.03, 0.15, 4.0, 6.0  # weights of guesses; that of a straight line is 1
 
@@ -70,25 +71,46 @@ def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
 def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Guess]:
     """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
     guesses: list[Guess] = []
+    grown = growth(points) if len(points) > 1 else None
     for share in WASTE if points else ():
         last = points[-1]
         # Reserved bytes are limited but allocated ones extrapolated: under pressure the allocator gives back some of
         # what it holds in vain; how much shows only at the limit.
         waste = last.reserved / last.allocated - 1
         allowed = limit / (1 + share * waste)
-        blur = math.hypot(last.noise, 0.1 * waste * limit)
+        blur = math.hypot(last.noise * (grown.noise if grown else 1.0), 0.1 * waste * limit)
         if prior is not None:
             guesses.append(prior_guess(points, allowed - last.allocated, blur, prior))
         room = max(allowed - last.activation, -0.3 * last.activation)
-        if len(points) > 1:
-            guesses += _curve_guesses(points, room, blur)
+        if grown:
+            guesses += _curve_guesses(grown, points[-1].size, room, blur)
         elif prior is None:
             guesses.append(Guess(1.0, last.size * max(1.1, 1 + ONE_POINT * room / last.activation), 1.0))
     return guesses
 
 
-def curve(points: list[Point]) -> tuple[float, float, float, float, float]:
-    """Growth of activations up to the largest fit: span, slope, its error, curvature if it shows, and at worst."""
+class Growth(NamedTuple):
+    """How activations grow up to the largest fit.
+
+    Attributes:
+        span: samples between the two fits that tell the slope.
+        slope: bytes a sample.
+        error: the slope's standard deviation.
+        curvature: bytes a sample squared, if it shows; else 0.
+        worst: curvature at worst.
+        noise: share of the noise that was feared which three fits still allow.
+    """
+
+    span: float
+    slope: float
+    error: float
+    curvature: float
+    worst: float
+    noise: float = 1.0
+
+
+def growth(points: list[Point]) -> Growth:
+    """The growth that two or more fits show."""
     last = points[-1]
     middle = next((point for point in points[-2::-1] if point.size <= 0.9 * last.size), points[0])
     first = next((point for point in points[::-1] if point.size <= 0.7 * middle.size), None)
@@ -96,13 +118,20 @@ def curve(points: list[Point]) -> tuple[float, float, float, float, float]:
     slope, error = max(last.activation - middle.activation, 0.5 * last.noise) / span, 1.4 * last.noise / span
     worst = slope / (last.size + middle.size)  # as if all growth were with the square of the size
     if first is None:
-        return span, slope, error, 0.0, worst
+        return Growth(span, slope, error, 0.0, worst)
     run, width = middle.size - first.size, last.size - first.size
     change = slope - (middle.activation - first.activation) / run
     doubt = math.hypot(error, 1.4 * middle.noise / run)
-    error *= min(max(abs(change) / doubt, 0.15), 1.0)  # three points on a line: less noise than feared
+    off_line = abs(change) / doubt  # the nearer three points are to a line, the less noise there is
     shown = change / width if change > 2 * doubt else 0.0
-    return span, slope, error, shown, max(shown, min(worst, max(0.0, change + 2 * doubt) / width))
+    return Growth(
+        span,
+        slope,
+        error * min(max(off_line, LEAST_ERROR), 1.0),
+        shown,
+        max(shown, min(worst, max(0.0, change + 2 * doubt) / width)),
+        min(max(off_line, LEAST_NOISE), 1.0) if last.noise <= NOISE * last.activation else 1.0,
+    )
 
 
 def ragged(points: list[Point], limit: int) -> float:
@@ -112,7 +141,7 @@ def ragged(points: list[Point], limit: int) -> float:
     kept = [point.reserved / point.allocated for point in points if point.reserved < FULL * limit]
     spread = max(kept, default=1.0) - min(kept, default=1.0)
     noise = GIVEN_BACK * spread * limit if max(kept, default=1.0) > 1 else points[-1].noise
-    return noise / curve(points)[1]
+    return noise / growth(points).slope
 
 
 def reach(room: float, slope: float, curvature: float) -> float:
@@ -120,10 +149,10 @@ def reach(room: float, slope: float, curvature: float) -> float:
     return 2 * room / (slope + math.sqrt(slope * slope + 4 * curvature * max(room, 0.0)))
 
 
-def _curve_guesses(points: list[Point], room: float, blur: float) -> list[Guess]:
-    """A straight line and a parabola through the largest fits; `room` is what activations may still grow, in bytes."""
-    last, guesses = points[-1].size, []
-    span, slope, error, shown, worst = curve(points)
+def _curve_guesses(grown: Growth, last: int, room: float, blur: float) -> list[Guess]:
+    """A straight line and a parabola on from the largest fit; `room` is what activations may still grow, in bytes."""
+    span, slope, error, shown, worst, _ = grown
+    guesses = []
     for weight, curvature in ((1.0, 0.0), (CURVED, shown) if shown else (BENT, worst)):
         ahead = reach(room, slope + curvature * span, curvature)
         size = max(last + ahead, 0.5 * last)

@@ -16,7 +16,7 @@ from batchtune.probe.memory_model import (
     Guess,
     Point,
     Prior,
-    curve,
+    growth,
     guesses_of,
     measured_points,
     prior_fit,
@@ -224,10 +224,11 @@ def _safe(points: list[Point], limit: int, prior: Prior | None, low: int, high: 
         guess = prior_guess(points, room + last.activation - last.allocated, last.noise, prior)
         size = guess.size * math.exp(-2.5 * guess.spread) if guess.weight else math.inf
     if len(points) > 1:
-        span, slope, error, _, curvature = curve(points)
-        slope += 2 * error + curvature * span
+        grown = growth(points)
+        curvature = grown.worst
+        slope = grown.slope + 2 * grown.error + curvature * grown.span
         if points[2:]:
-            slope = max(slope, curve(points[:-1])[1])
+            slope = max(slope, growth(points[:-1]).slope)
         # Further away the curve may get steeper than it ever was: take half of the room, then look again.
         half = max(1.25 * low, low + reach(0.5 * room, slope, curvature))
         size = min(size, low + reach(room, slope, curvature), half)

@@ -169,7 +169,7 @@ def test_ends_at_a_ceiling_when_nothing_ever_fails() -> None:
 
 def test_memory_that_does_not_grow_allows_no_leap_without_bounds() -> None:
     sizes = [attempt.batch_size for attempt in search(device(lambda _: 0.1))]
-    assert all(after <= 32 * before for before, after in itertools.pairwise(sizes))
+    assert all(after <= 128 * before for before, after in itertools.pairwise(sizes))
 
 
 @pytest.mark.parametrize("outcome", ["kernel_limit", "crash", "timeout", "user_error"])
