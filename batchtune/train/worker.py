@@ -58,6 +58,7 @@ class Worker:
         self._echo = echo
         self._process: Process | None = None
         self._spare: Process | None = None
+        self._wants_spare = False
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +74,8 @@ class Worker:
         """
         if self._process is None:
             self._process = self._take_spare() or self._start_process()
+            if self._wants_spare:
+                self.prepare()  # both load at once
             if self.settings is not None:
                 try:
                     self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
@@ -122,8 +125,12 @@ class Worker:
             self._process.kill()
 
     def prepare(self) -> None:
-        """Has another process load the libraries meanwhile, so that nobody waits for that when it is the next child."""
-        if self._spare is None:
+        """Has another process load the libraries meanwhile, so that nobody waits for that when it is the next child.
+
+        Before the child has been started it does so as soon as that is.
+        """
+        self._wants_spare = self._process is None
+        if self._spare is None and not self._wants_spare:
             self._spare = self._start_process()
             self._spare.send({"command": "load_libraries"})
 

@@ -145,6 +145,8 @@ class _Tuning:
             settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
         with self._crew(settings) as crew:
             worker = crew.first
+            if self._earlier_probe() is None:
+                worker.prepare()  # for the probe's final check
             self._facts = open_task(worker, self._config)
             crew.grow(self._facts)
             if len(crew) > 1:

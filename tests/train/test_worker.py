@@ -363,12 +363,26 @@ class TestASpare:
 
     def test_one_that_died_meanwhile_is_not_missed(self, settings):
         with Worker(settings) as worker:
+            worker.start()
             worker.prepare()
             os.kill(worker._spare.pid, signal.SIGKILL)
+            worker.renew()
             assert try_size(worker, PLAIN)["outcome"] == "fit"
+
+    def test_asked_for_before_the_child_is_there_it_starts_beside_that(self, settings):
+        with Worker(settings) as worker:
+            worker.prepare()
+            assert worker._spare is None
+            worker.start()
+            first, spare = worker._process.pid, worker._spare.pid
+            worker.renew()
+            worker.start()
+            assert worker._process.pid == spare != first
+            assert worker._spare is None
 
     def test_it_ends_with_its_worker(self, settings):
         with Worker(settings) as worker:
+            worker.start()
             worker.prepare()
             spare = worker._spare.pid
         with pytest.raises(ProcessLookupError):
