@@ -17,7 +17,7 @@ from batchtune.tune.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
-VERIFY_SHARE, TIMING_SHARE = 0.01, 0.005  # of budget.total, for the final check and for timing steps
+VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
 _LEAST_TIMING_SECONDS = 0.1  # of each size
 
 # More of the same may be measured under these.

@@ -16,7 +16,18 @@ from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.result_file import load_result
-from batchtune.results import Attempt, Environment, Failure, Prior, ProbeResult, Result, Scaling, TaskInfo, Trial
+from batchtune.results import (
+    Attempt,
+    Environment,
+    Failure,
+    Prior,
+    ProbeResult,
+    Recommendation,
+    Result,
+    Scaling,
+    TaskInfo,
+    Trial,
+)
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
@@ -30,7 +41,7 @@ from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
 _CHECKPOINTS = "checkpoints"
-_SAVING_SHARE = 0.02  # of the time that trials take may go into writing the document in between; the journal has all
+_SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
 _Kind = TypeVar("_Kind", bound=BaseException)
 _NOT_SEARCHED = "no other configuration was tried"
 
@@ -173,18 +184,19 @@ class _Tuning:
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in self._study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
-        if self._study.recommendation()[0] is None:
+        found = self._study.recommendation()[0]
+        if found is None:
             raise NothingFitsError(self._study.why_nothing())
-        self._scaling = self._scale(self._study)
+        self._scaling = self._scale(self._study, found)
 
-    def _scale(self, study: TuneStudy) -> Scaling | None:
+    def _scale(self, study: TuneStudy, found: Recommendation) -> Scaling | None:
         """What several ranks would make of the recommendation, once some were timed; see `tune.scaling`."""
         count = self._config.world_size
         if count == "auto":
             is_here = self._config.executor == "local" and not self._facts["device"].startswith("cpu")
             count = self._facts["device_count"] if is_here else 1
-        found, probe = study.recommendation()[0], self._probed
-        if count == 1 or found is None or probe is None or not can_scale(found, probe):
+        probe = self._probed
+        if count == 1 or probe is None or not can_scale(found, probe):
             return None
         earlier = self.earlier.recommendation.scaling if self.earlier and self.earlier.recommendation else None
         sizes = split(found.global_batch_size, count, probe.max_batch_size or 1)
