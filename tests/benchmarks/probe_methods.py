@@ -60,10 +60,10 @@ class Job:
 
     def limit_this_process(self) -> None:
         """Sets the limit once what every training loads is loaded, as batchtune's own child does."""
-        memory = open_device(str(self.device))
+        self.memory = open_device(str(self.device))  # what it keeps for itself stays as long as the job does
         self.task.build_optimizer(self.task.build_model(), 1e-3)
         gc.collect()
-        memory.enforce(self.limit_bytes)
+        self.memory.enforce(self.limit_bytes)
 
     def train(self, size: int) -> None:
         """Plain PyTorch, as in a tutorial."""
