@@ -83,7 +83,7 @@ def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Gue
             guesses.append(prior_guess(points, allowed - last.allocated, blur, prior))
         room = max(allowed - last.activation, -0.3 * last.activation)
         if grown:
-            guesses += _curve_guesses(grown, points[-1].size, room, blur)
+            guesses += _curve_guesses(grown, last.size, room, blur)
         elif prior is None:
             guesses.append(Guess(1.0, last.size * max(1.1, 1 + ONE_POINT * room / last.activation), 1.0))
     return guesses

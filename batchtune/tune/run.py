@@ -79,7 +79,7 @@ def _run(tuning: _Tuning) -> Result:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):
             stopped = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
-        elif unwritten := _behind(error, OSError):  # the study's journal, most likely
+        elif isinstance(error, OSError | RuntimeError) and (unwritten := _behind(error, OSError)):  # of the journal
             stopped = UsageError(
                 f"{where}: the study cannot go on: {unwritten.strerror or unwritten}; make room and start again: the "
                 "same command goes on with the trials that are finished"

@@ -390,8 +390,11 @@ class TestASpare:
 
     def test_it_has_not_seen_the_task(self, settings, tmp_path):
         path = tmp_path / "model.py"
-        path.write_text("raise RuntimeError('imported')")
+        path.write_text(Path(settings.task).read_text())
         with Worker(replace(settings, task=str(path))) as worker:
+            worker.start()
             worker.prepare()
+            path.write_text("raise RuntimeError('imported')")
+            worker.renew()
             with pytest.raises(UserCodeError, match="imported"):
                 worker.start()

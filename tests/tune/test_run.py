@@ -66,3 +66,10 @@ def test_a_lock_that_cannot_be_taken_says_what_came_first(tmp_path):
 def test_an_error_of_ours_stays_one(tmp_path):
     with pytest.raises(RuntimeError, match="ours"):
         run_module._run(Stopped(tmp_path, RuntimeError("ours"), interrupted=False))
+
+
+def test_an_error_of_ours_on_top_of_a_missing_file_stays_one(tmp_path):
+    error = ValueError("ours")
+    error.__context__ = FileNotFoundError(2, "No such file or directory")
+    with pytest.raises(ValueError, match="ours"):
+        run_module._run(Stopped(tmp_path, error, interrupted=False))
