@@ -130,6 +130,13 @@ def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Result) -> 
         raise UsageError(f"{library} does not train in fp16 on a CPU, where this was measured; use bf16 or fp32")
 
 
+def _schedule_notes(found: Recommendation, field: str) -> list[str]:
+    """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose."""
+    if found.total_steps is None:
+        return []
+    return [f"measured with a learning-rate schedule over {found.total_steps} steps; {field} would say so"]
+
+
 def _hf(found: Recommendation, result: Result) -> Values:
     """Fields of `transformers.TrainingArguments`; whatever is not tf32 ran without it."""
     _refuse_fp16_on_cpu("the Trainer", found, result)
@@ -153,7 +160,7 @@ def _hf_notes(found: Recommendation, result: Result) -> list[str]:
     for name, value in found.optimizer_arguments.items():
         if name not in _OF_TRAINING_ARGUMENTS:
             notes.append(f"no field says {name}={value!r}: give it to your optimizer")
-    return notes
+    return notes + _schedule_notes(found, "max_steps")
 
 
 def _lightning(found: Recommendation, result: Result) -> Values:
@@ -203,7 +210,7 @@ def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
         missing = "its other settings" if result.task.optimizer else "its type and other settings"
         searched = ["the learning rate", *found.optimizer_arguments]
         notes.append(f"of your optimizer only {', '.join(searched)} was searched: add {missing} yourself")
-    return notes
+    return notes + _schedule_notes(found, "total_num_steps of its 'scheduler'")
 
 
 def _env(found: Recommendation, result: Result) -> Values:  # noqa: ARG001 - one signature for all
@@ -212,6 +219,7 @@ def _env(found: Recommendation, result: Result) -> Values:  # noqa: ARG001 - one
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
         **{name.upper(): value for name, value in found.optimizer_arguments.items()},
+        "TOTAL_STEPS": found.total_steps,
         "PRECISION": found.precision,
     }
 
@@ -229,7 +237,7 @@ EXPORTS: dict[str, Export] = {
             "world_size": "trainer.devices",
         },
         _yaml,
-        _tf32_notes,
+        lambda found, result: _tf32_notes(found, result) + _schedule_notes(found, "trainer.max_steps"),
     ),
     "deepspeed": Export(
         "DeepSpeed",

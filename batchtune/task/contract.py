@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
@@ -148,6 +149,9 @@ class Task:
         scheduler = self.source.build_scheduler(optimizer, total_steps)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ContractError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, which has no step()")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            why = "which waits for a metric at the end of an epoch; use a schedule by steps, or none"
+            raise ContractError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, {why}")
         return scheduler
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -183,8 +187,7 @@ class Task:
         """Samples in the training set; None where there is no set or it does not tell."""
         if not self.has("train_dataset"):
             return None
-        data = self.train_data
-        return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
+        return len(self.train_data) if isinstance(self.train_data, Sized) else None
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """A batch from samples, by the user's function or torch's."""

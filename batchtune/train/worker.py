@@ -178,7 +178,7 @@ class Worker:
     ) -> dict[str, Any]:
         process = self._process
         assert process is not None  # noqa: S101 - it was started
-        process.send({"command": command, **arguments})
+        self._send(process, {"command": command, **arguments})
         while True:
             answer = self._next_answer(process, timeout)
             if self._heard(answer):
@@ -189,7 +189,7 @@ class Worker:
                 except BaseException:
                     self.renew()  # it waits for an answer that nobody will give
                     raise
-                process.send({"go_on": go_on})
+                self._send(process, {"go_on": go_on})
             elif "done" in answer:
                 done: dict[str, Any] = answer["done"]
                 if not done.get("usable", True):
@@ -197,6 +197,13 @@ class Worker:
                 return done
             else:
                 raise self._error(answer)
+
+    def _send(self, process: Process, message: dict[str, Any]) -> None:
+        try:
+            process.send(message)
+        except BaseException:
+            self.renew()  # its place is lost, or an interruption has left half a message
+            raise
 
     def _heard(self, answer: dict[str, Any]) -> bool:
         """Whether this is a sign of life and no answer: whoever gets on is no hang, however long it takes."""

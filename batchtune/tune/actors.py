@@ -22,6 +22,10 @@ _LISTENING_SECONDS = 5.0  # of one question to an actor
 _CALLS_AT_ONCE = 4  # of an actor: one waits for its child while another ends that
 
 
+class ChildlessError(RuntimeError):
+    """The actor that is asked is another than the one whose child this was."""
+
+
 class Host:
     """What runs in an actor: it starts the child, on the node and with the devices that Ray has chosen."""
 
@@ -74,7 +78,8 @@ class Host:
 
     @property
     def _child(self) -> LocalProcess:
-        assert self._process is not None  # noqa: S101 - it was started
+        if self._process is None:
+            raise ChildlessError("Ray has started it again elsewhere")
         return self._process
 
 
@@ -122,7 +127,7 @@ class Actor:
                 raise RunInterrupted(STOPPED)
         try:
             return ray.get(asked)
-        except RayActorError as error:
+        except (RayActorError, ChildlessError) as error:
             self._arriving = self._handle.there.remote()
             raise PlaceLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
 

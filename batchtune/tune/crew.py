@@ -54,22 +54,26 @@ def count_workers(
     return here if asked == "auto" else asked
 
 
-def seats(device: str, count: int, *, visible: str | None) -> list[Seat]:
-    """A place for each worker.
+def seats(device: str, count: int, *, devices: int, visible: str | None) -> list[Seat]:
+    """A place for each worker, the first one's first.
 
     Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
 
     Args:
         device: the first worker's, as torch names it.
         count: of workers.
+        devices: of this kind that one process sees.
         visible: `CUDA_VISIBLE_DEVICES`.
     """
-    kind, entries = device.partition(":")[0], _entries(visible)
+    kind, _, first = device.partition(":")
+    entries = _entries(visible) if kind == "cuda" else []
     if kind == "cpu":
         return [Seat("cpu", {})] * count
-    if kind == "cuda" and len(entries) >= count:
-        return [Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": entry}) for entry in entries[:count]]
-    return [Seat(f"{kind}:{number}", {}) for number in range(count)]
+    here = max(devices, len(entries), count)
+    numbers = [(int(first or 0) + number) % here for number in range(count)]
+    if len(entries) >= here:
+        return [Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
+    return [Seat(f"{kind}:{number}", {}) for number in numbers]
 
 
 def _entries(visible: str | None) -> list[str]:
@@ -183,7 +187,7 @@ class Crew:
             self._asked, device, devices=facts["device_count"], processors=processors(), visible=visible
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        for seat in seats(device, count, visible=visible)[1:]:
+        for seat in seats(device, count, devices=facts["device_count"], visible=visible)[1:]:
             settings = replace(self.first.settings, device=seat.device)
             self._all.append(self._member(settings, self._threads | dict(seat.environment)))
 

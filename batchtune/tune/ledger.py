@@ -60,12 +60,20 @@ class Ledger:
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if trial.user_attrs.get("role", "search") == role]
 
+    def costs(self, role: Role | None = None) -> list[tuple[FrozenTrial, float]]:
+        """The trials (of one role) that reached the target, each with what it cost; none where there is no target.
+
+        Those that did not have a value, too, but that is their metric's: Optuna takes the last one they reported.
+        """
+        if self._cost is None:
+            return []
+        trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        wanted = [trial for trial in trials if role in {None, trial.user_attrs.get("role", "search")}]
+        return [(trial, trial.value) for trial in wanted if trial.value is not None]
+
     def best_cost(self) -> float | None:
         """The least cost of the target so far; None where nothing got there, or there is no target."""
-        if self._cost is None:
-            return None
-        costs = [trial.value for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))]
-        return min((value for value in costs if value is not None), default=None)
+        return min((cost for _, cost in self.costs()), default=None)
 
     def best_seconds(self, role: Role | None = None) -> float | None:
         """The shortest time to target so far (of one role); None where nothing got there, or there is no target."""
@@ -94,9 +102,31 @@ class Ledger:
         """Trials in which the user's code raised."""
         return sum(1 for trial in self.records() if trial.outcome == "user_error")
 
-    def step_seconds(self, batch_size: int, fit: ThroughputFit | None) -> float | None:
-        """An optimizer step of this size: as recent runs of it had it, or by the probe's fit scaled to other runs."""
-        paces = [(t.batch_size, pace) for t in self.records()[-_RECENT:] if (pace := _pace(t)) is not None]
+    def out_of_memory(self, precision: str) -> list[int]:
+        """The micro-batch sizes at which a run in this precision met the end of memory.
+
+        The probe measured one precision, and steps of another may take more; memory may also be more cut up in a run.
+        """
+        failed = [each for each in self.records() if each.outcome == "oom" and each.precision == precision]
+        return [trial.micro_batch_size for trial in failed if trial.micro_batch_size is not None]
+
+    def step_seconds(self, batch_size: int, precision: str, fit: ThroughputFit | None) -> float | None:
+        """An optimizer step of this size: as recent runs of it had it, or foretold from runs of other sizes.
+
+        Foretold is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
+        next smaller size that ran, grown as its batch. For the fit knows neither what loading data takes nor
+        accumulation, and a run whose steps were foretold too short would count as shorter than it was.
+
+        Args:
+            batch_size: the global batch.
+            precision: runs of another tell nothing.
+            fit: the probe's.
+
+        Returns:
+            Seconds; None where nothing ran in this precision, or there is no fit.
+        """
+        recent = [trial for trial in self.records()[-_RECENT:] if trial.precision == precision]
+        paces = [(trial.batch_size, pace) for trial in recent if (pace := _pace(trial)) is not None]
         same = [pace for size, pace in paces if size == batch_size]
         if same:
             return statistics.median(same)
@@ -106,7 +136,11 @@ class Ledger:
         def fitted(size: int) -> float:
             return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
 
-        return fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
+        scaled = fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
+        below = max((size for size, _ in paces if size < batch_size), default=None)
+        if below is None:
+            return scaled
+        return max(scaled, batch_size / below * statistics.median(pace for size, pace in paces if size == below))
 
 
 def _pace(trial: Trial) -> float | None:

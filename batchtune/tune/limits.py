@@ -43,14 +43,17 @@ class Limits:
         config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
         max_micro = probe.max_batch_size or 1
         chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
-        micro, steps = split_batch(params["batch_size"], chosen or max_micro)
+        precision = self._space.precision(params)
+        for failed in self._ledger.out_of_memory(precision):
+            max_micro = min(max_micro, max(1, failed // 2))
+        micro, steps = split_batch(params["batch_size"], min(chosen or max_micro, max_micro))
         cap = self._cap(params, role)
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
             micro_batch_size=micro,
             accumulation_steps=steps,
             learning_rate=params["learning_rate"],
-            precision=self._space.precision(params),
+            precision=precision,
             seed=seed,
             metric=objective.metric,
             goal=objective.goal,
@@ -59,7 +62,7 @@ class Limits:
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
-            expected_step_seconds=self._ledger.step_seconds(params["batch_size"], probe.throughput_fit),
+            expected_step_seconds=self._ledger.step_seconds(params["batch_size"], precision, probe.throughput_fit),
             optimizer_arguments=self._space.optimizer_arguments(params),
             horizon_seconds=config.budget.run,
             total_steps=self._ledger.total_steps(params),
@@ -84,10 +87,9 @@ class Limits:
 
         The baseline is interleaved behind the contenders: with all of them far ahead it need not run to its end.
         """
-        searched, fresh = self._ledger.finished("search"), self._ledger.finished("confirm")
         if params == self._space.baseline:
-            costs = [trial.value for trial in fresh if trial.params != params and trial.value is not None]
+            costs = [cost for trial, cost in self._ledger.costs("confirm") if trial.params != params]
             best = max(costs, default=self._ledger.best_cost())
             return LOST_FACTOR * best if best is not None else None
-        own = [trial.value for trial in searched if trial.params == params and trial.value is not None]
+        own = [cost for trial, cost in self._ledger.costs("search") if trial.params == params]
         return LOST_FACTOR * min(own) if own else None

@@ -58,9 +58,8 @@ class Paused:
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         numbers = {trial.number for trial in [*kept, *running]}  # another worker may be about to write or read one
         numbers |= {trial.user_attrs["continues"] for trial in running if "continues" in trial.user_attrs}
-        files = {self.folder / f"{number}.pt" for number in numbers}
         for file in self.folder.iterdir():
-            if file not in files:
+            if file.stem not in {str(number) for number in numbers}:  # one that is half written has the same stem
                 file.unlink(missing_ok=True)
 
     def _file(self, trial: FrozenTrial) -> Path:

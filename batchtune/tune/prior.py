@@ -10,6 +10,7 @@ from batchtune.results import NoiseScale, ProbeResult, RangeTest, ThroughputPoin
 from batchtune.tune.surface import Prior as SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
+_NEAR = 1.25  # times as large, or less: as good as the same batch size
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
 _MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
 _MOST_SPLITS = 4  # of a fixed global batch are timed
@@ -76,7 +77,8 @@ def candidate_batch_sizes(
 ) -> Candidates:
     """Powers of two and their multiples from about a quarter of the saturation batch size up to what memory allows.
 
-    Time to target is flat around its optimum (a factor of 2 off costs about 12 %), so octaves suffice.
+    Time to target is flat around its optimum (a factor of 2 off costs about 12 %), so octaves suffice; an end that the
+    user has set is a candidate itself where no power of two is near.
 
     Args:
         probe: the largest micro-batch and the step-time fit.
@@ -99,11 +101,13 @@ def candidate_batch_sizes(
     if data_size is not None and high > data_size:
         high, why = data_size, f"the data set's {data_size} samples"
     sizes = {baseline} if baseline <= (data_size or baseline) else set()
-    power = 2 ** math.ceil(math.log2(max(low, 1)))
-    while power <= high:
-        micro, steps = split_batch(max(multiple_of, power // multiple_of * multiple_of), largest)
-        sizes.add(micro * steps)
-        power *= 2
+    lowest, highest = -(-low // multiple_of) * multiple_of, high // multiple_of * multiple_of
+    first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(max(high, 1)))
+    regular = {max(lowest, 2**exponent // multiple_of * multiple_of) for exponent in range(first, last + 1)}
+    ends = {lowest} if minimum > 1 and low == minimum else set()
+    ends |= {highest} if maximum is not None and high == maximum else set()
+    regular |= {end for end in ends if all(max(end, size) >= _NEAR * min(end, size) for size in regular)}
+    sizes |= {size for size in regular if lowest <= size <= highest}
     start = f"a quarter of the saturation batch size {saturation:.0f}" if saturation else f"{low}"
     reason = f"powers of two from about {start} to {why}, and the baseline's {baseline}"
     return Candidates(tuple(sorted(sizes)), reason)

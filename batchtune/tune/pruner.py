@@ -10,6 +10,7 @@ from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.tune.recommend import time_to_value
+from batchtune.tune.sampler import require_minimizing
 
 MILLISECOND = 1e-3
 _STALLED_GAIN = 0.03  # of the whole way so far, in half of the time
@@ -50,6 +51,12 @@ class TimeToValuePruner(BasePruner):
         self._factor, self._patience, self._step = factor, patience, step
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        """Whether the run is to end.
+
+        Raises:
+            ValueError: the study does not minimise one value.
+        """
+        require_minimizing(study, type(self).__name__)
         best = self._best(study)
         if best is None:
             return self._stalled(trial)

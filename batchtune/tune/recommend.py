@@ -11,6 +11,7 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial, Value
 from batchtune.tune.cost import JOULES, SECONDS, Cost, Kind, cost_of
+from batchtune.tune.records import FAILED
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
@@ -19,6 +20,7 @@ LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 _RESAMPLES = 4000
+_WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
 _MAX_ENUMERATED = 5**5
 Goal = Literal["minimize", "maximize"]
 Config = tuple[int, float, str, tuple[tuple[str, Value], ...]]
@@ -71,7 +73,7 @@ def score(trial: Trial, *, kind: Kind, goal: Goal) -> float | None:
     cost = cost_of(kind)
     if cost is not None:
         return cost.of(trial)
-    if trial.value is None or trial.outcome == "diverged":
+    if trial.value is None or trial.outcome in _WORTHLESS:
         return None
     return trial.value if goal == "minimize" else -trial.value
 
@@ -149,25 +151,32 @@ def recommend(
 
     The figures are those of fresh seeds. Which configuration is the best is told by all runs together where `expected`
     has that, since three seeds cannot tell two good ones apart, and otherwise by the median of the fresh seeds. Of
-    those that are level the one with the smallest batch is taken. Where none beats the baseline beyond noise, the
-    baseline is recommended, and the reason says so.
+    those that are level the one with the smallest batch is taken. One that came to a result on all of its fresh seeds
+    goes before one that did not, and one that did so on half of them or fewer is out. Where none beats the baseline
+    beyond noise, the baseline is recommended, and the reason says so.
 
     Returns:
         (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
     """
-    groups: dict[Config, list[Trial]] = {}
-    for trial in trials:
-        if trial.role == "confirm" and trial.state in {"complete", "pruned"}:
-            groups.setdefault(config_of(trial), []).append(trial)
     today = next((trial for trial in trials if trial.role == "baseline"), None)
     base = config_of(today) if today is not None else None
+    groups: dict[Config, list[Trial]] = {}
+    for trial in trials:
+        failed = trial.outcome in FAILED and config_of(trial) != base
+        if trial.role == "confirm" and (trial.state in {"complete", "pruned"} or failed):
+            groups.setdefault(config_of(trial), []).append(trial)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
         return _unconfirmed(trials, kind=kind, goal=goal, expected=expected), None
-    scores = {config: _confirmed(group, kind=kind, goal=goal) for config, group in groups.items()}
-    usable = {config: values for config, values in scores.items() if values and config != base}
+    scores = {base: _baseline_scores(groups[base], kind=kind, goal=goal)}
+    contenders = [config for config in groups if config != base]
+    for config in contenders:
+        scores[config] = _contender_scores(groups[config], scores[base], kind=kind, goal=goal)
+    usable = {config: scores[config] for config in contenders if scores[config]}
     if not usable:
-        return _of(groups[base], scores[base], kind=kind, goal=goal, reason="no other configuration was usable"), None
-    winner = _winner(usable, expected)
+        reason = "no other configuration came to a result on most of its fresh seeds"
+        return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason), None
+    held = {config: usable[config] for config in usable if _missed(groups[config], kind=kind, goal=goal) == 0}
+    winner = _winner(held or usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
@@ -199,21 +208,23 @@ def _verdict(
     goal: Goal,
 ) -> Recommendation:
     assert base is not None  # noqa: S101 - the caller has its runs
-    seeds = len(groups[winner])
+    seeds, cost = len(groups[winner]), cost_of(kind)
     found = _of(groups[winner], scores[winner], kind=kind, goal=goal, reason="")
-    cost = cost_of(kind)
+    missed = _missed(groups[winner], kind=kind, goal=goal)
+    but = f"; {missed} of its {seeds} runs came to no result" if missed else ""
     if cost is None:
         better = statistics.median(scores[winner]) < min(scores[base])
-        reason = f"best median over {seeds} fresh seeds" if better else "the baseline does as well on fresh seeds"
+        reason = f"best median over {seeds} fresh seeds{but}" if better else "the baseline does as well on fresh seeds"
         chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
     gain = ratio_interval(scores[base], scores[winner])
     gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in groups[base])})
     times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
-    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each"
+    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each{but}"
     if gain.at_least:
         times = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
-        interval = f"{seeds} fresh seeds each, on which the baseline was cut off{_whole(today, scores[winner], cost)}"
+        whole = _whole(today, scores[winner], cost)
+        interval = f"{seeds} fresh seeds each, on which the baseline was cut off{whole}{but}"
     if gain.low <= 1:
         reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
@@ -227,16 +238,32 @@ def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
     return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much" if whole else ""
 
 
-def _confirmed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
-    """Scores of one configuration's runs; a run that missed the target counts with what it was given.
+def _missed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> int:
+    """How many of a configuration's runs came to no result."""
+    return sum(1 for trial in group if score(trial, kind=kind, goal=goal) is None)
 
-    For the baseline that makes the speed-up a lower bound; a contender that misses is worth less than it seems.
-    """
-    values = [score(trial, kind=kind, goal=goal) for trial in group]
+
+def _baseline_scores(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
+    """Scores of the baseline's runs; one that missed the target counts with what it was given: a lower bound."""
     cost = cost_of(kind)
+    values = [score(trial, kind=kind, goal=goal) for trial in group]
     if cost is not None:
         values = [cost.spent(trial) if value is None else value for trial, value in zip(group, values, strict=True)]
     return [value for value in values if value is not None]
+
+
+def _contender_scores(group: Sequence[Trial], baseline: Sequence[float], *, kind: Kind, goal: Goal) -> list[float]:
+    """Scores of a contender's runs; none where half of them or more came to no result.
+
+    Fewer may miss the target, diverge or fail: each then counts as no better than the baseline's worst run.
+    """
+    if 2 * _missed(group, kind=kind, goal=goal) >= len(group):
+        return []
+    found = [score(trial, kind=kind, goal=goal) for trial in group]
+    cost = cost_of(kind)
+    spent = [cost.spent(trial) for trial in group] if cost else []
+    worst = max(value for value in (*baseline, *found, *spent) if value is not None)
+    return [worst if value is None else value for value in found]
 
 
 def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
@@ -263,7 +290,7 @@ def _unconfirmed(
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Goal, reason: str) -> Recommendation:
-    first = group[0]
+    first = min(group, key=lambda trial: trial.micro_batch_size or trial.batch_size)  # a larger one may have failed
     interval = median_interval(values) if values else None
     cost = cost_of(kind)
     if interval is not None and cost is not None and any(cost.of(trial) is None for trial in group):

@@ -53,7 +53,7 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
         BatchtuneError: with what was measured until then in `result`.
     """
     require_executor(config.executor)
-    tuning = _Tuning(config, observer, root)
+    tuning = _Tuning(config, observer, root, fresh=fresh)
     folder = tuning.folder
     folder.open(fresh=fresh)
     if fresh:
@@ -133,8 +133,8 @@ class _Recorder(Forwarder):
 class _Tuning:
     """One run of `tune`: what is known so far, and the steps that find out more."""
 
-    def __init__(self, config: Config, observer: Observer, root: Path) -> None:
-        self._config = config
+    def __init__(self, config: Config, observer: Observer, root: Path, *, fresh: bool) -> None:
+        self._config, self._fresh = config, fresh
         self._observer = OneAtATime(_Recorder(self, observer))
         self.folder = RunFolder(config.name, root)
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
@@ -168,6 +168,8 @@ class _Tuning:
                 self._observer.note(f"precision {name}: {reason}")
             storage = open_storage(self._config.storage, self.folder.path)
             agreement = Agreement(storage, self._config, self._facts["environment"]["device"])
+            if self._fresh:
+                agreement.start_over()
             self._join(agreement)
             self._probed = self._probed or self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")

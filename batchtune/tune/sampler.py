@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from optuna import Study
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.search_space import IntersectionSearchSpace
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.tune.surface import Array, Prior, Run, Surface
@@ -19,6 +20,7 @@ LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
+_NOT_AGAIN = {"crash", "timeout", "user_error"}  # outcomes of a failed run that the same configuration would have again
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
 
@@ -62,9 +64,19 @@ class TimeToTargetSampler(BaseSampler):
         self._independent.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002 - Optuna's signature
+        """The two parameters, once a finished trial has them.
+
+        Raises:
+            ValueError: the study does not minimise one value, or a parameter is of a kind that it cannot be.
+        """
+        require_minimizing(study, type(self).__name__)
         space = self._space.calculate(study)
         wanted = (self._batch_size, self._learning_rate)
-        return {name: space[name] for name in wanted if name in space} if all(name in space for name in wanted) else {}
+        if not all(name in space for name in wanted):
+            return {}
+        _require_batch_sizes(self._batch_size, space[self._batch_size])
+        _require_rates(self._learning_rate, space[self._learning_rate])
+        return {name: space[name] for name in wanted}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -76,7 +88,7 @@ class TimeToTargetSampler(BaseSampler):
         if not runs:
             return {}
         under_way = self._under_way(study, trial, min(run.seconds for run in runs))
-        apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way]]
+        apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way + self._failed(study)]]
         runs += under_way
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
         batch_sizes = _batch_sizes(search_space[self._batch_size])
@@ -99,10 +111,15 @@ class TimeToTargetSampler(BaseSampler):
 
     def _under_way(self, study: Study, asking: FrozenTrial, best_seconds: float) -> list[Run]:
         """Other workers' runs, as if none were to beat the best: so that not all ask for the same point."""
-        wanted = (self._batch_size, self._learning_rate)
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        others = [each.params for each in running if each.number != asking.number and each.params.keys() >= set(wanted)]
-        return [Run(int(params[wanted[0]]), float(params[wanted[1]]), best_seconds, censored=True) for params in others]
+        others = [each for each in running if each.number != asking.number and self._has_place(each)]
+        return [self._run(each.params, best_seconds) for each in others]
+
+    def _failed(self, study: Study) -> list[Run]:
+        """Runs that came to nothing, as places to keep away from; not those without memory, which is another matter."""
+        failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        again = [trial for trial in failed if trial.user_attrs.get("outcome") in _NOT_AGAIN]
+        return [self._run(trial.params, 1.0) for trial in again if self._has_place(trial)]
 
     def _most_promising(
         self, surface: Surface, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]
@@ -125,20 +142,28 @@ class TimeToTargetSampler(BaseSampler):
 
     def runs(self, trials: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Run]]:
         """The finished trials of which the surface can learn, each with how it sees them."""
-        usable = [trial for trial in trials if {self._batch_size, self._learning_rate} <= trial.params.keys()]
-        times = [trial.value for trial in usable if trial.state is TrialState.COMPLETE and trial.value is not None]
+        usable = [trial for trial in trials if self._has_place(trial)]
+        times = {each.number: each.value for each in usable if each.state is TrialState.COMPLETE}
+        finite = {number: value for number, value in times.items() if value is not None and math.isfinite(value)}
         found = []
         for trial in usable:
-            complete = trial.state is TrialState.COMPLETE and trial.value is not None
-            seconds = trial.value if complete else _lower_bound(trial, max(times, default=None))
+            complete = trial.number in finite
+            seconds = finite.get(trial.number) if complete else _lower_bound(trial, max(finite.values(), default=None))
             if seconds is not None and seconds > 0:
-                batch_size, rate = int(trial.params[self._batch_size]), float(trial.params[self._learning_rate])
-                found.append((trial, Run(batch_size, rate, float(seconds), censored=not complete)))
+                found.append((trial, self._run(trial.params, seconds, censored=not complete)))
         return found
+
+    def _has_place(self, trial: FrozenTrial) -> bool:
+        return {self._batch_size, self._learning_rate} <= trial.params.keys()
+
+    def _run(self, params: dict[str, Any], seconds: float, *, censored: bool = True) -> Run:
+        batch_size, rate = int(params[self._batch_size]), float(params[self._learning_rate])
+        return Run(batch_size, rate, float(seconds), censored=censored)
 
 
 def _lower_bound(trial: FrozenTrial, slowest: float | None) -> float | None:
-    if trial.user_attrs.get("outcome") == "diverged" and slowest is not None:
+    came_apart = trial.user_attrs.get("outcome") == "diverged" or trial.state is TrialState.COMPLETE  # at infinity
+    if came_apart and slowest is not None:
         return slowest * _DIVERGED_FACTOR
     bound = trial.user_attrs.get(LOWER_BOUND)
     if bound is not None:
@@ -157,10 +182,41 @@ def _plain_prior(runs: Sequence[Run]) -> Prior:
     )
 
 
+def require_minimizing(study: Study, who: str) -> None:
+    """Refuses a study in which the least value is not the best.
+
+    Args:
+        study: to be looked at.
+        who: refuses.
+
+    Raises:
+        ValueError: it has several objectives, or maximises.
+    """
+    if study.directions != [StudyDirection.MINIMIZE]:
+        raise ValueError(f'{who} needs a study whose one value is a time: create_study(direction="minimize")')
+
+
+def _require_batch_sizes(name: str, distribution: BaseDistribution) -> None:
+    choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else ()
+    if not isinstance(distribution, IntDistribution) and not (choices and all(_is_size(each) for each in choices)):
+        raise ValueError(f'{name} is no batch size: suggest_categorical("{name}", [16, 32, ...]) or suggest_int')
+    if isinstance(distribution, IntDistribution) and distribution.low < 1:
+        raise ValueError(f"{name} is no batch size: it must be at least 1")
+
+
+def _is_size(choice: object) -> TypeGuard[int]:
+    return isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1
+
+
+def _require_rates(name: str, distribution: BaseDistribution) -> None:
+    if not isinstance(distribution, FloatDistribution) or distribution.low <= 0:
+        raise ValueError(f'{name} is no learning rate: suggest_float("{name}", 1e-5, 1.0, log=True), above 0')
+
+
 def _batch_sizes(distribution: BaseDistribution) -> Array:
     if isinstance(distribution, CategoricalDistribution):
-        return np.array([float(choice) for choice in distribution.choices if isinstance(choice, int | float)])
-    assert isinstance(distribution, IntDistribution)  # noqa: S101 - a float batch size is a programming error
+        return np.array([float(choice) for choice in distribution.choices if _is_size(choice)])
+    assert isinstance(distribution, IntDistribution)  # noqa: S101 - looked at before
     low, high, step = distribution.low, distribution.high, distribution.step
     half_octaves = 2.0 ** (np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 2)
     snapped = low + np.round((np.concatenate([half_octaves, [low, high]]) - low) / step) * step

@@ -16,7 +16,7 @@ import optuna
 from optuna import Study
 from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.config import Config
 from batchtune.errors import UsageError
@@ -68,9 +68,9 @@ class Machines:
 
 
 class Agreement:
-    """What the machines of one study go by: the probe and the prior of the one that had them first.
+    """What the starts of a study go by that share a storage: the probe and the prior of the one that had them first.
 
-    Where the storage tells no signs of life there is only this machine, and nothing to agree on.
+    The journal in the run folder is of one machine, and the folder itself says what it holds: nothing to agree on.
 
     Args:
         storage: the study's.
@@ -80,9 +80,28 @@ class Agreement:
 
     def __init__(self, storage: BaseStorage, config: Config, device: str) -> None:
         self._storage, self._config = storage, config
-        self._several = is_heartbeat_enabled(storage)
+        self._is_shared, self._several = config.storage is not None, is_heartbeat_enabled(storage)
         self._identity = identity_of(config) | {"device": device}  # whatever the configuration calls it
         del self._identity["task"]  # the same file may lie elsewhere
+
+    def start_over(self) -> None:
+        """Deletes what the storage has of the study.
+
+        Raises:
+            UsageError: another machine is at work in it.
+        """
+        name = self._config.name
+        try:
+            study = optuna.load_study(study_name=name, storage=self._storage)
+        except KeyError:
+            return
+        if self._several:
+            Machines(study).take_over()
+            if study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                raise UsageError(
+                    f"storage: another machine is at work in study {name}; stop it, or choose another 'name'"
+                )
+        optuna.delete_study(study_name=name, storage=self._storage)
 
     def look(self) -> tuple[ProbeResult, Prior] | None:
         """What is settled already; None where nothing is.
@@ -90,7 +109,7 @@ class Agreement:
         Raises:
             UsageError: the study cannot be opened, or is of another device, task or configuration.
         """
-        found = self._settled(None) if self._several else None
+        found = self._settled(None) if self._is_shared else None
         return found and self._taken(found)
 
     def settle(self, probe: ProbeResult, prior: Prior) -> tuple[ProbeResult, Prior]:
@@ -99,7 +118,7 @@ class Agreement:
         Raises:
             UsageError: as above.
         """
-        if not self._several:
+        if not self._is_shared:
             return probe, prior
         begun = {
             "identity": self._identity,
@@ -120,7 +139,7 @@ class Agreement:
             raise UsageError(f"storage: study {name} cannot be joined: {error}") from None
         if _BEGUN not in study.user_attrs and begun is not None:
             study.set_user_attr(_BEGUN, begun)
-            time.sleep(_SETTLING_SECONDS)
+            time.sleep(_SETTLING_SECONDS if self._several else 0.0)
         return study.user_attrs.get(_BEGUN)
 
     def _taken(self, found: dict[str, Any]) -> tuple[ProbeResult, Prior]:
@@ -129,6 +148,6 @@ class Agreement:
             if key in theirs and theirs[key] != value:
                 raise UsageError(
                     f"storage: study {self._config.name} was begun with {key} = {theirs[key]}, here it is {value}; "
-                    "results would mix, so choose another 'name'"
+                    "results would mix, so choose another 'name', or use --fresh to start over"
                 )
         return ProbeResult.model_validate(found["probe"]), Prior.model_validate(found["prior"])

@@ -28,11 +28,12 @@ from batchtune.tune.plan import Plan
 from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import Config as Configuration
 from batchtune.tune.recommend import finalists, recommend
+from batchtune.tune.records import NO_TIME_LEFT
 from batchtune.tune.sampler import TimeToTargetSampler
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
-from batchtune.tune.trials import NO_TIME_LEFT, Trials
+from batchtune.tune.trials import Trials
 
 __all__ = ["Plan", "TuneStudy"]
 

@@ -10,7 +10,7 @@ from batchtune.results import CurvePoint, Target
 from batchtune.tune.cost import cost_of
 from batchtune.tune.ledger import Ledger
 from batchtune.tune.recommend import automatic_target
-from batchtune.tune.records import meets
+from batchtune.tune.records import NO_TIME_LEFT, meets
 
 
 class Targets:
@@ -63,13 +63,13 @@ class Targets:
         if not ledger.finished("baseline") and ledger.best_cost() is None:
             failed = [trial for trial in ledger.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
+            if why == NO_TIME_LEFT:
+                total = f"budget.total ({self._config.budget.total:g} s)"
+                raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
         self.check_start(ledger)
         target = self.current
         if target.value is None:
-            if any(trial.user_attrs.get("outcome") == "capped" for trial in ledger.finished("baseline")):
-                total = f"budget.total ({self._config.budget.total:g} s)"
-                raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             raise NothingFitsError(
                 f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
                 "no target; raise budget.run, mend the baseline, or set objective.target"

@@ -22,7 +22,7 @@ from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, Limits
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
-from batchtune.tune.records import FAILED, curve_attribute, measured, to_curve, to_record
+from batchtune.tune.records import FAILED, NO_TIME_LEFT, curve_attribute, measured, to_curve, to_record
 from batchtune.tune.sampler import LOWER_BOUND
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
@@ -31,7 +31,6 @@ from batchtune.tune.workers import TrialRun, run_trial
 
 MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on a NaN, say) before the study stops
 MOST_RETRIES = 2  # of a run whose place was lost
-NO_TIME_LEFT = "budget.total was used up"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,8 @@ class Trials:
         target = None if runs_through else self.targets.current.value
         spec = Limits(self.plan, self.space, self.ledger).spec(trial.params, role, seed, target)
         if earlier is not None:
+            micro, steps = (earlier.user_attrs[name] for name in ("micro_batch_size", "gradient_accumulation_steps"))
+            spec = replace(spec, micro_batch_size=micro, accumulation_steps=steps)  # its place in the data counts them
             return replace(spec, checkpoint=self.paused.path(earlier.number), resume=True), earlier
         return (replace(spec, checkpoint=self.paused.path(trial.number)) if keeps else spec), None
 
@@ -125,7 +126,7 @@ class Trials:
     def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""
         outcome, cost = run.outcome, cost_of(self.plan.config.objective.kind)
-        if role == "baseline":
+        if role == "baseline" and outcome not in FAILED and not no_time_left:
             self.targets.derive(run.curve)
         capped = Limits(self.plan, self.space, self.ledger).is_capped(spec, run.training_seconds)
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
@@ -141,8 +142,8 @@ class Trials:
         if cost is not None:
             best = self.ledger.best_cost() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0
-        if no_time_left and role == "confirm":
-            attributes["message"] = NO_TIME_LEFT
+        if no_time_left and (role == "confirm" or (role == "baseline" and self.targets.is_automatic)):
+            attributes["message"] = NO_TIME_LEFT  # nothing that counts: it is to run again
         attributes |= measured(run.curve, outcome, self.targets.current)
         for key, each in attributes.items():
             trial.set_user_attr(key, each)

@@ -44,14 +44,20 @@ class TestHowMany:
 
 class TestSeats:
     def test_each_has_the_device_of_its_number(self):
-        assert seats("cuda:0", 2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
+        assert seats("cuda:0", 2, devices=2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
 
     def test_of_the_devices_listed_each_sees_its_own_alone(self):
-        found = seats("cuda:0", 2, visible="3,MIG-b")
+        found = seats("cuda:0", 2, devices=1, visible="3,MIG-b")
         assert found == [
             Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
             Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
         ]
+
+    def test_none_has_the_device_that_the_first_was_given_by_its_number(self):
+        assert [seat.device for seat in seats("cuda:1", 3, devices=4, visible=None)] == ["cuda:1", "cuda:2", "cuda:3"]
+        assert [seat.device for seat in seats("xpu:1", 2, devices=2, visible=None)] == ["xpu:1", "xpu:0"]
+        listed = seats("cuda:1", 2, devices=2, visible="5,7")
+        assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in listed] == ["7", "5"]
 
     def test_on_the_cpu_all_workers_have_their_share_of_the_threads(self, crew):
         assert len(crew) == 3

@@ -5,6 +5,7 @@ import pytest
 from batchtune.config import Baseline, Budget, Config, Confirm, Objective
 from batchtune.progress import Observer
 from batchtune.results import ProbeResult, ThroughputFit
+from batchtune.tune.limits import Limits
 from batchtune.tune.paused import MOST_KEPT
 from batchtune.tune.prior import Candidates
 from batchtune.tune.sampler import TimeToTargetSampler
@@ -143,3 +144,26 @@ def test_the_sampler_proposes_a_stopped_run_where_it_promises_most():
 def test_without_its_checkpoint_the_place_of_a_stopped_run_is_not_tried_again():
     params, stopped = sampled(resumable=())
     assert params != stopped
+
+
+def test_what_a_stopped_run_reported_last_is_no_time_by_which_it_is_confirmed(study, worker):
+    stopped = run(study, 8, 0.001)
+    assert stopped.outcome == "pruned"
+    gone_on = run(study, 8, 0.001)
+    params = study._space.of(gone_on)
+    limits = Limits(study._plan, study._space, study._ledger)
+    assert limits.spec(params, "confirm", 0, 0.5).limit_seconds >= 60.0  # nothing says what it needs
+    slow = run(study, 16, 0.02)
+    assert slow.outcome == "reached"
+    spec = limits.spec(study._space.of(slow), "confirm", 0, 0.5)
+    assert spec.limit_seconds == pytest.approx(min(120.0, 3 * slow.time_to_target_seconds))
+
+
+def test_a_checkpoint_that_another_worker_is_writing_is_left_alone(study):
+    running = study.study.ask(study._space.distributions)
+    folder = study._trials.paused.folder
+    folder.mkdir(exist_ok=True)
+    for name in (f"{running.number}.partial", "999.partial", "999.pt"):
+        (folder / name).touch()
+    study._trials.paused.tidy()
+    assert files(study) == [f"{running.number}.partial"]

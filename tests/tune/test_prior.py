@@ -44,3 +44,18 @@ def test_the_reason_names_what_ends_the_range():
     assert "memory" in sizes().reason
     assert "data set" in sizes(data_size=300).reason
     assert "your maximum 200" in sizes(maximum=200).reason
+
+
+def test_a_users_range_without_a_power_of_two_is_tried_at_its_ends():
+    assert sizes(minimum=40, maximum=60).batch_sizes == (32, 40, 60)  # 32 is the baseline
+    assert sizes(minimum=33, maximum=62, baseline=48, multiple_of=3).batch_sizes == (33, 48, 60)
+
+
+def test_a_users_ends_are_tried_where_no_power_of_two_is_near():
+    assert sizes(maximum=100, baseline=16).batch_sizes == (16, 32, 64, 100)
+    assert sizes(maximum=72, baseline=16).batch_sizes == (16, 32, 64)
+    assert sizes(minimum=24, maximum=64).batch_sizes == (24, 32, 64)
+
+
+def test_no_candidate_but_the_baseline_is_below_a_users_minimum():
+    assert min(sizes(minimum=4, multiple_of=3, baseline=6).batch_sizes) == 6

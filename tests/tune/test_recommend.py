@@ -183,3 +183,56 @@ def test_many_seeds_are_resampled_without_counting_every_case():
     first, second = ratio_interval(values, values), ratio_interval(values, values)
     assert first == second
     assert first.low < 1 < first.high
+
+
+def with_misses(*, misses=0, divergences=0, failures=0, reached=(4.0, 4.5, 5.0)):
+    """Three seeds of the baseline, and one contender that comes to nothing on some more; it trained 0.2 s there."""
+    trials = confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), reached))
+    for outcome, count in (("finished", misses), ("diverged", divergences), ("oom", failures)):
+        state = "fail" if outcome == "oom" else "pruned"
+        for _ in range(count):
+            lost = trial(len(trials), "confirm", 64, 1e-2, None, state=state, used=0.2)
+            trials.append(lost.model_copy(update={"outcome": outcome}))
+    return trials
+
+
+@pytest.mark.parametrize("how", ["misses", "divergences", "failures"])
+def test_a_contender_that_comes_to_nothing_on_most_fresh_seeds_is_no_answer(how):
+    found, _ = recommend(with_misses(**{how: 2}, reached=(4.0,)), kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == 32
+    assert found.reason == "no other configuration came to a result on most of its fresh seeds"
+
+
+@pytest.mark.parametrize("how", ["misses", "divergences", "failures"])
+def test_a_fresh_seed_that_came_to_nothing_was_no_faster_than_the_baseline(how):
+    found, _ = recommend(with_misses(**{how: 1}, reached=(4.0, 4.5)), kind="time_to_target", goal="minimize")
+    assert found.reason.startswith("no better than your baseline beyond noise")
+    assert "1 of its 3 runs came to no result" in found.reason
+    many = with_misses(**{how: 1}, reached=(4.0, 4.5, 4.2, 4.3, 4.4, 4.1, 4.6, 4.7))
+    found, _ = recommend(many, kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == 64
+    assert found.speedup_over_baseline.low > 2
+    assert "1 of its 9 runs came to no result" in found.reason
+
+
+def test_a_contender_that_held_on_all_fresh_seeds_goes_before_a_faster_one_that_did_not():
+    trials = with_misses(misses=1, reached=(4.0, 4.5))
+    trials += [trial(20 + n, "confirm", 128, 1e-2, 6.0 + n / 10) for n in range(3)]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == 128
+    assert found.speedup_over_baseline.low > 1
+
+
+def test_the_micro_batch_of_an_answer_is_the_one_that_ran_on_every_seed():
+    trials = confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6)))
+    halved = {"micro_batch_size": 32, "gradient_accumulation_steps": 2}
+    trials[-1] = trials[-1].model_copy(update=halved)
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert (found.micro_batch_size, found.gradient_accumulation_steps) == (32, 2)
+
+
+def test_a_metric_of_a_run_that_failed_is_no_answer():
+    good = trial(1, "search", 64, 1e-2, None, value=0.3)
+    crashed = trial(2, "search", 128, 1e-2, None, value=0.1, state="fail").model_copy(update={"outcome": "oom"})
+    found, _ = recommend([good, crashed], kind="best_metric", goal="minimize")
+    assert found.global_batch_size == 64

@@ -226,7 +226,7 @@ def test_a_server_that_goes_away_is_waited_for(server, opened):
 def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_kind(opened, tmp_path):
     task = tmp_path / "model.py"
     task.touch()
-    storage, plan = opened("settled"), law.plan(task=str(task))
+    storage, plan = opened("settled"), law.plan(task=str(task), storage="postgresql+psycopg://host/settled")
     reasons = {"batch_sizes_reason": "for the test", "learning_rate_reason": "for the test"}
     prior = Prior(batch_sizes=[8, 16], learning_rate=0.01, learning_rate_decades=0.5, **reasons)
     first, second = (Agreement(storage, plan.config, "A100") for _ in range(2))
@@ -236,6 +236,22 @@ def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_ki
     assert second.settle(plan.probe, another) == second.look() == (plan.probe, prior)
     with pytest.raises(UsageError, match=r"study law was begun with device = A100, here it is T4"):
         Agreement(storage, plan.config, "T4").look()
+
+
+def test_a_study_is_started_over_unless_another_machine_is_at_work_in_it(opened, tmp_path, quick):
+    task = tmp_path / "model.py"
+    task.touch()
+    storage, plan = opened("again"), law.plan(task=str(task), storage="postgresql+psycopg://host/again")
+    agreement = Agreement(storage, plan.config, "A100")
+    agreement.start_over()  # there is none yet
+    study = optuna.create_study(study_name="law", storage=storage)
+    trial = study.ask()
+    Machines(study).announce(trial)
+    with pytest.raises(UsageError, match="another machine is at work in study law"):
+        agreement.start_over()
+    time.sleep(3.5)  # it has died
+    agreement.start_over()
+    assert optuna.get_all_study_names(storage) == []
 
 
 def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):

@@ -12,12 +12,15 @@ import pytest
 from batchtune.config import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
-from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest
-from batchtune.train.worker import PlaceLost
+from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
+from batchtune.train.worker import PlaceLost, WorkerLost
 from batchtune.tune import study as study_module
+from batchtune.tune.cost import SECONDS
+from batchtune.tune.ledger import Ledger
 from batchtune.tune.limits import CAP_FACTOR
 from batchtune.tune.prior import Candidates
 from batchtune.tune.recommend import recommend
+from batchtune.tune.records import curve_attribute
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
 
@@ -343,6 +346,62 @@ def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tm
     assert found.total_steps in horizons[found.global_batch_size, found.learning_rate]
 
 
+class Small(law.LawWorker):
+    """Has no memory for micro-batches of more than 100 samples in one precision."""
+
+    def call(self, command, **spec):
+        if spec["precision"] == "fp32" and spec["micro_batch_size"] > 100:
+            self.specs.append(spec)
+            raise WorkerLost("oom", "CUDA out of memory")
+        return super().call(command, **spec)
+
+
+def test_a_precision_that_takes_more_memory_goes_on_in_smaller_micro_batches(tmp_path):
+    worker = Small(noise=0.05)
+    settled = {"precisions": ["bf16", "fp32"], "candidates": Candidates((16, 256), "for the test")}
+    tuned = study(tmp_path, worker, settled=settled)
+    tuned.run()
+    runs = {name: [spec for spec in worker.specs if spec["precision"] == name] for name in ("bf16", "fp32")}
+    assert {spec["micro_batch_size"] for spec in runs["bf16"]} <= {16, 256}
+    large = [spec["micro_batch_size"] for spec in runs["fp32"] if spec["micro_batch_size"] > 16]
+    assert large == sorted(large, reverse=True)
+    assert large.count(256) == large.count(128) == 1  # after which both are known to be too large
+    assert set(large[2:]) == {64}
+    assert all(spec["micro_batch_size"] * spec["accumulation_steps"] in {16, 256} for spec in worker.specs)
+
+
+class Failing(law.LawWorker):
+    """Its first run dies after a while."""
+
+    def call(self, command, *, on_event, **spec):
+        if self.specs:
+            return super().call(command, on_event=on_event, **spec)
+        self.specs.append(spec)
+        for seconds, value in enumerate((2.0, 1.9, 1.8, 1.7)):
+            on_event({"seconds": float(seconds), "samples": 100 * seconds, "value": value})
+        raise WorkerLost("crash", "the process died by SIGKILL")
+
+
+def test_a_baseline_that_dies_sets_no_target(tmp_path):
+    with pytest.raises(NothingFitsError, match="the baseline could not be trained: the process died by SIGKILL"):
+        study(tmp_path, Failing()).run()
+    again = study(tmp_path)
+    assert again.target.value is None
+    again.run()
+    assert again.target.value < 1.0
+
+
+def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_larger_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module, "time", Watch())
+    with pytest.raises(NothingFitsError, match=r"budget.total \(30 s\) was used up before the baseline had shown"):
+        study(tmp_path, budget=Budget(run=10.0, total=30.0, trials=4)).run()
+    monkeypatch.setattr(study_module, "time", __import__("time"))
+    again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4))
+    again.run()
+    assert again.target.value is not None
+    assert [trial.state for trial in again.records() if trial.role == "baseline"] == ["fail", "complete"]
+
+
 class Watch:
     """Stands in for the `time` module: every look at it takes a second."""
 
@@ -523,3 +582,41 @@ def test_a_run_that_loses_one_place_after_the_other_is_told_as_a_crash(tmp_path)
     tuned.run()
     lost = [record for record in tuned.records() if record.message == "its node is gone"]
     assert [record.outcome for record in lost] == [None, None, "crash"]
+
+
+class TestPace:
+    """What a run's steps are expected to take, by what ran before it."""
+
+    FIT = ThroughputFit(alpha_seconds=1e-3, beta_seconds_per_sample=1e-6, saturation_batch_size=1000.0)
+
+    @pytest.fixture
+    def ledger(self):
+        return Ledger(optuna.create_study(), SECONDS)
+
+    def ran(self, ledger, batch_size, step_seconds, precision="bf16"):
+        sizes = {
+            "batch_size": optuna.distributions.IntDistribution(1, 10**6),
+            "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
+        }
+        ledger._study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1})
+        trial = ledger._study.ask(sizes)
+        curve = [CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
+        for key, value in {"precision": precision, "curve": curve_attribute(curve), "outcome": "reached"}.items():
+            trial.set_user_attr(key, value)
+        ledger._study.tell(trial, 1.0)
+
+    def test_runs_of_another_precision_tell_nothing(self, ledger):
+        self.ran(ledger, 64, 1e-3)
+        assert ledger.step_seconds(64, "fp32", self.FIT) is None
+        assert ledger.step_seconds(64, "bf16", self.FIT) == pytest.approx(1e-3)
+
+    def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, ledger):
+        load = 1e-5  # seconds of a sample, which the fit does not know
+        self.ran(ledger, 32, 1e-3 + 32 * (1e-6 + load))
+        assert ledger.step_seconds(4096, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
+        self.ran(ledger, 1024, 1e-3 + 1024 * (1e-6 + load))
+        assert ledger.step_seconds(4096, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
+
+    def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, ledger):
+        self.ran(ledger, 1000, 4e-3)  # twice what the fit says
+        assert ledger.step_seconds(100, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))

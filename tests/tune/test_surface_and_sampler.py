@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import law
@@ -153,3 +154,63 @@ def test_a_pruned_trial_without_a_bound_counts_by_its_last_step_in_milliseconds(
     ((_, run),) = study.sampler.runs(study.trials)
     assert run.seconds == 2.5
     assert run.censored
+
+
+def asked(study, space=SPACE):
+    """A proposal after one finished trial."""
+    study.enqueue_trial({name: getattr(each, "choices", [getattr(each, "low", 1)])[0] for name, each in space.items()})
+    trial = study.ask(space)
+    study.tell(trial, [1.0] * len(study.directions))
+    return study.ask(space)
+
+
+@pytest.mark.parametrize("directions", [["maximize"], ["minimize", "minimize"]])
+def test_a_study_that_does_not_minimise_one_time_is_refused(directions):
+    study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR), directions=directions)
+    with pytest.raises(ValueError, match=r'create_study\(direction="minimize"\)'):
+        asked(study)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": optuna.distributions.IntDistribution(1, 9)}, "learning_rate is no learning rate"),
+        ({"learning_rate": optuna.distributions.FloatDistribution(0.0, 1.0)}, "learning_rate is no learning rate"),
+        ({"batch_size": optuna.distributions.FloatDistribution(1, 9)}, "batch_size is no batch size"),
+        ({"batch_size": optuna.distributions.CategoricalDistribution(["a", "b"])}, "batch_size is no batch size"),
+        ({"batch_size": optuna.distributions.IntDistribution(0, 9)}, "at least 1"),
+    ],
+)
+def test_parameters_of_another_kind_are_refused_with_what_they_should_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        asked(optuna.create_study(sampler=TimeToTargetSampler(PRIOR)), SPACE | changes)
+
+
+def test_an_objective_may_say_infinity_where_training_came_apart():
+    study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
+    for rate, seconds in ((1e-3, 30.0), (0.9, math.inf), (3e-3, 20.0)):
+        study.enqueue_trial({"batch_size": 16, "learning_rate": rate})
+        study.tell(study.ask(SPACE), seconds)
+    proposed = study.ask(SPACE).params
+    assert proposed["learning_rate"] < 0.5
+
+
+def test_a_place_where_a_run_crashed_is_not_tried_again():
+    def proposals(outcome):
+        study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
+        study.enqueue_trial({"batch_size": 16, "learning_rate": 1e-3})
+        study.tell(study.ask(SPACE), 30.0)
+        found = []
+        for _ in range(4):
+            trial = study.ask(SPACE)
+            found.append((trial.params["batch_size"], round(math.log10(trial.params["learning_rate"]), 2)))
+            if outcome is not None:
+                trial.set_user_attr("outcome", outcome)
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        return found
+
+    apart = proposals("crash")
+    for index, (size, rate) in enumerate(apart):
+        assert all(size != other or abs(rate - at) >= 0.3 for other, at in apart[:index])
+    again = proposals("oom")  # it is asked for with a smaller micro-batch
+    assert min(math.dist(first, second) for first, second in itertools.pairwise(again)) < 0.5
