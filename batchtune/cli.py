@@ -259,7 +259,7 @@ def tune(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Laid over it, e.g. budget.total=5m.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the run folder.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the study.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     workers: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Runs at once, each on a device of its own.")

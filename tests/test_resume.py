@@ -144,3 +144,22 @@ def test_the_child_of_a_killed_process_ends_by_itself(killed, all_gone):
     _, orphans, _, _ = killed
     assert sum(len(family) for family in orphans) > len(orphans)
     assert all_gone([process for family in orphans for process in family])
+
+
+def test_a_study_in_a_file_of_its_own_is_not_mixed_with_another_and_is_started_over_on_demand(cli):
+    storage = ("--storage", "sqlite:///study.db")
+    command = ("tune", "config.yaml", "batch_size.max=8", "baseline.batch_size=8", "budget.trials=1", "confirm=off")
+    first = cli(*command, *storage, "--json", "-q")
+    assert first.code == 0, first.err
+    shutil.rmtree(cli.run_folder())  # which held the identity: the study still knows what it is of
+    task = cli.folder / "linear.py"
+    task.write_text(task.read_text() + "\nCHANGED = True\n")
+    mixed = cli(*command, *storage, "-q")
+    assert mixed.code == 2
+    assert "study config was begun with the task's code = " in mixed.err
+    assert "or use --fresh to start over" in mixed.err
+    again = cli(*command, *storage, "--fresh", "--json", "-q")
+    assert again.code == 0, again.err
+    assert [trial["number"] for trial in again.document["trials"]] == [0, 1]
+    assert again.document["created_at"] != first.document["created_at"]
+    assert again.document["trials"] != first.document["trials"]

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from optuna import Study
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler, RandomSampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.search_space import IntersectionSearchSpace
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -22,6 +22,22 @@ _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
 _NOT_AGAIN = {"crash", "timeout", "user_error"}  # outcomes of a failed run that the same configuration would have again
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
+
+
+class RoundingSampler(TPESampler):
+    """Optuna's TPE, whose numbers have three digits: they are written into configurations, and more mean nothing."""
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        found = super().sample_relative(study, trial, search_space)
+        return {name: _rounded_within(search_space[name], value) for name, value in found.items()}
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        value = super().sample_independent(study, trial, param_name, param_distribution)
+        return _rounded_within(param_distribution, value)
 
 
 class TimeToTargetSampler(BaseSampler):
@@ -106,7 +122,7 @@ class TimeToTargetSampler(BaseSampler):
             return {name: resumed[1].params[name] for name in search_space}
         return {
             self._batch_size: int(grid_batch[chosen]),
-            self._learning_rate: float(f"{10 ** grid_rate[chosen]:.3g}"),
+            self._learning_rate: _rounded(10 ** grid_rate[chosen]),
         }
 
     def _under_way(self, study: Study, asking: FrozenTrial, best_seconds: float) -> list[Run]:
@@ -159,6 +175,16 @@ class TimeToTargetSampler(BaseSampler):
     def _run(self, params: dict[str, Any], seconds: float, *, censored: bool = True) -> Run:
         batch_size, rate = int(params[self._batch_size]), float(params[self._learning_rate])
         return Run(batch_size, rate, float(seconds), censored=censored)
+
+
+def _rounded_within(distribution: BaseDistribution, value: Any) -> Any:
+    if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
+        return value
+    return min(max(_rounded(value), distribution.low), distribution.high)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def _lower_bound(trial: FrozenTrial, slowest: float | None) -> float | None:

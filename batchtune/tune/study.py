@@ -10,7 +10,7 @@ from threading import RLock
 from typing import Any
 
 import optuna
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -29,7 +29,7 @@ from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import Config as Configuration
 from batchtune.tune.recommend import finalists, recommend
 from batchtune.tune.records import NO_TIME_LEFT
-from batchtune.tune.sampler import TimeToTargetSampler
+from batchtune.tune.sampler import RoundingSampler, TimeToTargetSampler
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
@@ -114,7 +114,7 @@ class TuneStudy:
         config = self._plan.config
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            fallback = TPESampler(seed=config.seed, n_startup_trials=8)
+            fallback = RoundingSampler(seed=config.seed, n_startup_trials=8)
         if cost_of(config.objective.kind) is None:
             return fallback
         prior = belief(self._plan)

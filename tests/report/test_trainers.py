@@ -195,3 +195,19 @@ def test_a_page_shows_only_what_can_be_exported(tuned, result_of):
     shown = {title: write(tuned) for title, write in SNIPPETS.items()}
     assert shown["HF TrainingArguments"] == EXPORTS["hf"].text(tuned)
     assert [title for title, write in SNIPPETS.items() if write(result_of("estimate"))] == ["Markdown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("hf", "max_steps"), ("lightning", "trainer.max_steps"), ("deepspeed", "total_num_steps")]
+)
+def test_the_horizon_of_a_schedule_is_said_beside_the_text(tuned, name, field):
+    scheduled = on("cuda", tuned, total_steps=1200)
+    said = EXPORTS[name].said_beside(scheduled)[-1]
+    assert "a learning-rate schedule over 1200 steps" in said
+    assert field in said
+    assert "1200" not in EXPORTS[name].text(scheduled)  # how long to train is the user's
+
+
+def test_a_shell_is_told_the_horizon_of_a_schedule(tuned):
+    assert "TOTAL_STEPS=1200" in EXPORTS["env"].text(on("cuda", tuned, total_steps=1200)).splitlines()
+    assert "TOTAL_STEPS" not in EXPORTS["env"].text(tuned)

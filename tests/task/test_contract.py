@@ -94,6 +94,11 @@ class TestRequirements:
             r"build_scheduler returned an int, which has no step\(\)",
         ),
         (
+            {"build_scheduler": lambda optimizer, _steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
+            lambda task: task.scheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 9),
+            "build_scheduler returned a ReduceLROnPlateau, which waits for a metric at the end of an epoch",
+        ),
+        (
             {"compute_loss": lambda _model, _batch: 0.5},
             lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
             "compute_loss returned a float, not a tensor",

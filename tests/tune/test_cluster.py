@@ -3,7 +3,9 @@
 import contextlib
 import importlib.util
 import signal
+import threading
 import time
+import unittest.mock
 
 import optuna
 import psutil
@@ -60,6 +62,28 @@ class TestWhatIsAskedFor:
         assert places(asked(), nodes) == 3
         assert places(asked(num_gpus=0.1, num_cpus=2), nodes) == 4
         assert places(asked("cpu"), nodes) == 73
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+class TestAnActorThatRayHasStartedAgain:
+    """It stands where the one with the child stood, and has none."""
+
+    def test_says_that_the_place_is_lost(self, monkeypatch):
+        from batchtune.train.worker import PlaceLost
+        from batchtune.tune import actors
+
+        asked = actors.ChildlessError("Ray has started it again elsewhere")
+        with pytest.raises(actors.ChildlessError):
+            actors.Host().send({"command": "train"})
+        actor = actors.Actor.__new__(actors.Actor)
+        actor._handle, actor._stopping = unittest.mock.MagicMock(), threading.Event()
+        monkeypatch.setattr(actors.ray, "wait", lambda asked, **_: (asked, []))
+        monkeypatch.setattr(actors.ray, "get", unittest.mock.Mock(side_effect=asked))
+        with pytest.raises(
+            PlaceLost, match="its place in the Ray cluster was lost: Ray has started it again elsewhere"
+        ):
+            actor.ask("send", {"command": "train"})
 
 
 class TestWithoutRay:
