@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "check", "environment", "estimate", "find_batch_size", "load_result", "probe", "tune"]
 
+_LARGEST = 2**32 - 1  # that a result document takes as a batch size
+
 
 def probe(
     task: str | os.PathLike[str],
@@ -312,6 +314,8 @@ def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -
     for name, value in {"min": smallest, "max": largest, **counts}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
+        if value is not None and value > _LARGEST:
+            raise UsageError(f"--{name} {value}: must be at most {_LARGEST}")
     if largest is not None and smallest > largest:
         raise UsageError(f"--min {smallest} is greater than --max {largest}; swap them or raise --max")
 

@@ -32,8 +32,8 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._latest: Result | None = None
 
-    def open(self, *, fresh: bool) -> None:
-        """Creates the folder and takes it for this process.
+    def open(self) -> None:
+        """Creates the folder, takes it for this process, and takes away what killed processes left half done.
 
         Raises:
             UsageError: it cannot be written, or another process has it.
@@ -60,19 +60,25 @@ class RunFolder:
             os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         self._lock = lock
         try:
-            self._clear(fresh=fresh)
+            for name in _OURS:
+                for half in self.path.glob(f".{name}.*.tmp"):
+                    half.unlink(missing_ok=True)
+            cut_to_whole_lines(self.path / "attempts.jsonl")
         except OSError as error:
             self.close()
             raise _not_written(self.path, error) from None
 
-    def _clear(self, *, fresh: bool) -> None:
-        """Takes away what killed processes left half done, and all that runs write where this one starts over."""
-        for name in _OURS:
-            for half in self.path.glob(f".{name}.*.tmp"):
-                half.unlink(missing_ok=True)
-            if fresh:
+    def clear(self) -> None:
+        """Takes away all that runs write, to start over.
+
+        Raises:
+            UsageError: it cannot be taken away.
+        """
+        try:
+            for name in _OURS:
                 (self.path / name).unlink(missing_ok=True)
-        cut_to_whole_lines(self.path / "attempts.jsonl")
+        except OSError as error:
+            raise _not_written(self.path, error) from None
 
     def close(self) -> None:
         """Draws the report of the result as it is now, and lets another process have the folder.

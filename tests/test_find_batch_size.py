@@ -141,6 +141,34 @@ class TestFailures:
         with pytest.raises(DeviceError, match=r"the largest size that ran is \d+\. 'batchtune probe' goes on"):
             found(step, memory)
 
+    def test_that_it_fails_again_when_memory_is_given_back_changes_nothing(self):
+        class Poisoned(FakeMemory):
+            """Fails whatever is asked of it once a step has failed there."""
+
+            broken = False
+
+            def release(self):
+                if self.broken:
+                    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+            lift = release
+
+            @contextlib.contextmanager
+            def attempt(self, batch_size):
+                try:
+                    yield
+                finally:
+                    self.release()
+
+        memory = Poisoned()
+
+        def step(batch_size):
+            memory.broken = batch_size >= 20
+            memory.release()
+
+        with pytest.raises(DeviceError, match=r"\(CUDA error: an illegal .*\); the largest size that ran is 1\d?\."):
+            found(step, memory)
+
     @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
     def test_the_limit_is_lifted_whatever_happens(self, memory, stop):
         def step(_):
@@ -181,6 +209,8 @@ class TestFailures:
     [
         ({"min": 0}, "--min 0: must be at least 1"),
         ({"min": 9, "max": 8}, "--min 9 is greater than --max 8"),
+        ({"max": 2**32}, "--max 4294967296: must be at most 4294967295"),
+        ({"steps": 10**12}, "--steps 1000000000000: must be at most"),
         ({"tolerance": 1.0}, "--margin and --tolerance are shares"),
         ({"memory_limit": "much"}, "'much' is not a size"),
         ({"device": "tpu9"}, "torch knows no such device"),

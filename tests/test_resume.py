@@ -157,7 +157,7 @@ def test_a_study_in_a_file_of_its_own_is_not_mixed_with_another_and_is_started_o
     mixed = cli(*command, *storage, "-q")
     assert mixed.code == 2
     assert "study config was begun with the task's code = " in mixed.err
-    assert "or use --fresh to start over" in mixed.err
+    assert "--fresh deletes that study" in mixed.err
     again = cli(*command, *storage, "--fresh", "--json", "-q")
     assert again.code == 0, again.err
     assert [trial["number"] for trial in again.document["trials"]] == [0, 1]

@@ -19,7 +19,7 @@ RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 @pytest.fixture
 def folder(tmp_path):
     folder = RunFolder("digits", tmp_path / "runs")
-    folder.open(fresh=False)
+    folder.open()
     yield folder
     folder.close()
 
@@ -31,25 +31,25 @@ def test_it_is_made_with_the_folders_above_it(folder, tmp_path):
 
 def test_a_second_run_in_it_is_refused_with_the_process_that_has_it(folder, tmp_path):
     with pytest.raises(UsageError, match=f"process {os.getpid()} is running in it; wait, stop it, or choose another"):
-        RunFolder("digits", tmp_path / "runs").open(fresh=False)
+        RunFolder("digits", tmp_path / "runs").open()
 
 
 def test_it_is_free_again_after_closing(folder, tmp_path):
     folder.close()
     folder.close()
     other = RunFolder("digits", tmp_path / "runs")
-    other.open(fresh=False)
+    other.open()
     other.close()
 
 
 def test_it_is_free_again_after_its_process_was_killed(tmp_path):
     code = (
         "import os, pathlib; from batchtune.run_folder import RunFolder; "
-        f"RunFolder('digits', pathlib.Path({str(tmp_path)!r})).open(fresh=False); os.kill(os.getpid(), 9)"
+        f"RunFolder('digits', pathlib.Path({str(tmp_path)!r})).open(); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     folder = RunFolder("digits", tmp_path)
-    folder.open(fresh=False)
+    folder.open()
     folder.close()
 
 
@@ -58,7 +58,7 @@ def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path)
     (folder.path / ".result.json.k1ll3d.tmp").write_text('{"schema": "batch')
     (folder.path / ".notes.tmp").write_text("mine")
     again = RunFolder("digits", tmp_path / "runs")
-    again.open(fresh=False)
+    again.open()
     again.close()
     assert sorted(path.name for path in folder.path.iterdir()) == [".notes.tmp", "lock"]
 
@@ -66,7 +66,7 @@ def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path)
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file/digits: cannot be written: Not a directory"):
-        RunFolder("digits", tmp_path / "file").open(fresh=False)
+        RunFolder("digits", tmp_path / "file").open()
 
 
 def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
@@ -75,7 +75,8 @@ def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
     (folder.path / "notes.txt").write_text("mine")
     folder.close()
     again = RunFolder("digits", tmp_path / "runs")
-    again.open(fresh=True)
+    again.open()
+    again.clear()
     again.close()
     assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.txt"]
 
@@ -151,7 +152,7 @@ class TestAttempts:
         with (folder.path / "attempts.jsonl").open("ab") as stream:
             stream.write(tail)
         again = RunFolder("digits", tmp_path / "runs")
-        again.open(fresh=False)
+        again.open()
         again.append_attempt(Attempt(batch_size=4, outcome="oom"))
         again.close()
         assert [each["batch_size"] for each in again.attempts()] == [1, 4]
@@ -184,9 +185,9 @@ def test_a_full_disk_does_not_keep_a_folder_from_being_closed(folder, tmp_path, 
     again = RunFolder("digits", tmp_path / "runs")
     with monkeypatch.context() as now:
         now.setattr(os, "write", no_space)
-        again.open(fresh=False)
+        again.open()
         with pytest.raises(UsageError, match="process unknown is running in it"):
-            RunFolder("digits", tmp_path / "runs").open(fresh=False)
+            RunFolder("digits", tmp_path / "runs").open()
         again.close()
 
 
@@ -200,7 +201,7 @@ def test_ctrl_c_while_the_report_is_drawn_costs_nobody_the_result(folder, tmp_pa
         folder.close()
     assert raised.value.result == RESULT
     again = RunFolder("digits", tmp_path / "runs")
-    again.open(fresh=False)  # nobody holds it any more
+    again.open()  # nobody holds it any more
     again.close()
     assert {path.name for path in folder.path.iterdir()} == {"lock", "result.json"}
 
@@ -232,7 +233,7 @@ def test_what_a_run_leaves_is_as_private_as_the_umask_has_it(tmp_path):
     before = os.umask(0o077)
     try:
         folder = RunFolder("digits", tmp_path / "runs")
-        folder.open(fresh=False)
+        folder.open()
         folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
         folder.check_identity({"seed": 0})
         folder.write_result(RESULT)

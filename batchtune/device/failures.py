@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -28,11 +29,13 @@ _ALLOCATION_FAILED = re.compile(
     r"|can't start new thread|Cannot allocate memory"
 )
 _KERNEL_LIMIT = re.compile(
-    r"(CUDA|HIP)( driver)? error: (invalid configuration argument|too many resources requested for launch)"
+    r"(CUDA|HIP)( driver)? error: (invalid (configuration )?argument|too many resources requested for launch)"
     # an index that overflowed lands anywhere
     r"|(CUDA|HIP)( driver)? error: (an illegal memory access was encountered|misaligned address)"
+    r"|(CUDA|HIP)( driver)? error: unspecified launch failure"
     r"|Triton Error \[\w+\]: invalid argument|out of resource: (shared memory|threads|tensor memory)"
-    r"|CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM)|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE)"
+    r"|CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM|EXECUTION_FAILED|INTERNAL_ERROR\b)"
+    r"|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE|EXECUTION_FAILED|INTERNAL_ERROR)"
     r"|(GET|FIND) was unable to find an engine to execute this computation"
     r"|No (valid execution plans built|execution plans support the graph|valid engine configs)"
     r"|could not create a primitive descriptor"
@@ -42,7 +45,7 @@ _KERNEL_LIMIT = re.compile(
     r"|too many elements|input tensor is too large|cannot exceed 2\^24"
 )
 _POISONED = re.compile(
-    r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error"
+    r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
 )
 
@@ -71,9 +74,14 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 
 
 def leaves_device_usable(error: BaseException) -> bool:
-    """Whether more attempts may follow in this process: some failures poison the device's context or a library."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or not (
-        isinstance(error, _ACCELERATOR_ERROR) or _POISONED.search(str(error))
+    """Whether more attempts may follow in this process: some failures poison the device's context or a library.
+
+    They do so whatever was made of them on their way here.
+    """
+    return not any(
+        isinstance(link, _ACCELERATOR_ERROR) or _POISONED.search(str(link))
+        for link in _links(error)
+        if not isinstance(link, torch.OutOfMemoryError | MemoryError)
     )
 
 
@@ -83,6 +91,18 @@ def free_frames(error: BaseException) -> None:
     while link is not None:
         traceback.clear_frames(link.__traceback__)
         link.__traceback__, link = None, link.__cause__ or link.__context__
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """The error and all that came before it: stated causes, what a compiler met, and what was being handled."""
+    left, met = [error], set[int]()
+    while left:
+        link = left.pop()
+        if id(link) not in met:
+            met.add(id(link))
+            yield link
+            behind = (getattr(link, "inner_exception", None), link.__cause__, link.__context__)
+            left += [each for each in behind if isinstance(each, BaseException)]
 
 
 def _reason(error: BaseException) -> BaseException | None:

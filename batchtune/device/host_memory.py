@@ -20,6 +20,7 @@ from batchtune.device.memory import Peaks
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
+_CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
 _MAPPED_IN_ATTEMPTS_BYTES = 2**16  # blocks from this size on are mapped each for itself
 _MAPPED_BYTES, _KEPT_FREE_BYTES = 32 << 20, 64 << 20  # where glibc's own thresholds end that rise with use (mallopt(3))
@@ -57,14 +58,14 @@ class HostMemory:
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(Path("/proc/meminfo"))
         total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-        cap, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+        cap, used = _cgroup_bytes("memory.max"), _cgroup_used_bytes()
         if total and free and cap and used is not None and cap < total:  # a container's memory is its own
-            total, free = cap, min(free, cap - used)
+            total, free = cap, min(free, max(0, cap - used))
         return f"{_processor()} ({os.cpu_count()} cores)", total, free
 
     def default_limit(self, margin: float) -> int | None:  # noqa: ARG002 - the host keeps a larger reserve of its own
         free = self.describe()[2]
-        return int(free * HOST_SHARE_OF_FREE) if free else None
+        return None if free is None else int(free * HOST_SHARE_OF_FREE)
 
     def enforce(self, limit_bytes: int) -> None:
         _leave_malloc_to_itself()
@@ -253,12 +254,23 @@ def _fields(path: Path) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE)}
 
 
-def _cgroup_bytes(name: str) -> int | None:
+def _cgroup_bytes(file: str, field: str = "") -> int | None:
+    """A figure that our cgroup keeps in a file of its own, or in a line that begins with the field's name."""
     try:
-        text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+        text = (_CGROUP / file).read_text(encoding="ascii")
     except OSError:
         return None
-    return int(text) if text.isdigit() else None
+    found = re.search(rf"^{field} ?(\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _cgroup_used_bytes() -> int | None:
+    """What our cgroup uses without the files it keeps in memory though nobody has used them of late, as others count.
+
+    The kernel drops those (memory.stat's inactive_file) as soon as memory is wanted.
+    """
+    used, kept = _cgroup_bytes("memory.current"), _cgroup_bytes("memory.stat", "inactive_file") or 0
+    return None if used is None else max(0, used - kept)
 
 
 def _processor() -> str:

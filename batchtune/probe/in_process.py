@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 import warnings
@@ -49,8 +50,9 @@ def find_in_process(
     try:
         return _Search(step, memory, steps).run(bounds, limit)
     finally:
-        memory.lift()
-        memory.release()
+        with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
+            memory.lift()
+            memory.release()
 
 
 class _Search:
@@ -81,8 +83,11 @@ class _Search:
 
     def _attempt(self, size: int) -> None:
         tracker, started = PeakTracker(self._memory), time.perf_counter()
-        with self._memory.attempt(size):
-            outcome, message, done = self._run_steps(size, tracker)
+        try:
+            with self._memory.attempt(size):
+                outcome, message, done = self._run_steps(size, tracker)
+        except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
+            raise self._broken(size, str(error).strip().split("\n")[0][:300]) from None
         self._attempts.append(
             Attempt(
                 batch_size=size,

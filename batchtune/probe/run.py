@@ -7,7 +7,7 @@ import time
 from typing import Any, Literal
 
 from batchtune.device.sharing import look
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
 from batchtune.estimate.foresight import Foresight
 from batchtune.probe.input_pipeline import measure_input_pipeline
@@ -91,7 +91,7 @@ def _probe(
     session = _Session(settings, name)
     if folder is None:
         return _run(session, worker, options, observer)
-    folder.open(fresh=False)
+    folder.open()
     try:
         result = _run(session, worker, options, _Recorder(folder, observer))
     except BatchtuneError as error:
@@ -133,16 +133,12 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
             session.facts = worker.start()
             for precision, reason in session.facts["precision"]:
                 observer.note(f"precision {precision}: {reason}")
-                foreseen = None  # of a group, the memory of one process alone says too little
-                if "world_size" not in session.facts:
-                    foreseen = foresight.look(
-                        session.facts, precision, options.accumulation_steps, timeout=options.timeout
-                    )
-                prior = foreseen.reserved_bytes if foreseen else None
-                session.probes.append(Probe(worker, options, precision, observer, prior=prior))
-                session.probes[-1].run()
-                if foreseen and session.facts["device"] != "cpu":
-                    foreseen.learn(session.facts["environment"]["device"], session.probes[-1].attempts)
+                try:
+                    _probe_at(precision, session, worker, options, observer, foresight)
+                except (NothingFitsError, UserCodeError) as error:  # another precision may do better
+                    session.failures.append((precision, error))
+            if len(session.failures) == len(session.facts["precision"]):
+                raise session.failures[0][1]
             if options.throughput and session.facts["has_train_dataset"]:
                 observer.stage("timing the data loader")
                 session.feed(worker, options, observer)
@@ -157,6 +153,27 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
     return session.document("complete")
 
 
+def _probe_at(
+    precision: str,
+    session: _Session,
+    worker: Worker,
+    options: ProbeOptions,
+    observer: Observer,
+    foresight: Foresight,
+) -> None:
+    """Probes one of the precisions; what it finds, and what it has found when it fails, is in the session."""
+    facts, foreseen = session.facts, None
+    if "world_size" not in facts:  # of a group, the memory of one process alone says too little
+        foreseen = foresight.look(facts, precision, options.accumulation_steps, timeout=options.timeout)
+    probe = Probe(worker, options, precision, observer, prior=foreseen.reserved_bytes if foreseen else None)
+    session.probes.append(probe)
+    probe.find()
+    session.look(worker)
+    probe.time_steps()
+    if foreseen and facts["device"] != "cpu":
+        foreseen.learn(facts["environment"]["device"], probe.attempts)
+
+
 class _Session:
     """What is known so far, so that an error at any moment still leaves a document."""
 
@@ -165,26 +182,34 @@ class _Session:
         self._task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
         self.facts: dict[str, Any] = {}
         self.probes: list[Probe] = []
+        self.failures: list[tuple[str, BatchtuneError]] = []  # with their precisions
         self._fed: tuple[str, InputPipeline | None] = ("", None)
         self._free_after: int | None = None
+        self._beside_child = 0, 0  # free bytes before a child opened, and once it had trained
 
     def feed(self, worker: Worker, options: ProbeOptions, observer: Observer) -> None:
         """Times the data loader against the fastest precision's steps; it is the same for all of them."""
-        fastest = max((probe.result() for probe in self.probes), key=_peak_samples_per_second)
+        fastest = max((probe.result() for probe in self.probes), key=_standing)
         found = measure_input_pipeline(worker, fastest, observer, timeout=options.timeout)
         self._fed = (fastest.precision, found)
+
+    def look(self, worker: Worker) -> None:
+        """Free memory of an accelerator beside a child that has trained and given its tensors back."""
+        uuid = self.facts.get("nvml_uuid")
+        seen, opened = look(uuid) if uuid else None, worker.facts["environment"]["device_memory_free_bytes"]
+        if seen and seen.free_bytes and opened and "world_size" not in self.facts:
+            self._beside_child = opened, seen.free_bytes
 
     def look_again(self, worker: Worker) -> None:
         """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""
         if self.facts["device"] == "cpu" or "world_size" in self.facts:
             return
-        opened = worker.facts["environment"]["device_memory_free_bytes"]
-        uuid = self.facts["nvml_uuid"]
-        idle = look(uuid) if uuid else None  # the child has given its tensors back, but still has its context
+        last_opened, uuid = worker.facts["environment"]["device_memory_free_bytes"], self.facts["nvml_uuid"]
         worker.close()
-        self._free_after = _settled_free_bytes(uuid, self.facts["environment"]) if uuid else opened
-        if idle and idle.free_bytes and self._free_after and opened and abs(opened - self._free_after) <= _SAME_BYTES:
-            record(self.facts["environment"]["device"], "context_bytes", opened - idle.free_bytes)
+        self._free_after = _settled_free_bytes(uuid, self.facts["environment"]) if uuid else last_opened
+        opened, beside = self._beside_child
+        if self._free_after and opened and abs(opened - self._free_after) <= _SAME_BYTES:
+            record(self.facts["environment"]["device"], "context_bytes", opened - beside)
 
     def _environment(self) -> Environment | None:
         if not self.facts:
@@ -204,6 +229,7 @@ class _Session:
         self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None
     ) -> Result:
         results, environment = self._results(), self._environment()
+        failed = [f"{precision}: {failure}" for precision, failure in self.failures if failure is not error]
         from_probes = [warning for probe in self.probes for warning in probe.warnings()]
         return Result(
             kind="probe",
@@ -212,17 +238,20 @@ class _Session:
             environment=environment,
             task=self._task.model_copy(update={"optimizer": self.facts.get("optimizer")}),
             warnings=list(
-                dict.fromkeys([*sharing_warnings(environment), *from_probes, *allocator_warnings(environment, results)])
+                dict.fromkeys(
+                    [*sharing_warnings(environment), *failed, *from_probes, *allocator_warnings(environment, results)]
+                )
             ),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
-            probe=max(results, key=_peak_samples_per_second, default=None),
+            probe=max(results, key=_standing, default=None),
             probes=results if len(results) > 1 else None,
         )
 
 
-def _peak_samples_per_second(probe: ProbeResult) -> float:
-    """How fast a precision trains at best; the fastest one stands for the probe."""
-    return max((point.samples_per_second for point in probe.throughput), default=0.0)
+def _standing(probe: ProbeResult) -> tuple[bool, bool, float]:
+    """What makes a precision stand for the probe: an answer that was checked, any answer, then its best speed."""
+    fastest = max((point.samples_per_second for point in probe.throughput), default=0.0)
+    return probe.verified_in_fresh_process, probe.max_batch_size is not None, fastest
 
 
 def _settled_free_bytes(uuid: str, environment: dict[str, Any]) -> int | None:

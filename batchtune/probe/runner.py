@@ -22,6 +22,7 @@ _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are
 _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # when the final check fails: the next size is so much smaller, then ever more
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
+_MOST_SILENCES = 2  # of the final check in a row: then it is not the batch size that makes it slow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +123,41 @@ class Probe:
             NothingFitsError: not even the smallest size trains.
             UserCodeError: the user's code raises at every size, or in the final check.
         """
+        self.find()
+        self.time_steps()
+        return self.result()
+
+    def find(self) -> None:
+        """Searches, and checks the answer in a fresh process, which has given its tensors back when this returns.
+
+        Raises:
+            NothingFitsError: as `run`.
+            UserCodeError: as `run`.
+        """
         self._observer.stage(f"probing {self._precision}")
         self._search(self._bounds, self._options.steps, verify=False)
         if bracket(self.attempts)[0] == 0:
             raise self._nothing_fits()
         self._verify()
-        if self._options.throughput:
-            self._time()
-        return self.result()
+
+    def time_steps(self) -> None:
+        """Times steps up to the size that was found, where that was asked for."""
+        assert self._verified is not None  # noqa: S101 - find() raises otherwise
+        if not self._options.throughput:
+            return
+        sizes = sizes_to_time(
+            self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
+        )
+        self._observer.stage("timing steps")
+        options = self._options
+        how: dict[str, Any] = {"precision": self._precision, "timeout": options.timeout}
+        common = how | {"accumulation_steps": options.accumulation_steps}
+        if self._facts.get("world_size", 1) > 1:
+            size = self._verified.batch_size
+            self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
+        seconds = options.timing_seconds
+        measure_curve(self._worker, self.throughput, sizes, self._observer, seconds=seconds, **common)
+        add_flops(self._worker, self.throughput, self._observer, only_as_share=not options.flops, **how)
 
     def result(self) -> ProbeResult:
         """What is known so far, complete or not."""
@@ -241,6 +269,8 @@ class Probe:
         unit, tolerance = self._options.multiple_of, self._options.tolerance
         size, failed, tries = bracket(self.attempts)[0], None, 0
         while not self._verify_at(size):
+            if all((each.purpose, each.outcome) == ("verify", "timeout") for each in self.attempts[-_MOST_SILENCES:]):
+                raise self._silent_check()
             share = max(tolerance / 2, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
             failed, tries = size, tries + 1
             size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
@@ -288,28 +318,20 @@ class Probe:
             return most
         return max(min(self._options.steps, most), min(most, int(seconds / slowest)))
 
-    def _time(self) -> None:
-        assert self._verified is not None  # noqa: S101 - _verify raises otherwise
-        sizes = sizes_to_time(
-            self._verified.batch_size, minimum=self._options.minimum, multiple_of=self._options.multiple_of
+    def _silent_check(self) -> NothingFitsError:
+        sizes = " and ".join(str(each.batch_size) for each in self.attempts[-_MOST_SILENCES:])
+        return NothingFitsError(
+            f"nothing passes the final check: it said nothing for {self._options.timeout:g} s at batch sizes {sizes}, "
+            "most likely in evaluation or saving, since the training steps of the search passed; "
+            "raise --timeout if these really take that long"
         )
-        self._observer.stage("timing steps")
-        options = self._options
-        how: dict[str, Any] = {"precision": self._precision, "timeout": options.timeout}
-        common = how | {"accumulation_steps": options.accumulation_steps}
-        if self._facts.get("world_size", 1) > 1:
-            size = self._verified.batch_size
-            self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
-        seconds = options.timing_seconds
-        measure_curve(self._worker, self.throughput, sizes, self._observer, seconds=seconds, **common)
-        add_flops(self._worker, self.throughput, self._observer, only_as_share=not options.flops, **how)
 
     def _nothing_fits(self) -> BatchtuneError:
         failed = [attempt for attempt in self.attempts if not attempt.fits]
         first = min(reversed(failed), key=lambda attempt: attempt.batch_size)
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             return UserCodeError(str(self.attempts[0].message))
-        limit = f" within {self._limit / 2**20:,.0f} MiB" if self._limit else ""
+        limit = f" within {self._limit / 2**20:,.0f} MiB" if self._limit is not None else ""
         why: dict[str, str] = {
             "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
             "timeout": "raise --timeout if one attempt really takes that long",

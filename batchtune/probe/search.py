@@ -132,7 +132,7 @@ def next_size(
         )
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
-        wanted = _affordable(min(wanted, CEILING) // unit * unit, low, high, gap, tried)
+        wanted = _affordable(min(wanted, max(CEILING, 2 * low)) // unit * unit, low, high, gap, tried)
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
     return Choice(max(size, low // unit * unit + unit), reason)
 

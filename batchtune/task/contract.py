@@ -208,7 +208,7 @@ class Task:
         data: Any = self.train_data
         size = self.train_size()
         samples: Iterable[Any]
-        if size is None:
+        if size is None or isinstance(data, IterableDataset):
             samples = (sample for sample, _ in zip(data, range(_SAMPLED_FOR_LARGEST), strict=False))
         else:
             samples = (data[index] for index in range(0, size, max(1, size // _SAMPLED_FOR_LARGEST)))

@@ -20,6 +20,7 @@ from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 from batchtune.train.compiled import CompileWatch, forget_compiled
 from batchtune.train.evaluate import metric_value
+from batchtune.train.life import got_on
 from batchtune.train.parallel import Parallel
 from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
@@ -131,24 +132,29 @@ def attempt(
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
-    with memory.attempt(batch_size):
-        try:
-            _train(
-                task,
-                memory,
-                tracker,
-                times,
-                batch_size=batch_size,
-                steps=steps,
-                precision=precision,
-                verify=verify,
-                accumulation_steps=accumulation_steps,
-                parallel=parallel,
-            )
-        except (NonFiniteLossError, UsageError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-            outcome, message, usable = _explain(error, batch_size)
+    try:
+        with memory.attempt(batch_size):
+            try:
+                _train(
+                    task,
+                    memory,
+                    tracker,
+                    times,
+                    batch_size=batch_size,
+                    steps=steps,
+                    precision=precision,
+                    verify=verify,
+                    accumulation_steps=accumulation_steps,
+                    parallel=parallel,
+                )
+            except (NonFiniteLossError, UsageError):
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+                outcome, message, usable = _explain(error, batch_size)
+    except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
+        if outcome == "fit":
+            outcome, message, _ = _explain(error, batch_size)
+        usable = False
     found = Attempt(
         batch_size=batch_size,
         outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
@@ -197,7 +203,7 @@ def _train(
     accumulation_steps: int,
     parallel: Parallel | None,
 ) -> None:
-    trainer = Trainer(task, memory.device, precision, parallel=parallel)
+    trainer = Trainer(task, memory.device, precision, parallel=parallel, loss_scale=1.0)
     batch = task.worst_batch(batch_size)
     for number in range(steps):
         memory.synchronize()
@@ -214,6 +220,7 @@ def _train(
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)
     if verify:
+        got_on(at_once=True)
         tracker.start_phase()
         _evaluate_and_save(trainer, batch_size)
         tracker.end_phase(forward_backward=False)
@@ -226,5 +233,6 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
             trainer.task.evaluate(trainer.model, _VERIFY_EVALUATION_BATCHES)
     elif trainer.task.has("val_dataset"):
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
+    got_on(at_once=True)
     with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)

@@ -20,15 +20,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
 from batchtune.train.life import tell_through, tell_while_compiling
 
 if TYPE_CHECKING:
+    from batchtune.device.sharing import Sharing
     from batchtune.train.parallel import Parallel
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
@@ -141,10 +142,10 @@ class Child:
         from batchtune.task.load import load_task
         from batchtune.train.precision import choose, every_precision
 
-        self._memory, self._sensors, seen = _open(device)
+        seen = self._open_device(device)
         names = every_precision(self._memory.device) if precision == ["all"] else precision
         chosen = [choose(name, self._memory.device) for name in names]
-        limit = memory_limit or self._memory.default_limit(margin)
+        limit = self._default_limit(margin) if memory_limit is None else memory_limit
         self._task = load_task(task)
         self._task.require(purpose)
         _set_libraries_apart()
@@ -169,8 +170,19 @@ class Child:
         tell_through(lambda: self._channel.send(alive=True))
         tell_while_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
-            self._memory.enforce(limit)
+            with _usable_now(device, seen):
+                self._memory.enforce(limit)
         return facts
+
+    def _open_device(self, name: str) -> Sharing | None:
+        """Opens the device; returns who held memory of it before."""
+        self._memory, self._sensors, seen = _open(name)
+        return seen
+
+    def _default_limit(self, margin: float) -> int | None:
+        """The memory limit where the user names none."""
+        limit: int | None = self._memory.default_limit(margin)
+        return limit
 
     def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
@@ -235,14 +247,36 @@ class Child:
             return asdict(end.value)
 
 
-def _open(name: str) -> tuple[Any, Any, Any]:
+def _open(name: str) -> tuple[Any, Any, Sharing | None]:
     """The device's memory, its sensors, and who held memory of it before this process had a context there."""
     from batchtune.device.memory import find_device, open_device
     from batchtune.device.telemetry import Sensors
 
     sensors = Sensors(find_device(name))
     seen = sensors.sharing()
-    return open_device(name), sensors, seen
+    with _usable_now(name, seen):
+        return open_device(name), sensors, seen
+
+
+@contextlib.contextmanager
+def _usable_now(name: str, seen: Sharing | None) -> Iterator[None]:
+    """What a device raises before the user's code is on it is none of theirs: others fill it, or have it alone.
+
+    Raises:
+        DeviceError: the same in one line, with those who hold its memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        from batchtune.report.units import size
+
+        first = str(error).strip().split("\n")[0][:300]
+        holders = ", ".join(
+            f"pid {process.pid}" + (f" {size(process.memory_bytes)}" if process.memory_bytes else "")
+            for process in (seen.processes if seen else ())
+        )
+        held = f"; its memory is held by other processes: {holders}" if holders else ""
+        raise DeviceError(f"--device {name}: cannot be used now: {first}{held}") from None
 
 
 def _set_libraries_apart() -> None:

@@ -30,6 +30,11 @@ class StepClock:
         self._expected = expected_step_seconds
 
     @property
+    def knows_pace(self) -> bool:
+        """Whether this process has timed steps of this shape before."""
+        return bool(self._paces)
+
+    @property
     def step_seconds(self) -> float:
         """The usual pace: seconds of an optimizer step."""
         paces = sorted(self._paces)

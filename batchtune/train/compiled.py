@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from batchtune.train.life import tell_while_compiling
+
 SETTLED_STEPS = 2  # without a new graph; CUDA graphs are recorded in the second run after compiling
 MAX_WARM_UP_STEPS = 20  # a model that compiles in every step is timed nevertheless
 
@@ -35,15 +37,18 @@ def warm_up(step: Callable[[], object], watch: CompileWatch, agree: Callable[[bo
             return
 
 
-def forget_compiled() -> None:
-    """Drops what torch.compile made for the last batch size.
+def forget_compiled() -> bool:
+    """Drops what torch.compile made for the last batch size; returns whether there was anything.
 
     Otherwise the second size is compiled for any size, with other memory and speed than training has, and after a few
     sizes torch stops compiling.
     """
-    if _graphs():
-        torch.compiler.reset()
-        _counters().clear()
+    if not _graphs():
+        return False
+    torch.compiler.reset()
+    _counters().clear()
+    tell_while_compiling()
+    return True
 
 
 def _graphs() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ class _Signs:
     tell: Callable[[], object] | None = None
     told_at = 0.0
     watch: threading.Thread | None = None
+    compiling = threading.Event()
 
 
 def tell_through(tell: Callable[[], object]) -> None:
@@ -25,38 +25,50 @@ def tell_through(tell: Callable[[], object]) -> None:
     _Signs.tell, _Signs.told_at = tell, _clock()
 
 
-def got_on() -> None:
-    """Says that a micro-batch is done: many of them may take longer than anybody would wait for one."""
-    if _Signs.tell is not None and _clock() - _Signs.told_at > _PERIOD_SECONDS:
+def got_on(*, at_once: bool = False) -> None:
+    """Says that a micro-batch is done: many of them may take longer than anybody would wait for one.
+
+    It is said every few seconds only, or `at_once` where what comes next may take as long as anybody would wait.
+    """
+    if _Signs.tell is not None and (at_once or _clock() - _Signs.told_at > _PERIOD_SECONDS):
         _Signs.told_at = _clock()
         _Signs.tell()
 
 
 def tell_while_compiling() -> None:
-    """From now on says every few seconds that torch.compile is at work, as long as it is; asked again, nothing changes.
+    """From now on says every few seconds that torch.compile is at work, as long as it is.
 
-    Compiling a large model takes many minutes in which nothing else is heard of it, and is no hang.
+    Compiling a large model takes many minutes in which nothing else is heard of it, and is no hang. Asked again,
+    nothing changes, unless torch.compiler.reset() came in between, which forgets whom to call.
     """
-    if _Signs.watch is not None or "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules:
         return
-    event = _compiling()
-
-    def watch() -> None:
-        while event.wait():
-            time.sleep(_PERIOD_SECONDS)
-            if event.is_set() and _Signs.tell is not None:
-                _Signs.tell()
-
-    _Signs.watch = threading.Thread(target=watch, daemon=True)
-    _Signs.watch.start()
+    _listen()
+    if _Signs.watch is None:
+        _Signs.watch = threading.Thread(target=_watch, daemon=True)
+        _Signs.watch.start()
 
 
-@functools.cache
-def _compiling() -> threading.Event:
-    """Whether torch.compile is at work now."""
+def _watch() -> None:
+    while _Signs.compiling.wait():
+        time.sleep(_PERIOD_SECONDS)
+        if _Signs.compiling.is_set() and _Signs.tell is not None:
+            _Signs.tell()
+
+
+def _listen() -> None:
+    """Has torch say when it begins to compile and when it ends, unless it does already."""
     from torch._dynamo.callback import callback_handler
 
-    event = threading.Event()
-    callback_handler.register_start_callback(lambda _: event.set())
-    callback_handler.register_end_callback(lambda _: event.clear())
-    return event
+    if _begins not in callback_handler.start_callbacks:
+        _Signs.compiling.clear()
+        callback_handler.register_start_callback(_begins)
+        callback_handler.register_end_callback(_ends)
+
+
+def _begins(_: object) -> None:
+    _Signs.compiling.set()
+
+
+def _ends(_: object) -> None:
+    _Signs.compiling.clear()

@@ -65,10 +65,11 @@ def train(
         `reached`, `finished` (the limit came first), `pruned` (sent False; its state is kept where `spec.checkpoint`
         says) or `diverged`.
     """
-    forget_compiled()
+    compiles = forget_compiled()
     memory.release()
     clock = StepClock((spec.micro_batch_size, spec.accumulation_steps, spec.precision), spec.expected_step_seconds)
-    _warm_up(task, memory, spec, clock)
+    if compiles or not clock.knows_pace:  # else this process has trained at this size before
+        _warm_up(task, memory, spec, clock)
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
     run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules)

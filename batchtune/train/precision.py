@@ -11,6 +11,7 @@ from batchtune.errors import DeviceError
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities with bf16 and with fp16 matrix units
+LOSS_SCALE = 2.0**16  # torch's own to begin with; the first steps may be skipped until it is low enough
 
 
 def choose(name: str, device: torch.device) -> tuple[str, str]:
@@ -42,11 +43,17 @@ def every_precision(device: torch.device) -> list[str]:
 
 
 class Precision:
-    """How one training run computes: an autocast context, a loss scaler for fp16, and the fp32 matrix mode."""
+    """How one training run computes: an autocast context, a loss scaler for fp16, and the fp32 matrix mode.
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    Args:
+        name: bf16, fp16, fp32 or tf32.
+        device: where it computes.
+        loss_scale: of fp16 to begin with.
+    """
+
+    def __init__(self, name: str, device: torch.device, loss_scale: float = LOSS_SCALE) -> None:
         self.name, self._device = name, device
-        self.scaler: Any = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.scaler: Any = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=name == "fp16")
         if device.type == "cuda":
             tf32 = name == "tf32"
             torch.backends.cuda.matmul.allow_tf32 = tf32

@@ -22,6 +22,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _TAIL_LINES = 40
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
 _DYING_SECONDS = 10.0
+_READING_SECONDS = 0.5  # for what a dead child has left in its pipes
 _NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 
 
@@ -105,21 +106,24 @@ class LocalProcess:
             encoding="utf-8",
             errors="replace",
         )
-        for reader, stream in ((self._read_answers, self._process.stdout), (self._read_prints, self._process.stderr)):
-            threading.Thread(target=reader, args=(stream,), daemon=True).start()
+        reading = ((self._read_answers, self._process.stdout), (self._read_prints, self._process.stderr))
+        self._readers = [threading.Thread(target=reader, args=(stream,), daemon=True) for reader, stream in reading]
+        for reader in self._readers:
+            reader.start()
 
     def _read_answers(self, stream: IO[str]) -> None:
-        with contextlib.suppress(ValueError, OSError):
+        with stream, contextlib.suppress(ValueError, OSError):
             for line in stream:
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
     def _read_prints(self, stream: IO[str]) -> None:
-        with contextlib.suppress(ValueError, OSError):
+        with stream:
             while line := stream.readline(4096):
                 self._tail.append(line.rstrip("\n"))
                 if self._echo is not None:
-                    self._echo(line.rstrip("\n"))
+                    with contextlib.suppress(ValueError, OSError):
+                        self._echo(line.rstrip("\n"))
 
     @property
     def pid(self) -> int:
@@ -164,7 +168,8 @@ class LocalProcess:
     def close(self) -> None:
         self.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        assert self._process.stdin is not None  # noqa: S101 - opened above
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        for reader in self._readers:  # each closes what it has read to its end, which a process that got away holds up
+            reader.join(_READING_SECONDS)

@@ -10,10 +10,13 @@ import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from batchtune.errors import UsageError
 from batchtune.train.child import Channel, Child, give_standard_streams_away, serve
+
+if TYPE_CHECKING:
+    from batchtune.device.sharing import Sharing
 
 _VARIABLE = "BATCHTUNE_GROUP"
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
@@ -69,22 +72,28 @@ class RankChild(Child):
         super().__init__(channel)
         self._meeting = meeting
 
-    def open(self, *, device: str, memory_limit: int | None, margin: float, **others: Any) -> dict[str, Any]:
-        """As a child alone does, once the group is made: what its connections take is not in the memory limit."""
-        from batchtune.device.memory import open_device
+    def open(self, *, device: str, **others: Any) -> dict[str, Any]:
+        """As a child alone does, with what is to be known of the group."""
+        facts, group = super().open(device=_own_device(device), **others), self._parallel
+        assert group is not None  # noqa: S101 - it was made when the device was opened
+        return facts | {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
+
+    def _open_device(self, name: str) -> Sharing | None:
+        """Makes the group, too: what its connections take is not in the memory limit."""
         from batchtune.train.parallel import Parallel
 
-        name = _own_device(device)
-        memory = open_device(name)
+        seen = super()._open_device(name)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         strategy: Any = self._meeting.strategy
-        self._parallel = Parallel(strategy, memory.device, rank=rank, world_size=world_size, name=self._meeting.name)
+        device = self._memory.device
+        self._parallel = Parallel(strategy, device, rank=rank, world_size=world_size, name=self._meeting.name)
         self._parallel.join()
-        if memory_limit is None and memory.device.type == "cpu":  # the ranks of a host share its memory
-            free = memory.default_limit(margin)
-            memory_limit = free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
-        facts = super().open(device=name, memory_limit=memory_limit, margin=margin, **others)
-        return facts | {"world_size": world_size, "strategy": strategy, "backend": self._parallel.backend}
+        return seen
+
+    def _default_limit(self, margin: float) -> int | None:
+        """On a CPU a share: the ranks of a host share its memory."""
+        limit, on_cpu = super()._default_limit(margin), self._memory.device.type == "cpu"
+        return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
 
     def rejoin(self) -> dict[str, Any]:
         """Makes the process group anew after an attempt that failed."""

@@ -15,7 +15,7 @@ from batchtune.errors import UserCodeError
 from batchtune.task.contract import Task
 from batchtune.train.life import got_on
 from batchtune.train.parallel import Parallel
-from batchtune.train.precision import Precision
+from batchtune.train.precision import LOSS_SCALE, Precision
 
 
 class NonFiniteLossError(UserCodeError):
@@ -58,6 +58,7 @@ class Trainer:
         total_steps: the horizon handed to the user's `build_scheduler`.
         optimizer_arguments: handed to the user's `build_optimizer` on top.
         parallel: the ranks that train together; None: this process trains alone.
+        loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class Trainer:
         total_steps: int | None = None,
         optimizer_arguments: Mapping[str, Any] | None = None,
         parallel: Parallel | None = None,
+        loss_scale: float = LOSS_SCALE,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
-        self.precision = Precision(precision, device)
+        self.precision = Precision(precision, device, loss_scale)
         self.model: nn.Module = (parallel.place(task.model()) if parallel else task.model().to(device)).train()
         self._replica = parallel.replica(self.model, task.loss) if parallel else None
         self._micro_batches = 0

@@ -49,7 +49,7 @@ def time_steps(
     """
     forget_compiled()
     memory.release()
-    trainer = Trainer(task, memory.device, precision, parallel=parallel)
+    trainer = Trainer(task, memory.device, precision, parallel=parallel, loss_scale=1.0)
     batch, agree = task.worst_batch(batch_size), parallel.agree if parallel else bool
     watch = CompileWatch()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -99,48 +101,58 @@ class Ledger:
         return outcomes[-1] if outcomes else None
 
     def user_errors(self) -> int:
-        """Trials in which the user's code raised."""
-        return sum(1 for trial in self.records() if trial.outcome == "user_error")
+        """Runs of the search in which the user's code raised."""
+        return sum(1 for trial in self.records() if trial.role == "search" and trial.outcome == "user_error")
 
-    def out_of_memory(self, precision: str) -> list[int]:
-        """The micro-batch sizes at which a run in this precision met the end of memory.
+    def out_of_memory(self, precision: str) -> int | None:
+        """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
 
-        The probe measured one precision, and steps of another may take more; memory may also be more cut up in a run.
+        The probe measured one precision, and steps of another may take more. Sizes at which a run has come through, or
+        at a larger one, do not count: what was missing there was not the run's fault.
         """
-        failed = [each for each in self.records() if each.outcome == "oom" and each.precision == precision]
-        return [trial.micro_batch_size for trial in failed if trial.micro_batch_size is not None]
+        same = [each for each in self.records() if each.precision == precision and each.micro_batch_size is not None]
+        came_through = max((each.micro_batch_size or 0 for each in same if over(each)), default=0)
+        failed = [each.micro_batch_size for each in same if each.outcome == "oom"]
+        return min((size for size in failed if size is not None and size > came_through), default=None)
 
-    def step_seconds(self, batch_size: int, precision: str, fit: ThroughputFit | None) -> float | None:
-        """An optimizer step of this size: as recent runs of it had it, or foretold from runs of other sizes.
+    def step_seconds(
+        self, micro_batch_size: int, accumulation_steps: int, precision: str, fit: ThroughputFit | None
+    ) -> float | None:
+        """An optimizer step so made up: as recent runs had it, or foretold from runs of other sizes.
 
         Foretold is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
-        next smaller size that ran, grown as its batch. For the fit knows neither what loading data takes nor
-        accumulation, and a run whose steps were foretold too short would count as shorter than it was.
+        next smaller batch that ran, grown as the batch. For the fit does not know what loading data takes, and a run
+        whose steps were foretold too short would count as shorter than it was.
 
         Args:
-            batch_size: the global batch.
-            precision: runs of another tell nothing.
+            micro_batch_size: of the run.
+            accumulation_steps: of the run.
+            precision: of the run; runs of another tell nothing.
             fit: the probe's.
 
         Returns:
             Seconds; None where nothing ran in this precision, or there is no fit.
         """
-        recent = [trial for trial in self.records()[-_RECENT:] if trial.precision == precision]
-        paces = [(trial.batch_size, pace) for trial in recent if (pace := _pace(trial)) is not None]
-        same = [pace for size, pace in paces if size == batch_size]
-        if same:
-            return statistics.median(same)
-        if fit is None or not paces:
+        paces: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for trial in self.records()[-_RECENT:]:
+            pace = _pace(trial)
+            if trial.precision == precision and pace is not None:
+                micro, steps = trial.micro_batch_size or trial.batch_size, trial.gradient_accumulation_steps or 1
+                paces[micro, steps].append(pace)
+        medians = {shape: statistics.median(each) for shape, each in paces.items()}
+        shape = micro_batch_size, accumulation_steps
+        if shape in medians:
+            return medians[shape]
+        if fit is None or not medians:
             return None
 
-        def fitted(size: int) -> float:
-            return max(fit.alpha_seconds + fit.beta_seconds_per_sample * size, 1e-9)
+        def fitted(shape: tuple[int, int]) -> float:
+            return shape[1] * max(fit.alpha_seconds + fit.beta_seconds_per_sample * shape[0], 1e-9)
 
-        scaled = fitted(batch_size) * statistics.median(pace / fitted(size) for size, pace in paces)
-        below = max((size for size, _ in paces if size < batch_size), default=None)
-        if below is None:
-            return scaled
-        return max(scaled, batch_size / below * statistics.median(pace for size, pace in paces if size == below))
+        scaled = fitted(shape) * statistics.median(pace / fitted(each) for each, pace in medians.items())
+        smaller = [(math.prod(each), pace) for each, pace in medians.items() if math.prod(each) < math.prod(shape)]
+        size, pace = max(smaller, default=(1, 0.0))
+        return max(scaled, math.prod(shape) / size * pace)
 
 
 def _pace(trial: Trial) -> float | None:

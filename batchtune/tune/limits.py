@@ -44,8 +44,8 @@ class Limits:
         max_micro = probe.max_batch_size or 1
         chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
         precision = self._space.precision(params)
-        for failed in self._ledger.out_of_memory(precision):
-            max_micro = min(max_micro, max(1, failed // 2))
+        too_large = self._ledger.out_of_memory(precision)
+        max_micro = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         micro, steps = split_batch(params["batch_size"], min(chosen or max_micro, max_micro))
         cap = self._cap(params, role)
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
@@ -62,7 +62,7 @@ class Limits:
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
-            expected_step_seconds=self._ledger.step_seconds(params["batch_size"], precision, probe.throughput_fit),
+            expected_step_seconds=self._ledger.step_seconds(micro, steps, precision, probe.throughput_fit),
             optimizer_arguments=self._space.optimizer_arguments(params),
             horizon_seconds=config.budget.run,
             total_steps=self._ledger.total_steps(params),

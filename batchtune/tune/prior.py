@@ -101,16 +101,24 @@ def candidate_batch_sizes(
     if data_size is not None and high > data_size:
         high, why = data_size, f"the data set's {data_size} samples"
     sizes = {baseline} if baseline <= (data_size or baseline) else set()
-    lowest, highest = -(-low // multiple_of) * multiple_of, high // multiple_of * multiple_of
+    unit = multiple_of * math.ceil(low / largest)
+    lowest, highest = -(-low // unit) * unit, high // multiple_of * multiple_of
     first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(max(high, 1)))
     regular = {max(lowest, 2**exponent // multiple_of * multiple_of) for exponent in range(first, last + 1)}
     ends = {lowest} if minimum > 1 and low == minimum else set()
-    ends |= {highest} if maximum is not None and high == maximum else set()
+    ends |= {_even(highest, largest, multiple_of)} if maximum is not None and high == maximum else set()
     regular |= {end for end in ends if all(max(end, size) >= _NEAR * min(end, size) for size in regular)}
     sizes |= {size for size in regular if lowest <= size <= highest}
     start = f"a quarter of the saturation batch size {saturation:.0f}" if saturation else f"{low}"
+    start = f"your minimum {low}" if 1 < low == minimum else start
     reason = f"powers of two from about {start} to {why}, and the baseline's {baseline}"
     return Candidates(tuple(sorted(sizes)), reason)
+
+
+def _even(batch_size: int, largest: int, multiple_of: int) -> int:
+    """The batch size, or what little less can be made up of as few micro-batches of equal size as fit."""
+    steps = math.ceil(batch_size / largest)
+    return batch_size // (steps * multiple_of) * steps * multiple_of
 
 
 def start_batch_size(probe: ProbeResult, batch_sizes: Sequence[int], noise: NoiseScale | None) -> int:

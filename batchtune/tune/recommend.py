@@ -11,7 +11,7 @@ from typing import Literal
 
 from batchtune.results import CurvePoint, Interval, Recommendation, Trial, Value
 from batchtune.tune.cost import JOULES, SECONDS, Cost, Kind, cost_of
-from batchtune.tune.records import FAILED
+from batchtune.tune.records import FAILED, FAILED_FOR_GOOD
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
@@ -162,7 +162,7 @@ def recommend(
     base = config_of(today) if today is not None else None
     groups: dict[Config, list[Trial]] = {}
     for trial in trials:
-        failed = trial.outcome in FAILED and config_of(trial) != base
+        failed = trial.outcome in FAILED_FOR_GOOD and config_of(trial) != base
         if trial.role == "confirm" and (trial.state in {"complete", "pruned"} or failed):
             groups.setdefault(config_of(trial), []).append(trial)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
@@ -290,7 +290,8 @@ def _unconfirmed(
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Goal, reason: str) -> Recommendation:
-    first = min(group, key=lambda trial: trial.micro_batch_size or trial.batch_size)  # a larger one may have failed
+    trained = [trial for trial in group if trial.state != "fail"] or group
+    first = min(trained, key=lambda trial: trial.micro_batch_size or trial.batch_size)  # a larger one may have failed
     interval = median_interval(values) if values else None
     cost = cost_of(kind)
     if interval is not None and cost is not None and any(cost.of(trial) is None for trial in group):

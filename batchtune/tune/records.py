@@ -25,6 +25,7 @@ _KEPT = (  # attributes that have a field's name
     *("evaluation_seconds", "total_steps", "continues", "message"),
 )
 FAILED = {"oom", "crash", "timeout", "user_error"}
+FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches
 NO_TIME_LEFT = "budget.total was used up"  # the message of a run that this cut off and that is to run again
 
 

@@ -36,7 +36,7 @@ from batchtune.tune.opening import identity_of, open_task, probe_options, worker
 from batchtune.tune.prepare import prepare
 from batchtune.tune.prior import Candidates
 from batchtune.tune.scaling import can_scale, scaling, split
-from batchtune.tune.shared import Agreement
+from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
 
@@ -53,12 +53,15 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
         BatchtuneError: with what was measured until then in `result`.
     """
     require_executor(config.executor)
-    tuning = _Tuning(config, observer, root, fresh=fresh)
+    tuning = _Tuning(config, observer, root)
     folder = tuning.folder
-    folder.open(fresh=fresh)
-    if fresh:
-        shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
+    folder.open()
     try:
+        if fresh:
+            if config.storage is not None:
+                delete_study(open_storage(config.storage, folder.path), config.name)
+            folder.clear()
+            shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
         folder.check_identity(identity_of(config))
         tuning.earlier = _earlier_result(folder)
         folder.write("config.yaml", config.to_yaml())
@@ -133,8 +136,8 @@ class _Recorder(Forwarder):
 class _Tuning:
     """One run of `tune`: what is known so far, and the steps that find out more."""
 
-    def __init__(self, config: Config, observer: Observer, root: Path, *, fresh: bool) -> None:
-        self._config, self._fresh = config, fresh
+    def __init__(self, config: Config, observer: Observer, root: Path) -> None:
+        self._config = config
         self._observer = OneAtATime(_Recorder(self, observer))
         self.folder = RunFolder(config.name, root)
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
@@ -168,8 +171,6 @@ class _Tuning:
                 self._observer.note(f"precision {name}: {reason}")
             storage = open_storage(self._config.storage, self.folder.path)
             agreement = Agreement(storage, self._config, self._facts["environment"]["device"])
-            if self._fresh:
-                agreement.start_over()
             self._join(agreement)
             self._probed = self._probed or self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")

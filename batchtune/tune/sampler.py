@@ -14,18 +14,19 @@ from optuna.search_space import IntersectionSearchSpace
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.tune.records import FAILED_FOR_GOOD
 from batchtune.tune.surface import Array, Prior, Run, Surface
 
 LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
-_NOT_AGAIN = {"crash", "timeout", "user_error"}  # outcomes of a failed run that the same configuration would have again
+_WIDE = 10.0  # times: in such a range three digits of a number are enough
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
 
 class RoundingSampler(TPESampler):
-    """Optuna's TPE, whose numbers have three digits: they are written into configurations, and more mean nothing."""
+    """Optuna's TPE, whose numbers have three digits of their range: they are written down, and more mean nothing."""
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -134,7 +135,7 @@ class TimeToTargetSampler(BaseSampler):
     def _failed(self, study: Study) -> list[Run]:
         """Runs that came to nothing, as places to keep away from; not those without memory, which is another matter."""
         failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        again = [trial for trial in failed if trial.user_attrs.get("outcome") in _NOT_AGAIN]
+        again = [trial for trial in failed if trial.user_attrs.get("outcome") in FAILED_FOR_GOOD]
         return [self._run(trial.params, 1.0) for trial in again if self._has_place(trial)]
 
     def _most_promising(
@@ -180,7 +181,12 @@ class TimeToTargetSampler(BaseSampler):
 def _rounded_within(distribution: BaseDistribution, value: Any) -> Any:
     if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
         return value
-    return min(max(_rounded(value), distribution.low), distribution.high)
+    low, high = distribution.low, distribution.high
+    if distribution.log and high >= _WIDE * low:
+        found = _rounded(value)
+    else:  # of the range, not of the number: 0.9 to 0.9999 has its digits at the end
+        found = round(value, math.ceil(3 - math.log10(high - low))) if high > low else value
+    return min(max(found, low), high)
 
 
 def _rounded(value: float) -> float:

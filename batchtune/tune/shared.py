@@ -67,6 +67,26 @@ class Machines:
             optuna.storages.fail_stale_trials(self._study)
 
 
+def delete_study(storage: BaseStorage, name: str) -> None:
+    """Deletes what a storage has of a study, if it has anything.
+
+    Raises:
+        UsageError: a machine is at work in it.
+    """
+    try:
+        study = optuna.load_study(study_name=name, storage=storage)
+    except KeyError:
+        return
+    machines = Machines(study)
+    machines.take_over()
+    if machines.several and study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        raise UsageError(
+            f"storage: a run of study {name} was alive a moment ago, here or on another machine; stop what trains it "
+            "and try again a few minutes later, or choose another 'name'"
+        )
+    optuna.delete_study(study_name=name, storage=storage)
+
+
 class Agreement:
     """What the starts of a study go by that share a storage: the probe and the prior of the one that had them first.
 
@@ -83,25 +103,6 @@ class Agreement:
         self._is_shared, self._several = config.storage is not None, is_heartbeat_enabled(storage)
         self._identity = identity_of(config) | {"device": device}  # whatever the configuration calls it
         del self._identity["task"]  # the same file may lie elsewhere
-
-    def start_over(self) -> None:
-        """Deletes what the storage has of the study.
-
-        Raises:
-            UsageError: another machine is at work in it.
-        """
-        name = self._config.name
-        try:
-            study = optuna.load_study(study_name=name, storage=self._storage)
-        except KeyError:
-            return
-        if self._several:
-            Machines(study).take_over()
-            if study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                raise UsageError(
-                    f"storage: another machine is at work in study {name}; stop it, or choose another 'name'"
-                )
-        optuna.delete_study(study_name=name, storage=self._storage)
 
     def look(self) -> tuple[ProbeResult, Prior] | None:
         """What is settled already; None where nothing is.
@@ -148,6 +149,6 @@ class Agreement:
             if key in theirs and theirs[key] != value:
                 raise UsageError(
                     f"storage: study {self._config.name} was begun with {key} = {theirs[key]}, here it is {value}; "
-                    "results would mix, so choose another 'name', or use --fresh to start over"
+                    "results would mix, so choose another 'name'; --fresh deletes that study, whoever began it"
                 )
         return ProbeResult.model_validate(found["probe"]), Prior.model_validate(found["prior"])

@@ -28,7 +28,7 @@ from batchtune.tune.plan import Plan
 from batchtune.tune.pruner import TimeToValuePruner
 from batchtune.tune.recommend import Config as Configuration
 from batchtune.tune.recommend import finalists, recommend
-from batchtune.tune.records import NO_TIME_LEFT
+from batchtune.tune.records import FAILED_FOR_GOOD, NO_TIME_LEFT
 from batchtune.tune.sampler import RoundingSampler, TimeToTargetSampler
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
@@ -311,7 +311,7 @@ class TuneStudy:
         planned = self._finalists()
         if len(planned) < 2:  # noqa: PLR2004 - the baseline alone
             return
-        done = [(self._space.of(trial), trial.seed) for trial in self._ledger.records() if over(trial)]
+        done = [(self._space.of(trial), trial.seed) for trial in self._ledger.records() if self._is_done(trial)]
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
             missing = [params for params in planned if (params, seed) not in done]
@@ -324,11 +324,15 @@ class TuneStudy:
                         self._queue(params, "confirm", seed)
                 self._drain(awaited="confirm")
 
+    def _is_done(self, trial: Trial) -> bool:
+        """Whether a run has told what there is to tell; what the baseline failed at is worth another try."""
+        failed_for_good = trial.role == "confirm" and trial.outcome in FAILED_FOR_GOOD
+        return over(trial) or (failed_for_good and self._space.of(trial) != self._space.baseline)
+
     def _is_taken(self, params: dict[str, Any], seed: int) -> bool:
         """Whether another machine has queued this run of the confirmation already, or runs it, or ran it."""
-        trials = self.study.get_trials(deepcopy=False)
-        same = [each for each in trials if each.user_attrs.get("seed") == seed and each.state is not TrialState.FAIL]
-        return any((each.params or each.system_attrs.get("fixed_params")) == params for each in same)
+        same = [trial for trial in self._ledger.records() if trial.seed == seed and self._space.of(trial) == params]
+        return any(trial.state in {"waiting", "running"} or self._is_done(trial) for trial in same)
 
     def _finalists(self) -> list[dict[str, Any]]:
         """The baseline and the configurations to confirm; chosen anew when the budget changes: the search went on."""

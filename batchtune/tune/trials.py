@@ -76,7 +76,7 @@ class Trials:
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
         race = _Race(self, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
-        tolerant = role != "baseline" and self.ledger.user_errors() < MAX_USER_ERRORS
+        tolerant = role == "confirm" or (role == "search" and self.ledger.user_errors() < MAX_USER_ERRORS)
         try:
             with self.machines.sign_of_life(trial):
                 run = run_trial(worker, spec, race.goes_on, tolerant=tolerant)

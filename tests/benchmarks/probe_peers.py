@@ -6,8 +6,8 @@
     python tests/benchmarks/probe_peers.py --device cuda      # three models at 8, 24, 80 GiB and the whole card
 
 writes tests/benchmarks/results/probe_peers.md (…_cuda.md). Every method runs in a process of its own with nothing
-beside it, for at most CAP_SECONDS; afterwards the true boundary is found by bisection and every answer trains on, each
-size in a fresh process.
+beside it, for at most so many seconds as `caps` says; afterwards the true boundary is found by bisection and every
+answer trains on, each size in a fresh process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from batchtune import __version__
 
 HERE = Path(__file__).parent
 MIB, GIB = 1 << 20, 1 << 30
-CAP_SECONDS = 100
 UNFINISHED = "did not finish"
 BOUNDARY_STEPS, LATER_STEPS = 5, 200
 RESOLUTION = 0.005  # how near the bisection in fresh processes comes to the true boundary
@@ -62,7 +61,7 @@ takes by itself is in the last line.
 - Lightning: {{lightning}}; all boundaries on a CPU are below 8192, where it ends whatever max_val it is given.
 - Accelerate starts at the power of two above the true boundary. Doubling + bisection, from 2 samples on to
   {TOLERANCE:.0%}, is in batchtune's own worker, without a final check.
-- What takes more than {CAP_SECONDS} s did not finish.
+- What takes more than {{cap}} s did not finish.
 
 | model, limit | method | attempts | OOMs | seconds | answer | true | within 1 % | later |
 |---|---|---:|---:|---:|---:|---:|---|---|"""
@@ -95,8 +94,13 @@ class Found:
         return sum(each["outcome"] == "oom" for each in self.attempts)
 
 
+def caps(device: str) -> tuple[int, int]:
+    """The most seconds that a method may take, and training on at one size; a whole GPU takes longer to fill."""
+    return (100, 1000) if device == "cpu" else (400, 3000)
+
+
 def call(
-    case: Case, method: str, *options: object, cap: float = CAP_SECONDS, environment: dict[str, str] | None = None
+    case: Case, method: str, *options: object, cap: float | None = None, environment: dict[str, str] | None = None
 ) -> tuple[list[dict[str, Any]], float]:
     """What a fresh process told, and how long it lived; one that is stopped at the cap told less.
 
@@ -104,7 +108,7 @@ def call(
         case: the task and its limit.
         method: of probe_methods.py.
         *options: its own.
-        cap: seconds after which it is stopped.
+        cap: seconds after which it is stopped; None: those of a method.
         environment: on top of the usual one; an empty value is none.
     """
     command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
@@ -117,7 +121,7 @@ def call(
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=cap,
+            timeout=cap or caps(case.device)[0],
             check=False,
         )
         told = done.stdout
@@ -135,13 +139,13 @@ def search(case: Case, method: str, start: int) -> Found:
     found.answer = last.get("answer")
     print(f"{case.task}, {method}: {found.seconds:.1f} s, {len(found.attempts)} attempts", file=sys.stderr, flush=True)
     if "answer" not in last:
-        found.trouble = last.get("error") or (UNFINISHED if seconds >= CAP_SECONDS else "died")
+        found.trouble = last.get("error") or (UNFINISHED if seconds >= caps(case.device)[0] else "died")
     return found
 
 
 def outcome(case: Case, size: int, steps: int) -> str:
     """What training at one size comes to in a fresh process."""
-    told, seconds = call(case, "try", "--size", size, "--steps", steps, cap=10 * CAP_SECONDS)
+    told, seconds = call(case, "try", "--size", size, "--steps", steps, cap=caps(case.device)[1])
     found: str = told[-1]["outcome"] if told else "died"
     print(f"{case.task}, {steps} steps at {size}: {seconds:.1f} s, {found}", file=sys.stderr, flush=True)
     return found
@@ -248,7 +252,7 @@ def header(device: str) -> str:
     facts += [f"{name} {version(name)}" for name in ("torch", "lightning", "accelerate")]
     facts += [f"Python {platform.python_version()}", device, f"`python {' '.join(sys.argv)}`"]
     lightning = ", ".join(f"{name} {value}" for name, value in LIGHTNING.items())
-    return HEADER.format(facts=" · ".join(facts), lightning=lightning)
+    return HEADER.format(facts=" · ".join(facts), lightning=lightning, cap=caps(device)[0])
 
 
 def cases(device: str, names: list[str]) -> Iterator[Case]:

@@ -27,6 +27,7 @@ OUT_OF_MEMORY = {
     "a cuBLAS handle": RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     "cuDNN 8": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "cuDNN 9": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    "cuDNN 9 on the host": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     "cuSOLVER": RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
     "NCCL": DistBackendError(
@@ -66,6 +67,15 @@ KERNEL_LIMITS = {
     "a shape": RuntimeError("Storage size calculation overflowed with sizes=[1099511627776, 1099511627776]"),
     "a conversion": RuntimeError("value cannot be converted to type int without overflow"),
     "oneDNN": RuntimeError("could not create a primitive descriptor for a matmul primitive"),
+    "a launch": AcceleratorError("CUDA error: unspecified launch failure"),
+    "an argument of a launch": AcceleratorError("CUDA error: invalid argument"),
+    "cuDNN's kernels": RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    "cuDNN 9's kernels": RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
+    "cuDNN's insides": RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    "cuBLAS's kernels": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m)`"
+    ),
+    "cuBLAS's insides": RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`"),
 }
 USER_ERRORS = {
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (32x10 and 11x4)"),
@@ -144,14 +154,17 @@ def test_tritons_own_type_is_a_kernel_limit():
     assert classify(triton.OutOfResources("out of resource: shared memory, Required: 200000")) == "kernel_limit"
 
 
-@pytest.mark.parametrize("error", [OUT_OF_MEMORY["torch's own type"], OUT_OF_MEMORY["the CPU allocator"]])
-def test_an_allocation_that_failed_leaves_the_device_usable(error):
-    assert leaves_device_usable(error)
+@pytest.mark.parametrize("name", ["torch's own type", "the CPU allocator", "cuDNN 9", "cuDNN 9 on the host"])
+def test_an_allocation_that_failed_leaves_the_device_usable(name):
+    assert leaves_device_usable(OUT_OF_MEMORY[name])
 
 
 @pytest.mark.parametrize(
     "error",
-    [OUT_OF_MEMORY["the CUDA runtime"], OUT_OF_MEMORY["NCCL"], OUT_OF_MEMORY["Triton"], KERNEL_LIMITS["a grid"]],
+    [
+        *(OUT_OF_MEMORY[name] for name in ("the CUDA runtime", "NCCL", "Triton")),
+        *(KERNEL_LIMITS[name] for name in ("a grid", "a launch", "cuDNN's kernels", "cuDNN's insides")),
+    ],
 )
 def test_a_failed_runtime_call_does_not(error):
     assert not leaves_device_usable(error)
@@ -160,3 +173,35 @@ def test_a_failed_runtime_call_does_not(error):
 def test_once_onednn_had_no_memory_for_a_primitive_it_makes_no_other():
     assert not leaves_device_usable(OUT_OF_MEMORY["oneDNN"])
     assert leaves_device_usable(KERNEL_LIMITS["oneDNN"])
+
+
+def chained(error, *, cause=None, context=None, inner=None):
+    error.__cause__, error.__context__ = cause, context  # as `raise … from` and an except block set them
+    if inner is not None:
+        error.inner_exception = inner
+    return error
+
+
+POISON = AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        chained(ValueError("the step failed"), cause=POISON),
+        chained(ValueError("the step failed"), context=POISON),
+        chained(torch.OutOfMemoryError("CUDA out of memory"), context=POISON),
+        chained(RuntimeError("backend='inductor' raised"), inner=chained(ValueError("no"), cause=POISON)),
+        chained(KeyError("x"), cause=ValueError("y"), context=POISON),
+    ],
+    ids=["stated", "handled", "out of memory later", "in a compiler", "handled beside a cause"],
+)
+def test_a_device_that_failed_stays_so_whatever_was_raised_next(error):
+    assert not leaves_device_usable(error)
+
+
+def test_errors_that_only_led_to_one_another_leave_the_device_usable():
+    first, second = ValueError("x"), KeyError("y")
+    first.__context__, second.__context__ = second, first  # not even this goes on for ever
+    assert leaves_device_usable(first)
+    assert leaves_device_usable(chained(ValueError("z"), cause=torch.OutOfMemoryError("CUDA out of memory")))

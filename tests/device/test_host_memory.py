@@ -170,20 +170,47 @@ def test_the_host_is_named_with_its_memory_and_what_is_free():
     assert 0 < free < total
 
 
-@pytest.mark.parametrize(
-    ("cap", "used", "total", "free"),
-    [
-        (4 * GIB, 1 * GIB, 4 * GIB, 3 * GIB),
-        (4 * GIB, 0, 4 * GIB, 4 * GIB),
-        (None, None, 64 * GIB, 20 * GIB),
-        (30 * GIB, 2 * GIB, 30 * GIB, 20 * GIB),
-    ],
-    ids=["a container's is its own", "an empty one", "no container", "a busy host with a container"],
-)
-def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(monkeypatch, cap, used, total, free):
+@pytest.fixture
+def container(monkeypatch, tmp_path):
+    """A host of 64 GiB, 20 of them free, and a cgroup folder with these files."""
     host = {"MemTotal": 64 * GIB, "MemAvailable": 20 * GIB}
     monkeypatch.setattr(host_memory, "_fields", lambda _: host)
-    monkeypatch.setattr(host_memory, "_cgroup_bytes", {"memory.max": cap, "memory.current": used}.get)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+
+    def write(**files):
+        for name, text in files.items():
+            (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("files", "total", "free"),
+    [
+        ({"max": 4 * GIB, "current": 1 * GIB}, 4 * GIB, 3 * GIB),
+        ({"max": 4 * GIB, "current": 0}, 4 * GIB, 4 * GIB),
+        ({}, 64 * GIB, 20 * GIB),
+        ({"max": "max", "current": 1 * GIB}, 64 * GIB, 20 * GIB),
+        ({"max": 30 * GIB, "current": 2 * GIB}, 30 * GIB, 20 * GIB),
+        (
+            {"max": 4 * GIB, "current": 4 * GIB, "stat": f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}"},
+            4 * GIB,
+            2 * GIB,
+        ),
+        ({"max": 4 * GIB, "current": 5 * GIB}, 4 * GIB, 0),
+    ],
+    ids=[
+        "a container's is its own",
+        "an empty one",
+        "no container",
+        "one without a limit",
+        "a busy host with a container",
+        "files that nobody uses are no use of memory",
+        "a full one",
+    ],
+)
+def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, total, free):
+    container(**files)
     memory = HostMemory()
     assert memory.describe()[1:] == (total, free)
     assert memory.default_limit(margin=0.05) == int(0.8 * free)

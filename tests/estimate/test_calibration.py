@@ -40,6 +40,7 @@ def test_only_the_latest_measurements_are_kept(folder):
 
 def test_what_cannot_be_true_is_not_kept():
     record(DRIVER, "context_bytes", -1)
+    record(DRIVER, "context_bytes", 3 * MIB)
     record(DRIVER, "convolution_share", 7.0)
     assert offsets_of("A100-80GB") == UNMEASURED
 

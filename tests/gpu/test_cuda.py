@@ -70,6 +70,37 @@ def test_sensors_are_read_while_steps_are_timed(task):
     assert all(point.power_watts and point.joules_per_sample and point.gpu_utilization is not None for point in points)
 
 
+POISON = """
+at_once = compute_loss
+
+def compute_loss(model, batch):
+    if len(batch) > 12:  # an index out of range on the device poisons its context
+        torch.zeros(4, device=batch.device)[batch.flatten() + 100].sum().item()
+    return at_once(model, batch)
+"""
+
+
+def test_a_size_that_poisons_the_context_is_an_outcome_and_the_next_ones_have_a_context_of_their_own(task):
+    import batchtune
+
+    task.write_text(task.read_text() + POISON)
+    found = batchtune.probe(task, device="cuda", memory_limit=8 * GIB, tolerance=0, throughput=False).probe
+    assert (found.max_batch_size, found.first_failing_batch_size) == (12, 13)
+    assert found.limited_by in {"user_error", "kernel_limit"}  # torch calls it a device-side assert
+    assert found.verified_in_fresh_process
+
+
+def test_a_precision_that_fails_does_not_end_the_others(task):
+    import batchtune
+
+    refusing = "if not torch.is_autocast_enabled('cuda'): raise RuntimeError('only half precision here')"
+    task.write_text(task.read_text() + POISON.replace("if len(batch) > 12:", f"{refusing}\n    if False:"))
+    result = batchtune.probe(task, device="cuda", memory_limit=4 * GIB, precision="all", throughput=False)
+    assert {probe.precision for probe in result.probes if probe.max_batch_size} == {"bf16", "fp16"}
+    assert result.probe.precision in {"bf16", "fp16"}
+    assert any(warning.startswith("fp32: ") for warning in result.warnings)
+
+
 @pytest.mark.parametrize("recipe", ["digits", "charlm"])
 def test_a_recipe_is_tuned_on_the_device(recipe, tmp_path):
     import batchtune

@@ -1,5 +1,7 @@
 """A probe from first attempt to certificate, on a scripted worker: final checks that fail, children that die."""
 
+import re
+
 import pytest
 
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
@@ -181,6 +183,23 @@ class TestTheFinalCheck:
         assert_certified(result)
         assert result.limited_by == "crash"
         assert result.max_batch_size <= 690
+
+    def test_a_check_that_is_silent_twice_in_a_row_ends_the_probe_with_a_word_on_why(self):
+        worker = ScriptedWorker(up_to(700), up_to(0, "timeout"))
+        failing = probe(worker, timeout=2.0)
+        with pytest.raises(NothingFitsError) as raised:
+            failing.run()
+        first, second = sizes(failing.result(), "verify")
+        assert first > second
+        assert re.fullmatch(
+            f"nothing passes the final check: it said nothing for 2 s at batch sizes {first} and {second}, "
+            "most likely in evaluation or saving, since the training steps of the search passed; raise --timeout .*",
+            str(raised.value),
+        )
+
+    def test_one_that_is_silent_once_goes_on_below(self):
+        worker = ScriptedWorker(up_to(700), lambda size: "timeout" if size > 697 else up_to(690)(size))
+        assert 680 < probe(worker, tolerance=0.0).run().max_batch_size <= 690
 
     def test_each_try_of_it_is_in_a_fresh_process(self):
         worker = ScriptedWorker(up_to(700), up_to(650))

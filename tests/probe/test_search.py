@@ -212,6 +212,19 @@ def test_finds_the_limit_whatever_peaks_are_known(peaks: str, size: int) -> None
     assert len(attempts) <= 2 * math.log2(size) + 4
 
 
+@pytest.mark.parametrize(("limit", "most"), [(None, 22), (LIMIT, 15)])
+def test_a_maximum_above_the_usual_end_of_a_search_is_reached_in_leaps(limit: int | None, most: int) -> None:
+    attempts = search(device(lambda tried: tried / 2**32), Bounds(maximum=2**31, tolerance=0), limit=limit)
+    assert attempts[-1].batch_size == 2**31
+    assert len(attempts) <= most
+
+
+def test_a_limit_above_the_usual_end_of_a_search_is_found_by_the_memory_used_as_any_other() -> None:
+    attempts = search(device(lambda tried: 0.3 + 0.7 * tried / 20_000_000), Bounds(maximum=2**31))
+    assert_proven(attempts, Bounds())
+    assert len(attempts) <= 10
+
+
 def test_a_straight_line_takes_few_attempts_and_about_one_oom() -> None:
     counts = [search(device(lambda tried, n=n: 0.3 + 0.7 * tried / n)) for n in (30, 300, 3000, 30_000, 190_000)]
     assert mean(len(attempts) for attempts in counts) <= 6.5

@@ -183,3 +183,16 @@ def test_metrics_come_as_plain_numbers():
 def test_the_bytes_of_a_sample_are_those_of_all_its_tensors_and_numbers():
     sample = {"x": torch.zeros(3), "y": [np.zeros(2), "four"], "z": (1, None)}
     assert tensor_bytes(sample) == 12 + 16 + 4 + 8
+
+
+def test_the_worst_batch_of_a_stream_that_tells_its_size_is_read_from_its_start():
+    class Stream(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            return (torch.zeros(number + 1) for number in range(10))
+
+    task = task_of(train_dataset=Stream, collate=torch.stack)
+    assert task.train_size() == 10
+    assert task.worst_batch(3).shape == (3, 10)

@@ -1,5 +1,6 @@
 """One attempt, in this process, on a device that runs out of memory on demand."""
 
+import contextlib
 import gc
 import re
 import tempfile
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from batchtune.train import life
 from batchtune.train.attempt import PeakTracker, attempt
 from batchtune.train.step import NonFiniteLossError
+from batchtune.train.timing import time_steps
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
@@ -74,6 +77,39 @@ class TestFits:
         assert seen == []
         assert run(task, 4, verify=True)[0].purpose == "verify"
         assert seen == [(False, False)]
+
+    def test_the_final_check_says_that_it_lives_before_it_evaluates_and_before_it_saves(self, run, wide, monkeypatch):
+        for name in ("tell", "told_at"):
+            monkeypatch.setattr(life._Signs, name, getattr(life._Signs, name))  # put back in the end
+        told = []
+        task = wide(evaluate=lambda model: told.append("evaluating") or 0.5)
+        life.tell_through(lambda: told.append("alive"))
+        assert run(task, 4)[0].fits
+        assert told == []
+        assert run(task, 4, verify=True)[0].fits
+        assert told == ["alive", "evaluating", "alive"]
+
+    @pytest.mark.parametrize("how", ["tried", "timed"])
+    def test_in_half_precision_no_step_is_skipped_however_high_the_gradients_are(self, fake_device, wide, how):
+        steps, optimizers = [], []
+
+        def compute_loss(model, batch):
+            steps.append(1)
+            return model(batch).float().sum()  # 8 for the bias: more than 8187 times that is no fp16
+
+        def build_optimizer(model, lr):
+            optimizers.append(torch.optim.Adam(model.parameters(), lr=lr))
+            return optimizers[-1]
+
+        task = wide(compute_loss=compute_loss, build_optimizer=build_optimizer)
+        with fake_device() as device:
+            if how == "tried":
+                assert attempt(task, device, batch_size=8, steps=3, precision="fp16")[0].fits
+            else:
+                time_steps(task, device, batch_size=8, precision="fp16", seconds=0.0)
+        states = optimizers[0].state.values()
+        assert states
+        assert {int(state["step"]) for state in states} == {len(steps)}
 
     def test_saving_in_the_final_check_needs_no_room_on_a_disk(self, run, wide, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
@@ -157,6 +193,58 @@ class TestUserErrors:
         task = wide(compute_loss=lambda model, batch: model(batch).sum() * factor)
         with pytest.raises(NonFiniteLossError, match="in the very first step, at batch size 2, before any weight"):
             run(task, 2)
+
+
+class TestADeviceThatFailed:
+    """After some failures whatever is asked of it raises once more, giving memory back, too."""
+
+    @pytest.fixture
+    def poisoned(self, fake_device):
+        class Poisoned(fake_device):
+            error = None
+
+            @contextlib.contextmanager
+            def attempt(self, batch_size):
+                self.release()
+                try:
+                    yield
+                finally:
+                    self.release()
+
+            def release(self):
+                if self.error is not None:
+                    exec(compile("raise error", torch.__file__, "exec"), {"error": self.error})  # as torch does
+
+        return Poisoned()
+
+    def test_the_outcome_is_that_of_the_first_failure_and_the_process_is_done_with(self, poisoned, wide):
+        def compute_loss(model, batch):
+            poisoned.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            poisoned.release()
+
+        with poisoned:
+            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+        assert (found.outcome, found.steps, usable) == ("kernel_limit", 0, False)
+        assert found.message == "CUDA error: an illegal memory access was encountered"
+
+    def test_a_failure_of_the_users_own_stays_theirs(self, poisoned, wide):
+        def compute_loss(model, batch):
+            poisoned.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+            raise ValueError("expected 10 classes")
+
+        with poisoned:
+            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+        assert (found.outcome, usable) == ("user_error", False)
+        assert "expected 10 classes" in found.message
+
+    def test_a_failure_that_shows_only_then_is_the_outcome(self, poisoned, wide):
+        def compute_loss(model, batch):
+            poisoned.error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+            return model(batch).mean()
+
+        with poisoned:
+            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+        assert (found.outcome, found.steps, usable) == ("kernel_limit", 1, False)
 
 
 def test_the_peak_of_forward_and_backward_is_kept_apart_from_the_optimizers(fake_device):

@@ -3,6 +3,7 @@
 The backend is `eager`: dynamo captures, guards and compiles again as it does with any other, and no compiler is needed.
 """
 
+import importlib
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch import nn
 
 from batchtune.device.memory import Peaks
 from batchtune.task.contract import Task
+from batchtune.train import life
 from batchtune.train.attempt import StepTimes, attempt
 from batchtune.train.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
 from batchtune.train.timing import time_steps
@@ -111,6 +113,27 @@ def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
         assert time.monotonic() - begun > 8
         with pytest.raises(WorkerLost, match="no sign of life for 7 s"):
             worker.call("attempt", timeout=7, batch_size=13, steps=1, precision="fp32")
+
+
+def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch):
+    told = []
+
+    def patient(graph, _inputs):
+        told.append("begun")
+        time.sleep(0.5)
+        told.append("done")
+        return graph.forward
+
+    monkeypatch.setattr(life, "_PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(life._Signs, "watch", None)  # of another test, it may sleep for long
+    monkeypatch.setattr(life._Signs, "tell", lambda: told.append("alive"))
+    importlib.import_module("torch._dynamo.callback")  # as torch.compile does
+    life.tell_while_compiling()
+    task = task_of(lambda: torch.compile(nn.Linear(4, 1), backend=patient))
+    for size in (8, 16, 32):
+        told.clear()
+        assert run(task, size, steps=1).outcome == "fit"
+        assert "alive" in told[told.index("begun") : told.index("done")]
 
 
 def test_many_long_steps_are_no_silence(tmp_path):

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from batchtune.errors import DeviceError, UsageError, UserCodeError
+from batchtune.train.process import LocalProcess
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +85,7 @@ def wander():
 def replace_stdout():
     sys.stdout = None
 
-def claim_memory():
+def claim_memory(*_):
     raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 def bear():
@@ -282,6 +283,12 @@ BAD = {
         UserCodeError,
         r"the task replaces time\.perf_counter, which times its steps; leave that clock as it is",
     ),
+    "meets a device that others fill": (
+        f"{TASK}\nfrom batchtune.device.host_memory import HostMemory\nHostMemory.enforce = claim_memory",
+        {},
+        DeviceError,
+        r"^--device cpu: cannot be used now: CUDA out of memory\. Tried to allocate 20\.00 GiB$",
+    ),
     "dies": ("import os\nos.kill(os.getpid(), 11)", {}, UserCodeError, "ended in crash: the process died by SIGSEGV"),
 }
 
@@ -398,3 +405,34 @@ class TestASpare:
             worker.renew()
             with pytest.raises(UserCodeError, match="imported"):
                 worker.start()
+
+
+RUNAWAY = """
+import subprocess, sys
+sleeping = subprocess.Popen(["sleep", "30"], start_new_session=True, stdin=subprocess.DEVNULL)
+print(sleeping.pid, file=sys.stderr, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_closing_does_not_wait_for_what_got_away_with_the_childs_streams():
+    printed: queue.Queue[str] = queue.Queue()
+    process = LocalProcess([sys.executable, "-c", RUNAWAY], os.environ, printed.put)
+    runaway = psutil.Process(int(printed.get(timeout=30)))
+    try:
+        began = time.monotonic()
+        process.close()
+        assert time.monotonic() - began < 5
+        assert runaway.is_running()
+    finally:
+        runaway.kill()
+
+
+def test_children_that_are_closed_leave_neither_files_nor_threads():
+    for _ in range(5):
+        process = LocalProcess([sys.executable, "-c", "print('{}'); input()"], os.environ)
+        assert process.answer(30) == {}
+        process.close()
+        assert not any(reader.is_alive() for reader in process._readers)
+        opened = process._process
+        assert all(stream.closed for stream in (opened.stdin, opened.stdout, opened.stderr))

@@ -59,3 +59,10 @@ def test_a_users_ends_are_tried_where_no_power_of_two_is_near():
 
 def test_no_candidate_but_the_baseline_is_below_a_users_minimum():
     assert min(sizes(minimum=4, multiple_of=3, baseline=6).batch_sizes) == 6
+
+
+def test_an_end_that_must_be_accumulated_is_one_that_divides_evenly():
+    last = sizes(largest=256, maximum=499, baseline=16).batch_sizes[-1]
+    assert last == 498
+    assert split_batch(last, 256) == (249, 2)
+    assert sizes(largest=256, minimum=349, maximum=600, baseline=512).batch_sizes[0] == 350

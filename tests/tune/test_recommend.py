@@ -188,8 +188,8 @@ def test_many_seeds_are_resampled_without_counting_every_case():
 def with_misses(*, misses=0, divergences=0, failures=0, reached=(4.0, 4.5, 5.0)):
     """Three seeds of the baseline, and one contender that comes to nothing on some more; it trained 0.2 s there."""
     trials = confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), reached))
-    for outcome, count in (("finished", misses), ("diverged", divergences), ("oom", failures)):
-        state = "fail" if outcome == "oom" else "pruned"
+    for outcome, count in (("finished", misses), ("diverged", divergences), ("crash", failures)):
+        state = "fail" if outcome == "crash" else "pruned"
         for _ in range(count):
             lost = trial(len(trials), "confirm", 64, 1e-2, None, state=state, used=0.2)
             trials.append(lost.model_copy(update={"outcome": outcome}))
@@ -236,3 +236,13 @@ def test_a_metric_of_a_run_that_failed_is_no_answer():
     crashed = trial(2, "search", 128, 1e-2, None, value=0.1, state="fail").model_copy(update={"outcome": "oom"})
     found, _ = recommend([good, crashed], kind="best_metric", goal="minimize")
     assert found.global_batch_size == 64
+
+
+def test_what_a_run_that_failed_did_not_settle_is_taken_from_those_that_trained():
+    trials = confirmed(((32, 1e-3), (10, 11, 12)))
+    horizon = {"total_steps": 700}
+    trials.append(trial(9, "confirm", 64, 1e-2, None, state="fail").model_copy(update={"outcome": "crash"}))
+    trials += [trial(10 + n, "confirm", 64, 1e-2, None, value=0.01).model_copy(update=horizon) for n in range(2)]
+    found, _ = recommend(trials, kind="best_metric", goal="minimize")
+    assert found.global_batch_size == 64
+    assert found.total_steps == 700

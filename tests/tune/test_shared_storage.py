@@ -19,7 +19,7 @@ from batchtune.errors import UsageError
 from batchtune.progress import Observer
 from batchtune.results import Prior
 from batchtune.tune import storage as storage_module
-from batchtune.tune.shared import Agreement, Machines
+from batchtune.tune.shared import Agreement, Machines, delete_study
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
 
@@ -238,19 +238,16 @@ def test_machines_go_by_what_the_first_has_settled_unless_they_are_of_another_ki
         Agreement(storage, plan.config, "T4").look()
 
 
-def test_a_study_is_started_over_unless_another_machine_is_at_work_in_it(opened, tmp_path, quick):
-    task = tmp_path / "model.py"
-    task.touch()
-    storage, plan = opened("again"), law.plan(task=str(task), storage="postgresql+psycopg://host/again")
-    agreement = Agreement(storage, plan.config, "A100")
-    agreement.start_over()  # there is none yet
+def test_a_study_is_deleted_unless_a_machine_is_at_work_in_it(opened, quick):
+    storage = opened("again")
+    delete_study(storage, "law")  # there is none yet
     study = optuna.create_study(study_name="law", storage=storage)
     trial = study.ask()
     Machines(study).announce(trial)
-    with pytest.raises(UsageError, match="another machine is at work in study law"):
-        agreement.start_over()
+    with pytest.raises(UsageError, match="a run of study law was alive a moment ago"):
+        delete_study(storage, "law")
     time.sleep(3.5)  # it has died
-    agreement.start_over()
+    delete_study(storage, "law")
     assert optuna.get_all_study_names(storage) == []
 
 

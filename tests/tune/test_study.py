@@ -593,30 +593,83 @@ class TestPace:
     def ledger(self):
         return Ledger(optuna.create_study(), SECONDS)
 
-    def ran(self, ledger, batch_size, step_seconds, precision="bf16"):
+    def ran(self, ledger, micro, step_seconds, *, precision="bf16", steps=1):
         sizes = {
             "batch_size": optuna.distributions.IntDistribution(1, 10**6),
             "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
         }
+        batch_size = micro * steps
         ledger._study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1})
         trial = ledger._study.ask(sizes)
         curve = [CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
-        for key, value in {"precision": precision, "curve": curve_attribute(curve), "outcome": "reached"}.items():
+        made_up = {"micro_batch_size": micro, "gradient_accumulation_steps": steps, "precision": precision}
+        for key, value in (made_up | {"curve": curve_attribute(curve), "outcome": "reached"}).items():
             trial.set_user_attr(key, value)
         ledger._study.tell(trial, 1.0)
 
     def test_runs_of_another_precision_tell_nothing(self, ledger):
         self.ran(ledger, 64, 1e-3)
-        assert ledger.step_seconds(64, "fp32", self.FIT) is None
-        assert ledger.step_seconds(64, "bf16", self.FIT) == pytest.approx(1e-3)
+        assert ledger.step_seconds(64, 1, "fp32", self.FIT) is None
+        assert ledger.step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1e-3)
 
     def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, ledger):
         load = 1e-5  # seconds of a sample, which the fit does not know
         self.ran(ledger, 32, 1e-3 + 32 * (1e-6 + load))
-        assert ledger.step_seconds(4096, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
+        assert ledger.step_seconds(4096, 1, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
         self.ran(ledger, 1024, 1e-3 + 1024 * (1e-6 + load))
-        assert ledger.step_seconds(4096, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
+        assert ledger.step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
 
     def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, ledger):
         self.ran(ledger, 1000, 4e-3)  # twice what the fit says
-        assert ledger.step_seconds(100, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))
+        assert ledger.step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))
+
+    def test_another_split_of_the_same_batch_has_a_pace_of_its_own(self, ledger):
+        self.ran(ledger, 256, 1e-3 + 256e-6)
+        assert ledger.step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(16 * (1e-3 + 16e-6))
+
+
+def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_nothing(tmp_path):
+    class Crowded(law.LawWorker):
+        """Another program has the memory in the fifth run."""
+
+        def call(self, command, **spec):
+            if len(self.specs) == 4:
+                self.specs.append(spec)
+                raise WorkerLost("oom", "CUDA out of memory")
+            return super().call(command, **spec)
+
+    worker = Crowded(noise=0.05)
+    settled = {"candidates": Candidates((16, 64), "for the test")}
+    study(tmp_path, worker, settled=settled, baseline=Baseline(batch_size=64, learning_rate=1e-3)).run()
+    assert all(spec["accumulation_steps"] == 1 for spec in worker.specs)
+
+
+def failing_on_fresh_seeds(tmp_path, outcome):
+    """A study whose best contender fails on every fresh seed, and the runs that its second start makes."""
+    target = {"objective": Objective(target=0.5), "confirm": Confirm(seeds=3, top=1)}
+
+    class Fragile(law.LawWorker):
+        def call(self, command, **spec):
+            if spec["seed"] > 1_000_000 and spec["learning_rate"] != 1e-3:
+                self.specs.append(spec)
+                raise outcome
+            return super().call(command, **spec)
+
+    first = study(tmp_path, Fragile(noise=0.05), **target)
+    first.run()
+    again = Fragile(noise=0.05)
+    second = study(tmp_path, again, **target)
+    second.run()
+    return first, second, again
+
+
+@pytest.mark.parametrize("outcome", [WorkerLost("crash", "SIGSEGV"), UserCodeError("evaluate raised")])
+def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again(tmp_path, outcome):
+    first, second, again = failing_on_fresh_seeds(tmp_path, outcome)
+    failed = [trial for trial in first.records() if trial.role == "confirm" and trial.state == "fail"]
+    assert len(failed) == 3
+    found, _ = first.recommendation()
+    assert found.global_batch_size == 16
+    assert found.reason == "no other configuration came to a result on most of its fresh seeds"
+    assert again.specs == []
+    assert second.recommendation() == first.recommendation()

@@ -216,20 +216,29 @@ def test_a_place_where_a_run_crashed_is_not_tried_again():
     assert min(math.dist(first, second) for first, second in itertools.pairwise(again)) < 0.5
 
 
-def test_numbers_that_are_written_into_configurations_have_three_digits_and_stay_in_their_range():
+def test_numbers_that_are_written_into_configurations_are_short_and_stay_in_their_range():
     space = {
         "weight_decay": optuna.distributions.FloatDistribution(1.23456e-4, 0.1, log=True),
         "dropout": optuna.distributions.FloatDistribution(0.0, 0.987654),
         "layers": optuna.distributions.IntDistribution(1, 100_000),
         "edge": optuna.distributions.FloatDistribution(1.23456, 1.23457),
+        "beta2": optuna.distributions.FloatDistribution(0.99, 0.9999),
     }
     study = optuna.create_study(sampler=RoundingSampler(seed=1, n_startup_trials=3))
     for number in range(8):
         trial = study.ask(space)
         study.tell(trial, float(number))
     for trial in study.trials:
-        for name in ("weight_decay", "dropout"):
-            assert trial.params[name] == float(f"{trial.params[name]:.3g}")
+        for name, value in (
+            ("weight_decay", f"{trial.params['weight_decay']:.3g}"),
+            ("dropout", f"{trial.params['dropout']:.4f}"),
+        ):
+            assert trial.params[name] == float(value)
             assert space[name].low <= trial.params[name] <= space[name].high
         assert 1.23456 <= trial.params["edge"] <= 1.23457
+    assert (
+        len({trial.params["beta2"] for trial in study.trials})
+        == len({trial.params["edge"] for trial in study.trials})
+        == 8
+    )
     assert any(trial.params["layers"] > 1000 and trial.params["layers"] % 10 for trial in study.trials)

@@ -1,0 +1,219 @@
+"""A whole probe on a scripted GPU: precisions that fail beside others that do not, and what it learns of contexts."""
+
+import json
+
+import pytest
+
+from batchtune.device.sharing import Sharing
+from batchtune.errors import NothingFitsError, UserCodeError
+from batchtune.probe import run
+from batchtune.probe.runner import ProbeOptions
+from batchtune.progress import Observer
+from batchtune.results import Attempt, LoaderPoint, ThroughputPoint
+from batchtune.train.worker import WorkerSettings
+
+MIB = 2**20
+FREE, CONTEXT, CACHED = 1000 * MIB, 400 * MIB, 300 * MIB
+
+
+class ScriptedGpu:
+    """A GPU and the one child there is on it, whose context is complete once it has trained.
+
+    Args:
+        outcome: of an attempt, by precision, batch size and whether it is the final check.
+        precisions: asked for.
+    """
+
+    def __init__(self, outcome, precisions):
+        self.outcome, self.precisions = outcome, precisions
+        self.free, self.facts = FREE, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def start(self):
+        if self.free == FREE:
+            self.facts = {
+                "device": "cuda:0",
+                "nvml_uuid": "GPU-1",
+                "environment": {
+                    "device": "NVIDIA H200",
+                    "device_memory_bytes": 2 * FREE,
+                    "device_memory_free_bytes": self.free,
+                },
+                "precision": [[name, "asked for"] for name in self.precisions],
+                "memory_limit_bytes": 900,
+                "train_size": 64,
+                "has_train_dataset": True,
+            }
+            self.free -= CONTEXT // 2
+        return self.facts
+
+    def prepare(self):
+        """Nothing to do."""
+
+    def renew(self):
+        self.free = FREE
+
+    close = renew
+
+    def call(self, command, *, timeout, batch_size, precision="", **arguments):
+        self.start()
+        if command == "count_flops":
+            return {"flops_per_sample": 1.0}
+        if command == "time_loader":
+            arguments.pop("seconds")
+            return LoaderPoint(**arguments, samples_per_second=1e6).model_dump()
+        if command == "time_steps":
+            self.free = FREE - CONTEXT - CACHED
+            speed = {"fp32": 9.0, "bf16": 5.0}[precision]
+            return ThroughputPoint(batch_size=batch_size, samples_per_second=speed, step_seconds=1.0).model_dump()
+        self.free = FREE - CONTEXT
+        outcome = self.outcome(precision, batch_size, arguments["verify"])
+        if isinstance(outcome, Exception):
+            self.renew()
+            raise outcome
+        purpose, message = "verify" if arguments["verify"] else "search", None if outcome == "fit" else "no"
+        found = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, message=message, steps=3)
+        return {"attempt": found.model_dump()}
+
+
+class NoForesight:
+    """Nothing is expected."""
+
+    def __init__(self, *_, **__):
+        """Nothing to start."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Nothing to end."""
+
+    def look(self, *_, **__):
+        return None
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(run, "record", lambda *what: recorded.append(what))
+    return recorded
+
+
+@pytest.fixture
+def probed(monkeypatch, recorded):
+    def probed(outcome, precisions=("fp32", "bf16"), **options):
+        gpu = ScriptedGpu(outcome, precisions)
+        monkeypatch.setattr(run, "Foresight", NoForesight)
+        monkeypatch.setattr(run, "Worker", lambda *_: gpu)
+        monkeypatch.setattr(run, "look", lambda _uuid: Sharing(gpu.free))
+        monkeypatch.setattr(run, "_SETTLING_SECONDS", (0.0,))
+        settings = WorkerSettings(task=__file__, device="cuda")
+        return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer())
+
+    return probed
+
+
+def fits(_precision, size, _verify):
+    return "fit" if size <= 8 else "oom"
+
+
+def but(name, otherwise, *, only_checked=False):
+    """As `fits`, but for one precision."""
+    return lambda precision, size, verify: (
+        otherwise if precision == name and verify >= only_checked else fits(precision, size, verify)
+    )
+
+
+class TestPrecisions:
+    @pytest.mark.parametrize("throughput", [True, False])
+    @pytest.mark.parametrize("failing", ["fp32", "bf16"])
+    @pytest.mark.parametrize(
+        ("otherwise", "only_checked", "why"),
+        [
+            ("oom", False, "nothing fits within 0 MiB: batch size 1 ended in oom"),
+            ("user_error", False, "no"),
+            (UserCodeError("compute_loss returned nan"), False, "compute_loss returned nan"),
+            ("user_error", True, "no"),
+        ],
+        ids=["no room", "an error", "no number", "an error in evaluation"],
+    )
+    def test_one_that_fails_is_told_of_and_another_is_the_answer(
+        self, probed, failing, otherwise, only_checked, why, throughput
+    ):
+        result = probed(but(failing, otherwise, only_checked=only_checked), throughput=throughput)
+        assert result.status == "complete"
+        assert {each.precision for each in result.probes} == {"fp32", "bf16"}
+        assert (result.probe.precision != failing, result.probe.max_batch_size) == (True, 8)
+        assert any(warning.startswith(f"{failing}: {why}") for warning in result.warnings)
+        assert (result.probe.input_pipeline is not None) == throughput
+
+    def test_where_all_fail_the_first_error_is_raised_and_the_others_are_told_of(self, probed):
+        errors = {"fp32": UserCodeError("not in fp32"), "bf16": NothingFitsError("not in bf16")}
+        with pytest.raises(UserCodeError, match="not in fp32") as raised:
+            probed(lambda precision, _size, _verify: errors[precision])
+        result = raised.value.result
+        assert (result.status, result.error.message, result.warnings) == (
+            "failed",
+            "not in fp32",
+            ["bf16: not in bf16"],
+        )
+
+    def test_where_all_do_well_the_fastest_is_the_answer(self, probed):
+        result = probed(fits)
+        assert (result.probe.precision, result.warnings) == ("fp32", [])
+
+
+class TestContexts:
+    @pytest.mark.parametrize("throughput", [True, False])
+    def test_what_a_child_takes_beside_its_tensors_is_kept(self, probed, recorded, throughput):
+        probed(fits, throughput=throughput)
+        assert recorded == [("NVIDIA H200", "context_bytes", CONTEXT)]
+
+    def test_what_somebody_else_took_meanwhile_is_not(self, probed, recorded, monkeypatch):
+        monkeypatch.setattr(run, "_SAME_BYTES", -1)
+        probed(fits)
+        assert recorded == []
+
+
+ONLY_IN_HALF = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(8, 1)
+
+def make_batch(batch_size):
+    return torch.ones(batch_size, 8)
+
+def compute_loss(model, batch):
+    if not torch.is_autocast_enabled("cpu"):
+        raise ValueError("half precision only")
+    return model(batch).mean()
+"""
+
+
+def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
+    cli.write("half.py", ONLY_IN_HALF)
+    flags = ("--max", 2, "--memory-limit", "300MiB", "--precision", "all", "--device", "cpu", "--no-throughput", "-q")
+    found = cli("probe", "half.py", *flags, "--json", "-o", "half.json")
+    assert found.code == 0, found.err
+    document = json.loads(found.out or (cli.folder / "half.json").read_text())
+    assert (document["status"], document["probe"]["precision"], document["probe"]["max_batch_size"]) == (
+        "complete",
+        "bf16",
+        2,
+    )
+    (failed,) = (each for each in document["probes"] if "max_batch_size" not in each)
+    assert failed["precision"] == "fp32"
+    assert any(each.startswith("fp32: compute_loss raised ValueError") for each in document["warnings"])
+    shown = cli("report", "half.json", "--format", "table")
+    assert "probe fp32: nothing fits" in shown.out
+    assert "probe bf16 largest batch 2" in shown.out
+    page = cli("report", "half.json", "--format", "html", "-o", "half.html")
+    assert (page.code, page.err) == (0, "")
+    assert "half precision only" in (cli.folder / "half.html").read_text()

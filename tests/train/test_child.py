@@ -1,0 +1,101 @@
+"""A child's and a rank's commands in this process: what they ask of a device, in which order, and one that is busy."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from batchtune.device.sharing import Sharing
+from batchtune.device.telemetry import Sensors
+from batchtune.results import DeviceProcess
+from batchtune.train import child
+from batchtune.train.child import Child, run_command
+from batchtune.train.parallel import Parallel
+from batchtune.train.rank import Meeting, RankChild
+
+TASK = """
+from torch import nn
+def build_model(): return nn.Linear(1, 1)
+def make_batch(batch_size): ...
+def compute_loss(model, batch): ...
+"""
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be reported later"
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What was done with the device, in order; it has room for 100 bytes."""
+    done = []
+
+    def look(_):
+        done.append("looked")
+        return Sharing(10, (DeviceProcess(pid=12, memory_bytes=3 * 2**30), DeviceProcess(pid=99)))
+
+    def open_device(_):
+        done.append("opened")
+        return SimpleNamespace(
+            device=torch.device("cpu"),
+            describe=lambda: ("a device", 200, 100),
+            default_limit=lambda _margin: 100,
+            enforce=lambda limit: done.append(f"limited to {limit}"),
+        )
+
+    monkeypatch.setattr(Sensors, "sharing", look)
+    monkeypatch.setattr("batchtune.device.memory.open_device", open_device)
+    monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
+    monkeypatch.setattr(child, "_set_libraries_apart", lambda: None)
+    monkeypatch.setattr(child, "tell_through", lambda _: None)
+    return done
+
+
+@pytest.fixture
+def opening(tmp_path):
+    """The arguments of `open`."""
+    (tmp_path / "model.py").write_text(TASK)
+    names = {"task": str(tmp_path / "model.py"), "device": "cpu", "purpose": "probe", "precision": ["fp32"]}
+    return names | {"memory_limit": None, "margin": 0.05, "optimizer_arguments": [], "metric": None}
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    return RankChild(None, Meeting("127.0.0.1", 1, "", "fsdp", ""))
+
+
+def test_a_child_looks_who_is_there_before_it_opens_the_device(done, opening):
+    facts = Child(None).open(**opening)
+    assert done == ["looked", "opened", "limited to 100"]
+    assert (facts["memory_limit_bytes"], facts["environment"]["device_memory_free_bytes"]) == (100, 10)
+
+
+def test_a_rank_does_so_too_and_opens_the_device_once_with_its_part_of_the_hosts_memory(done, opening, rank):
+    facts = rank.open(**opening)
+    assert done == ["looked", "opened", "joined", "limited to 50"]
+    assert (facts["world_size"], facts["strategy"], facts["backend"]) == (4, "fsdp", "gloo")
+    assert [process["pid"] for process in facts["environment"]["other_processes"]] == [12, 99]
+
+
+def test_the_limit_that_the_user_names_is_each_ranks(done, opening, rank):
+    rank.open(**opening | {"memory_limit": 70})
+    assert done[-1] == "limited to 70"
+
+
+def test_no_room_at_all_is_a_limit_too(done, opening):
+    assert Child(None).open(**opening | {"memory_limit": 0})["memory_limit_bytes"] == 0
+    assert done[-1] == "limited to 0"
+
+
+@pytest.mark.parametrize("command", ["describe", "open"])
+def test_a_device_that_is_busy_is_said_to_be_with_those_who_hold_it(done, opening, monkeypatch, command):
+    def refuse(_):
+        raise RuntimeError(BUSY)
+
+    monkeypatch.setattr("batchtune.device.memory.open_device", refuse)
+    arguments = opening if command == "open" else {"device": "cpu"}
+    told = run_command(getattr(Child(None), command), arguments)
+    assert told["exit_code"] == 5
+    assert told["error"] == (
+        "--device cpu: cannot be used now: CUDA error: CUDA-capable device(s) is/are busy or unavailable; "
+        "its memory is held by other processes: pid 12 3.0 GiB, pid 99"
+    )
