@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "check", "environment", "estimate", "find_batch_size", "load_result", "probe", "tune"]
 
-_LARGEST = 2**32 - 1  # that a result document takes as a batch size
+_LARGEST = 2**31 - 1  # that a result document takes as a count
 
 
 def probe(
@@ -262,11 +262,13 @@ def tune(
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.config import Config
-    from batchtune.config_file import load_config
+    from batchtune.config_file import default_name, load_config
     from batchtune.progress import Observer
     from batchtune.tune.run import run_tune
 
     loaded = config if isinstance(config, Config) else load_config(config, overrides)
+    if not loaded.name:
+        loaded = loaded.model_copy(update={"name": default_name(Path(loaded.task.partition(":")[0]))})
     return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))
 
 

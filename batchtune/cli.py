@@ -157,8 +157,13 @@ def probe(
     min_: Annotated[
         int, typer.Option("--min", envvar="BATCHTUNE_BATCH_SIZE_MIN", help="Smallest micro-batch size.")
     ] = 1,
-    max_: Annotated[int | None, typer.Option("--max", help="Largest micro-batch size; never exceeded.")] = None,
-    multiple_of: Annotated[int, typer.Option(help="Try multiples of this only.")] = 1,
+    max_: Annotated[
+        int | None,
+        typer.Option("--max", envvar="BATCHTUNE_BATCH_SIZE_MAX", help="Largest micro-batch size; never exceeded."),
+    ] = None,
+    multiple_of: Annotated[
+        int, typer.Option(envvar="BATCHTUNE_BATCH_SIZE_MULTIPLE_OF", help="Try multiples of this only.")
+    ] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps of one attempt.")] = 3,
     device: Annotated[str, typer.Option(envvar="BATCHTUNE_DEVICE", help="auto, cpu, cuda:0, mps, …")] = "auto",
     tolerance: Annotated[

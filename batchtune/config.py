@@ -161,8 +161,9 @@ class BatchSize(Section):
         if self.max != "auto":
             if self.min > self.max:
                 raise ValueError(f"min {self.min} is greater than max {self.max}; swap them or raise max")
-            if self.multiple_of != "auto" and self.multiple_of > self.max:
-                raise ValueError(f"no multiple of multiple_of {self.multiple_of} is within max {self.max}")
+            if self.multiple_of != "auto" and -(-self.min // self.multiple_of) * self.multiple_of > self.max:
+                between = f"from min {self.min} to max {self.max}" if self.min > 1 else f"within max {self.max}"
+                raise ValueError(f"no multiple of multiple_of {self.multiple_of} is {between}")
         return self
 
 

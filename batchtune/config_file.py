@@ -104,7 +104,7 @@ def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, pro
         found.sort(key=lambda problem: _line(problem[0], file))
         raise _refused([*problems, *(f"{where}: {what}" for where, what in found)])
     task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
-    return config.model_copy(update={"task": task, "name": config.name or _default_name(file)})
+    return config.model_copy(update={"task": task, "name": config.name or default_name(file)})
 
 
 def _refused(problems: list[str]) -> UsageError:
@@ -114,7 +114,7 @@ def _refused(problems: list[str]) -> UsageError:
     )
 
 
-def _default_name(file: Path) -> str:
+def default_name(file: Path) -> str:
     """The config's own name, or its folder's where the file is called what every config is called."""
     stem = file.resolve().parent.name if file.stem in {"config", "batchtune"} else file.stem
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:90].strip(".-_")

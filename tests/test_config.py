@@ -80,6 +80,10 @@ def test_a_task_is_all_that_must_be_given():
     [
         ({"batch_size": {"min": 64, "max": 32}}, "min 64 is greater than max 32"),
         ({"batch_size": {"max": 4, "multiple_of": 8}}, "no multiple of multiple_of 8 is within max 4"),
+        (
+            {"batch_size": {"min": 17, "max": 31, "multiple_of": 16}},
+            "no multiple of multiple_of 16 is from min 17 to max 31",
+        ),
         ({"batch_size": {"min": 0}}, "greater than or equal to 1"),
         ({"batch_size": {"min": True}}, "should be a number, not true"),
         ({"batch_size": {"max": 1.5}}, "valid integer"),

@@ -174,6 +174,10 @@ def _probe_at(
         foreseen.learn(facts["environment"]["device"], probe.attempts)
 
 
+_NO_ANSWER = dict.fromkeys(("max_batch_size", "first_failing_batch_size", "limited_by", "data_parallel"))
+"""What a result lacks whose search found a size that the final check then refused, as it did all others."""
+
+
 class _Session:
     """What is known so far, so that an error at any moment still leaves a document."""
 
@@ -220,7 +224,13 @@ class _Session:
 
     def _results(self) -> list[ProbeResult]:
         precision, fed = self._fed
-        results = [probe.result() for probe in self.probes]
+        failed = {name for name, _ in self.failures}
+        results = [
+            each
+            if each.verified_in_fresh_process or each.precision not in failed
+            else each.model_copy(update=_NO_ANSWER)
+            for each in (probe.result() for probe in self.probes)
+        ]
         return [
             each.model_copy(update={"input_pipeline": fed}) if each.precision == precision else each for each in results
         ]

@@ -22,7 +22,7 @@ _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are
 _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # when the final check fails: the next size is so much smaller, then ever more
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
-_MOST_SILENCES = 2  # of the final check in a row: then it is not the batch size that makes it slow
+_MOST_SILENCES = 2  # of the final check in a row, the second at half the size: then it is not that which takes long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +272,7 @@ class Probe:
             if all((each.purpose, each.outcome) == ("verify", "timeout") for each in self.attempts[-_MOST_SILENCES:]):
                 raise self._silent_check()
             share = max(tolerance / 2, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
+            share = 0.5 if self.attempts[-1].outcome == "timeout" else share
             failed, tries = size, tries + 1
             size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
             if size < max(unit, self._options.minimum):
@@ -323,7 +324,7 @@ class Probe:
         return NothingFitsError(
             f"nothing passes the final check: it said nothing for {self._options.timeout:g} s at batch sizes {sizes}, "
             "most likely in evaluation or saving, since the training steps of the search passed; "
-            "raise --timeout if these really take that long"
+            "make evaluate() quicker, or raise --timeout of probe if that really takes so long"
         )
 
     def _nothing_fits(self) -> BatchtuneError:
@@ -335,6 +336,7 @@ class Probe:
         why: dict[str, str] = {
             "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
             "timeout": "raise --timeout if one attempt really takes that long",
+            "kernel_limit": "an index or a label out of range looks like this, too: run the task by itself on the CPU",
         }
         remedy = why.get(first.outcome, "run the task by itself to see why")
         when = f" after {first.steps} steps of the final check" if first.purpose == "verify" else ""

@@ -104,7 +104,8 @@ def next_size(
     """
     unit, limit = bounds.multiple_of, memory_limit_bytes
     floor = max(1, math.ceil(bounds.minimum / unit)) * unit
-    ceiling = (CEILING if bounds.maximum is None else bounds.maximum) // unit * unit
+    ceiling = max(CEILING, floor) if bounds.maximum is None else bounds.maximum
+    ceiling = ceiling // unit * unit
     if ceiling < floor:
         return Choice(None, f"no multiple of {unit} lies between the minimum and the maximum")
     attempts = [attempt for attempt in attempts if floor <= attempt.batch_size <= ceiling]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import believed, estimated, named_values, probes_of
 from batchtune.report.units import duration, number, size
-from batchtune.report.wording import CONFIGURATIONS, batch_text, certificate, configurations, ranks, step_time
+from batchtune.report.wording import (
+    CONFIGURATIONS,
+    batch_text,
+    certificate,
+    configurations,
+    largest_batch,
+    ranks,
+    step_time,
+)
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 
 _MOST_ESTIMATES = 20
@@ -200,7 +208,8 @@ def notebook(result: Result) -> str:
         parts += [tag("p", _sentence(result.recommendation.reason))]
     for probe in probes_of(result):
         fits = probe.max_batch_size is not None
-        largest = f"largest batch {probe.max_batch_size:,} {certificate(probe)}" if fits else "nothing fits"
+        largest = largest_batch(probe)
+        largest = f"largest batch {largest} {certificate(probe)}" if fits else largest
         parts.append(tag("p", f"{probe.precision}: {largest}."))
     estimates = result.estimates or []
     for row in estimates[:_MOST_ESTIMATES]:

@@ -11,6 +11,7 @@ from batchtune.report.page_answer import answer
 from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
 from batchtune.report.pick import estimate_notes, probes_of
 from batchtune.report.units import duration, size
+from batchtune.report.wording import largest_batch
 from batchtune.results import ProbeResult, Result
 
 _OUTCOMES = {
@@ -101,7 +102,7 @@ def _certificate(probe: ProbeResult) -> Markup:
     why = None if failing is None else _OUTCOMES.get(failure.outcome, failure.outcome) if failure else "did not run"
     rows: list[tuple[str, object]] = [
         ("precision", probe.precision),
-        ("largest that fits", "nothing fits" if probe.max_batch_size is None else f"{probe.max_batch_size:,}"),
+        ("largest that fits", largest_batch(probe)),
         ("checked", checked if probe.verified_in_fresh_process else "not yet in a fresh process"),
         ("smallest that fails", "none was met" if failing is None else f"{failing:,} ({why})"),
         ("reason given", failure.message if failure else None),

@@ -21,7 +21,7 @@ from batchtune.report.export import snippet
 from batchtune.report.pick import believed, estimate_notes, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
-from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, ranks, step_time
+from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, largest_batch, ranks, step_time
 from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
@@ -178,11 +178,11 @@ class _Comparison:
 def _largest(probe: ProbeResult) -> Text:
     """The largest batch of a probe with its certificate."""
     if probe.max_batch_size is None:
-        return Text(f"probe {probe.precision}: nothing fits", style="bold red")
+        return Text(f"probe {probe.precision}: {largest_batch(probe)}", style="bold red")
     return Text.assemble(
         (f"probe {probe.precision} ", "bold"),
         "largest batch ",
-        (f"{probe.max_batch_size:,}", "bold green"),
+        (largest_batch(probe), "bold green"),
         f" {certificate(probe)}",
     )
 

@@ -8,7 +8,7 @@ from textwrap import shorten
 from batchtune.report.fitted_table import Column, FittedTable, bar
 from batchtune.report.pick import estimated, is_of, named_values
 from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
-from batchtune.report.wording import expected_times
+from batchtune.report.wording import expected_times, largest_batch
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
@@ -84,7 +84,7 @@ def precisions(probes: Sequence[ProbeResult], *, chosen: ProbeResult | None) -> 
     """
     best = [max(probe.throughput, key=lambda point: point.samples_per_second, default=None) for probe in probes]
     memory_unit, memory = sizes([probe.peak_reserved_bytes for probe in probes])
-    largest = ["nothing fits" if probe.max_batch_size is None else f"{probe.max_batch_size:,}" for probe in probes]
+    largest = [largest_batch(probe) for probe in probes]
     columns = [
         Column("precision", [probe.precision for probe in probes], left=True),
         Column("largest batch", largest),

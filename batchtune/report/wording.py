@@ -35,6 +35,16 @@ def configurations(result: Result) -> dict[str, list[str]]:
     return {name: cells for name, cells in rows.items() if cells[0] != "-"}
 
 
+def largest_batch(probe: ProbeResult) -> str:
+    """The largest batch of a probe, or that there is none: not always is it memory that was missing."""
+    if probe.max_batch_size is not None:
+        return f"{probe.max_batch_size:,}"
+    if any(each.purpose == "verify" for each in probe.attempts):
+        return "nothing passed the final check"
+    raises = bool(probe.attempts) and all(each.outcome == "user_error" for each in probe.attempts)
+    return "nothing trains" if raises else "nothing fits"
+
+
 CONFIGURATIONS = ("train with", "today")
 """What the columns of `configurations` are called."""
 

@@ -24,7 +24,14 @@ class Adapted:
 
     Args:
         where: how the user named the object, for messages.
+
+    Attributes:
+        samples_per_step: of an optimizer step of the model that is built next; None where that is not known.
+        keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
     """
+
+    samples_per_step: int | None = None
+    keeps_modes = False
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -41,6 +48,14 @@ class Adapted:
         """The order of the training set where it is not simply shuffled."""
         del batch_size
         return None
+
+    def state(self, model: Any) -> dict[str, int]:
+        """How far a model's training is, where the library tells it to the user's code."""
+        del model
+        return {}
+
+    def restore(self, model: Any, state: Mapping[str, int]) -> None:
+        """Goes to where `state` was, in a model of which the optimizer has been built."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,7 @@ def set_learning_rate(
         UsageError: the optimizer has none that could be set.
     """
     try:
-        highest = max(float(_rate(group)) for group in optimizer.param_groups)
+        highest = max(float(nominal_rate(group)) for group in optimizer.param_groups)
     except (KeyError, TypeError, ValueError):
         highest = 0.0
     if highest <= 0:
@@ -154,7 +169,8 @@ def set_learning_rate(
                 setattr(scheduler, key, [rate * factor for rate in getattr(scheduler, key)])
 
 
-def _rate(group: Mapping[str, Any]) -> Any:
+def nominal_rate(group: Mapping[str, Any]) -> Any:
+    """The learning rate that the schedule of a group of parameters is built around; without one, the group's own."""
     return group.get("max_lr", group.get("initial_lr", group["lr"]))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.adapted import Adapted
+from batchtune.task.random_numbers import seeded
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module",
@@ -35,7 +37,7 @@ class ContractError(UserCodeError):
     """The user's code lacks a name of the contract, or returned something else than it says."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Task:
     """The user's code behind the names of the contract.
 
@@ -46,6 +48,8 @@ class Task:
 
     source: Any
     where: str
+    _trains_anew: bool = field(default=False, init=False)
+    _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, what in NAMES.items():
@@ -80,6 +84,7 @@ class Task:
         if purpose == "probe":
             self._need("make_batch", "train_dataset")
         else:
+            self._trains_anew = True
             self._need("train_dataset")
             self._need("val_dataset", "evaluate")
             if self.train_size() == 1:
@@ -97,6 +102,12 @@ class Task:
         model = self.source.build_model()
         if not isinstance(model, nn.Module):
             raise ContractError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
+        if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
+            raise ContractError(
+                f"{self.where}: build_model returned the same model again, which has been trained already; "
+                "make a new one each time"
+            )
+        self._latest_model = weakref.ref(model)
         if not self.has("compute_loss") and not _is_hugging_face(model):
             self._need("compute_loss")
         return model
@@ -175,7 +186,8 @@ class Task:
         return self._dataset("val_dataset") if self.has("val_dataset") else None
 
     def _dataset(self, name: str) -> Dataset[Any]:
-        data = getattr(self.source, name)()
+        with seeded(0):  # a split drawn at random is the same in every process: what is validated on stays apart
+            data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             kind = kind_of(data)
             raise ContractError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")

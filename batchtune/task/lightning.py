@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from batchtune.task.adapted import Adapted, LoaderParts, real_copy, resized, set_learning_rate
+from batchtune.task.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
 from batchtune.task.lightning_callback import ApplyResult
 from batchtune.task.lightning_data import LightningData, library_of, overrides
 from batchtune.task.lightning_trainer import TrainerView, samples_in
@@ -34,13 +34,14 @@ class LightningTask(Adapted):
         where: how the user named it.
     """
 
+    keeps_modes = True
+
     def __init__(self, make: Any, namespace: ModuleType, where: str) -> None:
         super().__init__(where)
         self._make: Callable[[], Any] = (
             make if callable(make) and not isinstance(make, nn.Module) else functools.partial(real_copy, make)
         )
         self._data = LightningData(namespace, where)
-        self._samples_per_step: int | None = None
         self._micro_batch_size = 0
         self._optimized: weakref.ref[Any] | None = None
 
@@ -48,7 +49,7 @@ class LightningTask(Adapted):
         """A new module with a stand-in for its Trainer, set up as Lightning does before training."""
         made = self._make()
         module, given = made if isinstance(made, tuple) else (made, None)
-        view = TrainerView(self.where, library_of(module), self._samples_per_step)
+        view = TrainerView(self.where, library_of(module), self.samples_per_step)
         module.trainer, module.log = view, view.logged.log
         first = self._data.train is None
         if first:
@@ -68,6 +69,8 @@ class LightningTask(Adapted):
         for name in _OWN_LOOP:
             if overrides(module, name):
                 raise self.refused(f"it overrides {name}(), which batchtune's own loop cannot honour")
+        if overrides(module, "configure_callbacks"):
+            raise self.refused("it overrides configure_callbacks(), and batchtune trains without callbacks")
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise self.refused("training_step(dataloader_iter) is not supported; let it take the batch")
         _, schedulers = self._configured(module)
@@ -131,9 +134,14 @@ class LightningTask(Adapted):
         return optimizers[0], parser._configure_schedulers_automatic_opt(schedulers, monitor)  # noqa: SLF001
 
     def build_optimizer(self, module: Any, lr: float) -> torch.optim.Optimizer:
-        """The one of `configure_optimizers` at this learning rate, with the module's hooks around its steps."""
+        """The one of `configure_optimizers` at this learning rate, with the module's hooks around its steps.
+
+        The rate is not what a schedule starts with: where one is wanted, `build_scheduler` sets that.
+        """
         optimizer, schedulers = self._configured(module)
         set_learning_rate(optimizer, lr, (config.scheduler for config in schedulers), where=self.where)
+        for group in optimizer.param_groups:
+            group["lr"] = nominal_rate(group)
         view: TrainerView = module.trainer
         view.optimizers, view.learning_rate = [optimizer], lr
         self._optimized = weakref.ref(module)
@@ -145,7 +153,6 @@ class LightningTask(Adapted):
         def after(*_: Any) -> None:
             module.on_before_zero_grad(optimizer)
             view.step_ended(module)
-            self._samples_per_step = view.samples_per_step
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -161,10 +168,19 @@ class LightningTask(Adapted):
         view.lr_scheduler_configs = configs
         return Schedule(optimizer, twin, configs, view) if configs else None
 
+    def state(self, model: Any) -> dict[str, int]:
+        view: TrainerView = model.trainer
+        return view.state()
+
+    def restore(self, model: Any, state: Mapping[str, int]) -> None:
+        view: TrainerView = model.trainer
+        view.restore(state)
+
     def evaluate(self, module: Any, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.
 
-        Where training and validation have the same batch size in the user's loaders, both grow together here, too.
+        A run is measured on the user's own batches, whatever it trains with. A look at memory, `max_batches` long, sees
+        them as large as in training where the user's loaders have the same batch size.
         """
         view: TrainerView = module.trainer
         was_training, view.training, view.validating = view.training, False, True
@@ -180,7 +196,8 @@ class LightningTask(Adapted):
         return view.logged.finish_validation()
 
     def _validate(self, module: Any, loader: Any, number: int | None, max_batches: int | None) -> None:
-        if isinstance(loader, DataLoader) and loader.batch_size == self._parts.batch_size < self._micro_batch_size:
+        equal = isinstance(loader, DataLoader) and loader.batch_size == self._parts.batch_size
+        if max_batches is not None and equal and loader.batch_size < self._micro_batch_size:
             loader = resized(loader, self._micro_batch_size)
         which = () if number is None else (number,)
         for index, batch in enumerate(itertools.islice(loader, max_batches)):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.errors import UsageError
 
+_COUNTS = ("global_step", "current_epoch", "batch_idx")
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
 
@@ -26,7 +27,7 @@ class TrainerView:
     Args:
         where: how the user named the module, for messages.
         library: the module's Lightning, `lightning.pytorch` or `pytorch_lightning`.
-        samples_per_step: of an optimizer step as last seen in another model; None before the first.
+        samples_per_step: of an optimizer step; None where that is not known before the first.
 
     Attributes:
         samples_per_epoch: of the training set; None where it does not tell.
@@ -64,7 +65,7 @@ class TrainerView:
         """Optimizer steps of an epoch; infinite for a data set without length."""
         if self.samples_per_epoch is None:
             return math.inf
-        return max(1, math.ceil(self.samples_per_epoch / (self.samples_per_step or 1)))
+        return max(1, self.samples_per_epoch // (self.samples_per_step or 1))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -109,6 +110,17 @@ class TrainerView:
             self.logged.end_training_epoch()
             self.current_epoch, self.batch_idx, self._samples["epoch"] = self.current_epoch + 1, 0, 0
             module.on_train_epoch_start()
+
+    def state(self) -> dict[str, int]:
+        """How far the training is."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return counts | {"samples_of_epoch": self._samples["epoch"]}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on from where `state` was."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self._samples["epoch"] = state["samples_of_epoch"]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

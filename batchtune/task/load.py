@@ -15,6 +15,7 @@ from typing import Any
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.adapted import require_no_arguments
 from batchtune.task.contract import Task
+from batchtune.task.random_numbers import seed_everything
 from batchtune.task.spec import split_spec
 
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -29,6 +30,7 @@ def load_task(spec: str) -> Task:
         UserCodeError: the code raised while it was imported, or lacks `build_model`.
     """
     place, attribute = split_spec(spec)
+    seed_everything(0)  # what is drawn at random at import is the same in every process
     try:
         module = _import_file(place) if isinstance(place, Path) else _import_module(place)
     except UsageError:

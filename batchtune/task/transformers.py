@@ -35,6 +35,12 @@ class TrainerTask(Adapted):
     def __init__(self, trainer: Any, where: str) -> None:
         super().__init__(where)
         self._trainer, self._args = trainer, trainer.args
+        if self._args.n_gpu > 1:  # or it evaluates on all of them
+            self._args._n_gpu = 1  # noqa: SLF001
+        taken = inspect.signature(trainer.compute_loss).parameters
+        self._counts_items = hasattr(trainer, "_get_num_items_in_batch") and (
+            "num_items_in_batch" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        )
         trainer.callback_handler.callbacks = []
         self._given = (trainer.model.to("cpu"), trainer.optimizer)
         self._has_scheduler = trainer.lr_scheduler is not None
@@ -120,7 +126,7 @@ class TrainerTask(Adapted):
         """The Trainer's own: label smoothing, `compute_loss_func`, or what a subclass makes of it."""
         with self._holding(model) as trainer:
             counted = {}
-            if trainer.compute_loss_func is not None and hasattr(trainer, "_get_num_items_in_batch"):
+            if self._counts_items:  # None where neither the model nor `compute_loss_func` asks for it
                 device = next(model.parameters()).device
                 counted["num_items_in_batch"] = trainer._get_num_items_in_batch([batch], device)  # noqa: SLF001
             loss: Tensor = trainer.compute_loss(model, dict(batch), **counted)
@@ -136,7 +142,22 @@ class TrainerTask(Adapted):
         set_learning_rate(optimizer, lr, where=self.where)
         if self._args.max_grad_norm:
             optimizer.register_step_pre_hook(_clipping(model, self._args.max_grad_norm))
+        progress = self._trainer.state
+        progress.global_step = 0
+
+        def after(*_: Any) -> None:
+            progress.global_step += 1
+
+        optimizer.register_step_post_hook(after)
         return optimizer
+
+    def state(self, model: Any) -> dict[str, int]:
+        del model
+        return {"global_step": self._trainer.state.global_step}
+
+    def restore(self, model: Any, state: Mapping[str, int]) -> None:
+        del model
+        self._trainer.state.global_step = state["global_step"]
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         """What `create_scheduler` makes for so many steps."""
@@ -148,7 +169,9 @@ class TrainerTask(Adapted):
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float]:
         """The Trainer's own `evaluate`: `eval_loss` (also as `val_loss`) and what `compute_metrics` returns."""
         device = next(model.parameters()).device
-        if device.type != self._args.device.type:
+        if device.type == self._args.device.type:  # it takes the first of them otherwise
+            vars(self._args)["_setup_devices"] = self._trainer.accelerator.state.device = device
+        if device != self._args.device:
             raise self.refused(
                 f"the model is on {device}, and the Trainer evaluates on {self._args.device}; choose the same with "
                 "--device (or use_cpu in its arguments)"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from batchtune.errors import UsageError
+from batchtune.task.adapted import Adapted
 from batchtune.train.step import Trainer, TrainingBatches
 
 LEAST_FREE_BYTES = 1 << 30  # what a disk has left after it: a run's memory must not fill up what others write to
@@ -28,7 +29,7 @@ def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[
     Returns:
         Whether it was written: not where the disk is nearly full, or something of the user's cannot be saved.
     """
-    scheduler = trainer.scheduler
+    scheduler, source = trainer.scheduler, trainer.task.source
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         return False
     partial = path.with_suffix(".partial")
@@ -41,6 +42,7 @@ def save(path: Path, trainer: Trainer, batches: TrainingBatches, progress: dict[
             "scheduled_steps": trainer.scheduled_steps,
             "scaler": trainer.precision.scaler.state_dict(),
             "batches": batches.state(),
+            "adapted": source.state(trainer.model) if isinstance(source, Adapted) else None,
             "random": _random_state(trainer.device),
             "progress": progress,
         }
@@ -73,6 +75,8 @@ def load(path: Path, trainer: Trainer, batches: TrainingBatches) -> dict[str, An
     trainer.scheduled_steps = state["scheduled_steps"]
     trainer.precision.scaler.load_state_dict(state["scaler"])
     batches.restore(state["batches"])
+    if isinstance(trainer.task.source, Adapted):
+        trainer.task.source.restore(trainer.model, state["adapted"])
     _set_random_state(state["random"], trainer.device)
     progress: dict[str, Any] = state["progress"]
     return progress

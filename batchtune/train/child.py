@@ -170,7 +170,7 @@ class Child:
         tell_through(lambda: self._channel.send(alive=True))
         tell_while_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
-            with _usable_now(device, seen):
+            with usable_now(device, seen, only_if_full=True):
                 self._memory.enforce(limit)
         return facts
 
@@ -254,13 +254,18 @@ def _open(name: str) -> tuple[Any, Any, Sharing | None]:
 
     sensors = Sensors(find_device(name))
     seen = sensors.sharing()
-    with _usable_now(name, seen):
+    with usable_now(name, seen):
         return open_device(name), sensors, seen
 
 
 @contextlib.contextmanager
-def _usable_now(name: str, seen: Sharing | None) -> Iterator[None]:
-    """What a device raises before the user's code is on it is none of theirs: others fill it, or have it alone.
+def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -> Iterator[None]:
+    """What a device raises while the user's code is not at work is none of theirs: others fill it, or have it alone.
+
+    Args:
+        name: of the device, as the user gave it.
+        seen: who held memory of it before.
+        only_if_full: other errors are passed on: the user's code has been there, and may have left something behind.
 
     Raises:
         DeviceError: the same in one line, with those who hold its memory.
@@ -268,8 +273,11 @@ def _usable_now(name: str, seen: Sharing | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        from batchtune.device.failures import classify
         from batchtune.report.units import size
 
+        if only_if_full and classify(error) != "oom":
+            raise
         first = str(error).strip().split("\n")[0][:300]
         holders = ", ".join(
             f"pid {process.pid}" + (f" {size(process.memory_bytes)}" if process.memory_bytes else "")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
-import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
+from batchtune.task.random_numbers import kept_random_numbers
 from batchtune.train.life import got_on
 from batchtune.train.step import Trainer, move
 
@@ -33,18 +30,21 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
     Raises:
         UsageError: the task does not return this metric.
     """
-    task = trainer.task
+    task, model = trainer.task, trainer.model
+    modes = {module: module.training for module in model.modules()}
     with kept_random_numbers(trainer.device), torch.no_grad():
-        trainer.model.eval()
+        model.eval()
         try:
             if task.has("evaluate"):
                 with trainer.precision.autocast():
-                    return _pick(task.evaluate(trainer.model), metric, task)
+                    return _pick(task.evaluate(model), metric, task)
             if metric != "val_loss":
                 raise _only_val_loss(metric, task)
             return _mean_loss(trainer, batch_size, max_batches)
         finally:
-            trainer.model.train()
+            model.train()  # a train() of the user's own may undo more than modes; frozen modules stay in eval
+            for module, training in modes.items():
+                module.training = training
 
 
 def require_metric(task: Task, device: torch.device, metric: str, precision: str) -> None:
@@ -61,21 +61,6 @@ def require_metric(task: Task, device: torch.device, metric: str, precision: str
 
 def _only_val_loss(metric: str, task: Task) -> UsageError:
     return UsageError(f"objective.metric '{metric}': {task.where} has no evaluate(), so the only metric is 'val_loss'")
-
-
-@contextlib.contextmanager
-def kept_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves the random numbers of torch, Python and NumPy as if the block had drawn none."""
-    devices = [] if device.type == "cpu" else [device]
-    numpy: Any = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:

@@ -195,6 +195,7 @@ def _trainer(task: Task, memory: DeviceMemory, spec: RunSpec, total_steps: int |
         seed=spec.seed,
         total_steps=total_steps,
         optimizer_arguments=spec.optimizer_arguments,
+        samples_per_step=spec.batch_size,
     )
 
 

@@ -51,7 +51,7 @@ def noise_scale(
     """
     memory.release()
     started = clock()
-    trainer = Trainer(task, memory.device, precision, learning_rate=learning_rate)
+    trainer = Trainer(task, memory.device, precision, learning_rate=learning_rate, samples_per_step=small)
     few, many = TrainingBatches(task, small, 1), TrainingBatches(task, large, 2)
     for _ in range(warm_up_steps):
         trainer.step(few)

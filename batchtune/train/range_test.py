@@ -74,7 +74,7 @@ def range_test(
     """
     memory.release()
     started = clock()
-    trainer = Trainer(task, memory.device, precision, learning_rate=lowest_rate)
+    trainer = Trainer(task, memory.device, precision, learning_rate=lowest_rate, samples_per_step=batch_size)
     batches, edge = TrainingBatches(task, batch_size, 0), Edge()
     ratio = (highest_rate / lowest_rate) ** (1 / max(1, steps - 1))
     found, rate, taken = None, lowest_rate, 0

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from batchtune.errors import UsageError
-from batchtune.train.child import Channel, Child, give_standard_streams_away, serve
+from batchtune.train.child import Channel, Child, give_standard_streams_away, serve, usable_now
 
 if TYPE_CHECKING:
     from batchtune.device.sharing import Sharing
@@ -87,7 +87,8 @@ class RankChild(Child):
         strategy: Any = self._meeting.strategy
         device = self._memory.device
         self._parallel = Parallel(strategy, device, rank=rank, world_size=world_size, name=self._meeting.name)
-        self._parallel.join()
+        with usable_now(name, seen):
+            self._parallel.join()
         return seen
 
     def _default_limit(self, margin: float) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UserCodeError
+from batchtune.task.adapted import Adapted
 from batchtune.task.contract import Task
+from batchtune.task.random_numbers import seed_everything
 from batchtune.train.life import got_on
 from batchtune.train.parallel import Parallel
 from batchtune.train.precision import LOSS_SCALE, Precision
@@ -20,17 +21,6 @@ from batchtune.train.precision import LOSS_SCALE, Precision
 
 class NonFiniteLossError(UserCodeError):
     """The loss was NaN or infinite before any weight had changed: no batch size or learning rate can help."""
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python's and torch's random numbers, and NumPy's where it is there."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        import numpy as np
-    except ImportError:
-        return
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's code may draw from the global generator
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -59,6 +49,7 @@ class Trainer:
         optimizer_arguments: handed to the user's `build_optimizer` on top.
         parallel: the ranks that train together; None: this process trains alone.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
+        samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
     """
 
     def __init__(
@@ -73,11 +64,17 @@ class Trainer:
         optimizer_arguments: Mapping[str, Any] | None = None,
         parallel: Parallel | None = None,
         loss_scale: float = LOSS_SCALE,
+        samples_per_step: int | None = None,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
         self.precision = Precision(precision, device, loss_scale)
-        self.model: nn.Module = (parallel.place(task.model()) if parallel else task.model().to(device)).train()
+        source = task.source
+        if isinstance(source, Adapted):
+            source.samples_per_step = samples_per_step
+        self.model: nn.Module = parallel.place(task.model()) if parallel else task.model().to(device)
+        if not (isinstance(source, Adapted) and source.keeps_modes):
+            self.model.train()
         self._replica = parallel.replica(self.model, task.loss) if parallel else None
         self._micro_batches = 0
         self.optimizer = task.optimizer(self.model, learning_rate, **optimizer_arguments or {})

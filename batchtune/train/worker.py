@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeEr
 from batchtune.train.process import LocalProcess, Process, child_environment, entry
 
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
+BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 
 
 class WorkerLost(BatchtuneError):
@@ -72,19 +74,28 @@ class Worker:
         Raises:
             BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
         """
-        if self._process is None:
-            self._process = self._take_spare() or self._start_process()
-            if self._wants_spare:
-                self.prepare()  # both load at once
-            if self.settings is not None:
-                try:
-                    self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
-                except WorkerLost as lost:
-                    doing = f"{self.settings.task}: importing it and building the model once"
-                    raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
-                self._keep_limit(self.facts)
-                self.settings = replace(self.settings, metric=None)  # it is looked for once
+        deadline = time.monotonic() + (BUSY_SECONDS if self.facts else 0.0)
+        while self._process is None:
+            try:
+                self._open()
+            except DeviceError:  # it was there before: somebody else fills it at the moment
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
         return self.facts
+
+    def _open(self) -> None:
+        self._process = self._take_spare() or self._start_process()
+        if self._wants_spare:
+            self.prepare()  # both load at once
+        if self.settings is not None:
+            try:
+                self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
+            except WorkerLost as lost:
+                doing = f"{self.settings.task}: importing it and building the model once"
+                raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
+            self._keep_limit(self.facts)
+            self.settings = replace(self.settings, metric=None)  # it is looked for once
 
     def _keep_limit(self, facts: dict[str, Any]) -> None:
         """Free memory may change: every later child of this worker gets the limit of the first."""

@@ -45,8 +45,8 @@ class Limits:
         chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
         precision = self._space.precision(params)
         too_large = self._ledger.out_of_memory(precision)
-        max_micro = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
-        micro, steps = split_batch(params["batch_size"], min(chosen or max_micro, max_micro))
+        most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
+        micro, steps = split_batch(params["batch_size"], min(chosen or most, most))
         cap = self._cap(params, role)
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(

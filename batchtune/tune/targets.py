@@ -76,22 +76,24 @@ class Targets:
             )
 
     def check_start(self, ledger: Ledger) -> None:
-        """Refuses a metric that no run could be judged by, once a first run has begun.
+        """Refuses a metric that no run could be judged by, once runs have begun: another seed may start elsewhere.
 
         Raises:
             UserCodeError: the metric is no number before training.
             UsageError: the target is met before training.
         """
-        curve = next((trial.curve for trial in ledger.records() if trial.curve), None)
-        if curve is None:
-            return
+        curves = [trial.curve for trial in ledger.records() if trial.curve]
         metric, target = self._objective.metric, self.current
-        if all(point.value is None for point in curve):
+        if curves and all(point.value is None for point in curves[0]):
             raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
-        if self._counted and target.value is not None and meets(curve[0].value, target):
+        met = [curve[0].value for curve in curves if meets(curve[0].value, target)] if self._counted else []
+        if met:
+            whose = "objective.target, as the baseline sets it," if self.is_automatic else "objective.target"
+            remedy = (
+                "raise budget.run, or set one" if self.is_automatic else "set a harder one, or check objective.goal"
+            )
             raise UsageError(
-                f"objective.target {target.value:g} is met before training ({metric} starts at {curve[0].value:.4g}); "
-                "set a harder one, or check objective.goal"
+                f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g}); {remedy}"
             )
 
     def unmet(self) -> str:

@@ -83,6 +83,7 @@ class Trials:
             with self.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
                 self.paused.tidy()
+                self.targets.check_start(self.ledger)
         except UpdateFinishedTrialError:
             self.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
             return True

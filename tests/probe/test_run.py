@@ -150,6 +150,8 @@ class TestPrecisions:
         assert {each.precision for each in result.probes} == {"fp32", "bf16"}
         assert (result.probe.precision != failing, result.probe.max_batch_size) == (True, 8)
         assert any(warning.startswith(f"{failing}: {why}") for warning in result.warnings)
+        (failed,) = (each for each in result.probes if each.precision == failing)
+        assert (failed.max_batch_size, failed.limited_by, failed.verified_in_fresh_process) == (None, None, False)
         assert (result.probe.input_pipeline is not None) == throughput
 
     def test_where_all_fail_the_first_error_is_raised_and_the_others_are_told_of(self, probed):
@@ -212,7 +214,7 @@ def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
     assert failed["precision"] == "fp32"
     assert any(each.startswith("fp32: compute_loss raised ValueError") for each in document["warnings"])
     shown = cli("report", "half.json", "--format", "table")
-    assert "probe fp32: nothing fits" in shown.out
+    assert "probe fp32: nothing trains" in shown.out
     assert "probe bf16 largest batch 2" in shown.out
     page = cli("report", "half.json", "--format", "html", "-o", "half.html")
     assert (page.code, page.err) == (0, "")

@@ -190,10 +190,10 @@ class TestTheFinalCheck:
         with pytest.raises(NothingFitsError) as raised:
             failing.run()
         first, second = sizes(failing.result(), "verify")
-        assert first > second
+        assert second == first // 2  # what takes long at half the size is not the size
         assert re.fullmatch(
-            f"nothing passes the final check: it said nothing for 2 s at batch sizes {first} and {second}, "
-            "most likely in evaluation or saving, since the training steps of the search passed; raise --timeout .*",
+            f"nothing passes the final check: it said nothing for 2 s at batch sizes {first} and {second}, most likely "
+            "in evaluation or saving, since the training steps of the search passed; make evaluate.. quicker, .*",
             str(raised.value),
         )
 

@@ -379,3 +379,8 @@ def test_where_all_sizes_keep_the_same_an_exact_search_bisects() -> None:
     size = next_size(attempts, Bounds(tolerance=0), 10**9).batch_size
     assert size is not None
     assert 9_505 < size < 9_555
+
+
+@pytest.mark.parametrize("bounds", [Bounds(minimum=5_000_000), Bounds(multiple_of=5_000_000)])
+def test_a_least_size_above_the_ceiling_is_tried_where_there_is_no_maximum(bounds):
+    assert next_size([], bounds, 1 << 30).batch_size == 5_000_000

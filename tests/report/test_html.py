@@ -286,7 +286,7 @@ def test_rows_of_the_recommended_configuration_are_marked(result_of):
 
 def test_a_run_folder_has_the_report_once_it_is_closed(result_of, tmp_path):
     folder = RunFolder("digits", tmp_path)
-    folder.open(fresh=False)
+    folder.open()
     folder.write_result(result_of("tune", status="interrupted"))
     folder.write_result(result_of("tune"))
     assert not (folder.path / "report.html").exists()
@@ -302,7 +302,7 @@ def test_a_report_that_cannot_be_made_costs_nobody_the_run(result_of, tmp_path, 
 
     monkeypatch.setattr("batchtune.results.Result.to_html", fail)
     folder = RunFolder("digits", tmp_path)
-    folder.open(fresh=False)
+    folder.open()
     folder.write_result(result_of("tune"))
     with pytest.warns(UserWarning, match=r"report\.html was not written: no ink"):
         folder.close()

@@ -170,6 +170,8 @@ def test_nothing_fits_is_no_batch_of_zero(probed):
     text = shown(probed.model_copy(update={"probe": probe}))
     assert "probe bf16: nothing fits" in text
     assert "largest batch" not in text
+    refused = probe.model_copy(update={"attempts": [Attempt(batch_size=1, outcome="user_error", message="half only")]})
+    assert "probe bf16: nothing trains" in shown(probed.model_copy(update={"probe": refused}))
 
 
 def test_a_name_is_text_and_no_markup(result_of):

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from batchtune.errors import UserCodeError
 from batchtune.task.contract import ContractError, Task, tensor_bytes
+from batchtune.task.load import load_task
 
 
 def task_of(**functions: object) -> Task:
@@ -196,3 +197,48 @@ def test_the_worst_batch_of_a_stream_that_tells_its_size_is_read_from_its_start(
     task = task_of(train_dataset=Stream, collate=torch.stack)
     assert task.train_size() == 10
     assert task.worst_batch(3).shape == (3, 10)
+
+
+class TestWhatIsDrawnAtRandom:
+    """Every process must have the same data: a target is set in one and reached in another."""
+
+    def test_a_split_is_the_same_whatever_was_drawn_before(self):
+        def split():
+            return torch.randperm(50).tolist()
+
+        def drawn(before):
+            torch.manual_seed(before)
+            data = type("Data", (), {"__len__": lambda _: 50, "__getitem__": lambda data, index: data.order[index]})
+            made = []
+
+            def train_dataset():
+                made.append(data())
+                made[-1].order = split()
+                return made[-1]
+
+            return task_of(train_dataset=train_dataset).train_data.order
+
+        assert drawn(1) == drawn(2)
+
+    def test_so_is_what_a_file_draws_while_it_is_imported(self, tmp_path):
+        file = tmp_path / "model.py"
+        file.write_text(
+            "import random, torch\nDRAWN = random.random(), torch.rand(3).tolist()\n"
+            "def build_model(): ...\ndef compute_loss(model, batch): ...\n"
+        )
+        torch.manual_seed(1)
+        first = load_task(str(file)).source.DRAWN
+        torch.manual_seed(2)
+        assert first == load_task(str(file)).source.DRAWN
+
+
+def test_to_tune_a_model_must_be_a_new_one_each_time():
+    model = nn.Linear(4, 1)
+    functions = {"build_model": lambda: model, "train_dataset": lambda: points(9), "evaluate": len}
+    probed = task_of(**functions)
+    assert probed.model() is probed.model()  # memory is the same
+    tuned = task_of(**functions)
+    tuned.require("tune")
+    tuned.model()
+    with pytest.raises(ContractError, match="build_model returned the same model again, which has been"):
+        tuned.model()

@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.errors import UsageError
 from batchtune.task.adapted import loader_parts, resized, set_learning_rate
+from batchtune.train import checkpoint, loop
+from batchtune.train import clock as clock_module
 from batchtune.train.evaluate import metric_value
+from batchtune.train.noise_scale import noise_scale
+from batchtune.train.range_test import range_test
+from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import Trainer, TrainingBatches
 
 SPELLINGS = [
@@ -184,6 +191,28 @@ class TestLearningRate:
         trainer = trained(lit(methods), steps=5, learning_rate=0.1, total_steps=10)
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
+    @pytest.mark.parametrize(
+        ("schedule", "start"),
+        [
+            ("OneCycleLR(opt, 3.0, total_steps=100)", 1 / 25),
+            ("LambdaLR(opt, lambda step: min(1.0, step / 4))", 0.0),
+            ("LinearLR(opt)", 1 / 3),
+        ],
+    )
+    def test_it_is_what_a_schedule_leads_to_where_none_runs_and_what_it_starts_with_where_one_does(
+        self, lit, schedule, start
+    ):
+        methods = f"""
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=3.0)
+        return [opt], [{{"scheduler": torch.optim.lr_scheduler.{schedule}, "interval": "step"}}]
+"""
+        task = lit(methods)
+        alone = Trainer(task, CPU, "fp32", learning_rate=0.1)
+        assert alone.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        scheduled = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
+        assert scheduled.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * start)
+
     def test_a_cycle_keeps_its_shape_around_the_learning_rate(self):
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -238,16 +267,86 @@ class TestLogging:
         task = lit(methods)
         assert task.evaluate(task.model()) == {"mean/dataloader_idx_0": 1.0, "mean/dataloader_idx_1": 3.0}
 
-    def test_validation_batches_grow_with_those_of_training_where_the_user_made_them_equal(self, lit):
+    def test_a_look_at_memory_takes_batches_as_large_as_trainings_where_the_user_made_them_equal(self, lit):
         task = lit()
         trainer = Trainer(task, CPU, "fp32")
         trainer.forward_backward(task.worst_batch(10))
-        assert task.evaluate(trainer.model)["size"] == 10
         assert task.evaluate(trainer.model, max_batches=1)["size"] == 10
+
+    def test_a_run_is_measured_on_the_users_own_batches_whatever_it_trains_with(self, lit):
+        own = OWN_LOADERS.replace("(10, 4)), batch_size=4", "(10, 4)), batch_size=4, drop_last=True")
+        task = lit(base=MODULE + own)
+        trainer = Trainer(task, CPU, "fp32")
+        trainer.forward_backward(task.worst_batch(16))
+        assert metric_value(trainer, "size", 16) == 4
 
     def test_few_batches_suffice_for_a_look_at_memory(self, lit):
         task = lit()
         assert task.evaluate(task.model(), max_batches=1)["size"] == 4
+
+
+class TestProgress:
+    TELLING = """
+    batches = []
+
+    def configure_optimizers(self):
+        self.batches.append(self.trainer.num_training_batches)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+    MEMORY = SimpleNamespace(device=CPU, release=lambda: None, synchronize=lambda: None)
+
+    def test_each_run_has_the_batches_of_its_own_size_whatever_ran_before(self, lit, monkeypatch):
+        monkeypatch.setattr(clock_module, "_paces", defaultdict(lambda: deque(maxlen=200)))  # all sizes are new
+        task = lit(self.TELLING)
+        batches = task.model().batches
+        for micro_batch_size, accumulation_steps, per_epoch in [(2, 2, 5), (10, 1, 2), (2, 2, 5), (10, 1, 2)]:
+            spec = RunSpec(
+                micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps, learning_rate=0.1,
+                precision="fp32", seed=0, metric="val_loss", goal="minimize", target=None, limit_seconds=0.01,
+                evaluate_every=1.0, evaluation_batch_size=4,
+            )  # fmt: skip
+            batches.clear()
+            list(loop.train(task, self.MEMORY, spec))
+            assert set(batches) == {per_epoch}
+
+    def test_so_have_range_test_and_noise_scale(self, lit):
+        task = lit(self.TELLING)
+        batches = task.model().batches
+        usual = {"precision": "fp32", "seconds": 5.0}
+        range_test(task, self.MEMORY, batch_size=10, lowest_rate=1e-4, highest_rate=1e-3, steps=2, **usual)
+        noise_scale(task, self.MEMORY, small=4, large=8, learning_rate=1e-4, warm_up_steps=1, draws=1, **usual)
+        assert batches == [2, 5]
+
+    def test_an_epoch_has_as_many_batches_as_are_trained_in_it(self, lit):
+        task = lit(self.TELLING)
+        trainer, batches = Trainer(task, CPU, "fp32", samples_per_step=6), TrainingBatches(task, 6, 0)
+        for _ in range(trainer.model.trainer.num_training_batches):
+            assert trainer.model.current_epoch == 0
+            trainer.step(batches)
+        assert trainer.model.current_epoch == 1
+
+    def test_a_run_laid_aside_goes_on_from_where_it_was(self, lit, tmp_path):
+        task, file = lit(), tmp_path / "0.pt"
+        batches = TrainingBatches(task, 4, 0)
+        first, second = Trainer(task, CPU, "fp32"), Trainer(task, CPU, "fp32")
+        for _ in range(7):
+            first.step(batches)
+        assert checkpoint.save(file, first, batches, {})
+        checkpoint.load(file, second, batches)
+        model = second.model
+        assert (model.global_step, model.current_epoch, model.trainer.batch_idx) == (7, 1, 2)
+        for _ in range(3):
+            second.step(batches)
+        assert (model.global_step, model.current_epoch, model.trainer.batch_idx) == (10, 2, 0)
+
+
+class TestModes:
+    def test_what_the_user_froze_stays_in_eval_mode(self, lit):
+        frozen = MODULE.replace("self.seen = []", "self.seen = []\n        self.body.eval()")
+        trainer = trained(lit(base=frozen + OWN_LOADERS))
+        metric_value(trainer, "val_loss", 4)
+        model = trainer.model
+        assert (model.training, model.head.training, model.body.training) == (True, True, False)
 
 
 class TestHooks:
@@ -304,6 +403,11 @@ class TestRefusals:
                 "\n    def configure_optimizers(self):\n        return [torch.optim.SGD(self.parameters())] * 2\n",
                 "probe",
                 "returned 2 optimizers; batchtune trains with one",
+            ),
+            (
+                "\n    def configure_callbacks(self):\n        return []\n",
+                "probe",
+                r"overrides configure_callbacks\(\), and batchtune trains without callbacks",
             ),
             ("\n    def configure_optimizers(self): ...\n", "probe", "configure_optimizers returned None"),
             ("\n    def training_step(self, dataloader_iter): ...\n", "probe", "let it take the batch"),

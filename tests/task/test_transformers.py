@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from batchtune.errors import UsageError
+from batchtune.train import checkpoint
 from batchtune.train.evaluate import metric_value
 from batchtune.train.step import Trainer, TrainingBatches
 
@@ -126,6 +127,30 @@ class TestATrainer:
         task.evaluate(task.model(), max_batches=2)
         assert sum(task.source._trainer.prediction_step.__globals__["seen"]) == 2
 
+    def test_where_there_are_several_gpus_it_evaluates_on_one(self, load):
+        more = (
+            "\nseen = set()\nclass Looking(hf.Trainer):\n    def prediction_step(self, model, *args, **kw):\n"
+            "        seen.add((type(model), self.args.eval_batch_size))\n"
+            "        return super().prediction_step(model, *args, **kw)\n"
+            "def made():\n    made = make(Looking)\n    made.args._n_gpu = 2\n    return made\n"
+        )
+        task = load(SCRIPT + more, "made")
+        model = task.model()
+        task.evaluate(model)
+        assert task.source._trainer.prediction_step.__globals__["seen"] == {(type(model), 8)}
+
+    def test_it_evaluates_on_the_device_of_the_model(self, trainer_task):
+        task = trainer_task()
+        trainer = task.source._trainer
+        vars(trainer.args)["_setup_devices"] = trainer.accelerator.state.device = torch.device("cpu", 1)
+        task.evaluate(task.model())
+        assert trainer.args.device == trainer.accelerator.device == CPU
+
+    def test_but_not_on_one_of_another_kind(self, trainer_task):
+        task = trainer_task()
+        with pytest.raises(UsageError, match="the model is on meta, and the Trainer evaluates on cpu; choose"):
+            task.evaluate(task.model().to("meta"))
+
     def test_the_order_of_the_loader_stays(self, trainer_task):
         assert trainer_task().sampler(4) is None
         assert isinstance(trainer_task("train_sampling_strategy='sequential'").sampler(4), SequentialSampler)
@@ -202,6 +227,35 @@ class TestWhatItTrainsWith:
         )
         task = trainer_task("compute_loss_func=total", more)
         assert task.loss(task.model(), task.worst_batch(6)).item() == 6
+
+    def test_a_loss_of_a_subclass_is_told_too(self, trainer_task):
+        more = """
+class Summed(hf.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits, labels = model(input_ids=inputs["input_ids"]).logits, inputs["labels"]
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+"""
+        task, plain = trainer_task("Summed", more), trainer_task()
+        model, batch = plain.model().eval(), plain.worst_batch(6)
+        assert task.loss(model, batch).item() == pytest.approx(plain.loss(model, batch).item())
+
+    def test_a_loss_of_a_subclass_that_does_not_ask_is_not_told(self, trainer_task):
+        more = "class Own(hf.Trainer):\n    def compute_loss(self, model, inputs, return_outputs=False):\n"
+        task = trainer_task("Own", f"{more}        return model(**inputs).loss * 0 + 3\n")
+        assert task.loss(task.model(), task.worst_batch(6)).item() == 3
+
+    def test_the_trainer_knows_its_step_also_in_a_run_laid_aside(self, trainer_task, tmp_path):
+        task, file = trainer_task(), tmp_path / "0.pt"
+        progress, batches = task.source._trainer.state, TrainingBatches(task, 4, 0)
+        first = trained(task, 3)
+        assert progress.global_step == 3
+        assert checkpoint.save(file, first, batches, {})
+        second = Trainer(task, CPU, "fp32")
+        assert progress.global_step == 0
+        checkpoint.load(file, second, batches)
+        assert progress.global_step == 3
+        second.step(batches)
+        assert progress.global_step == 4
 
     def test_activations_are_checkpointed_as_the_arguments_say(self, trainer_task):
         import transformers

@@ -40,6 +40,22 @@ class TestUsersOwn:
         assert checked.model.training
         assert torch.is_grad_enabled()
 
+    def test_each_module_is_left_in_the_mode_in_which_it_was(self, trainer):
+        parts = trainer(build_model=lambda: nn.Sequential(nn.Linear(4, 1), nn.Dropout()), evaluate=lambda _model: 1.0)
+        parts.model[1].eval()
+        metric_value(parts, "x", 8)
+        assert [module.training for module in parts.model.modules()] == [True, True, False]
+
+    def test_what_a_train_of_the_users_own_does_is_done_again(self, trainer):
+        class Merging(nn.Linear):
+            def train(self, mode=True):
+                self.merged = not mode
+                return super().train(mode)
+
+        own = trainer(build_model=lambda: nn.Sequential(Merging(4, 1)), evaluate=lambda model: float(model[0].merged))
+        assert metric_value(own, "x", 8) == 1.0
+        assert not own.model[0].merged
+
     def test_an_evaluation_that_raises_leaves_training_mode_on(self, trainer):
         broken = trainer(evaluate=lambda _model: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 from batchtune.errors import DeviceError, UsageError, UserCodeError
+from batchtune.train import worker as worker_module
 from batchtune.train.process import LocalProcess
-from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.train.worker import PlaceLost, Worker, WorkerLost, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -99,6 +100,15 @@ FATES = {
     21: flood, 22: close_everything, 23: wander, 24: replace_stdout, 25: claim_memory, 26: bear,
 }
 '''
+FULL = """
+import torch
+from batchtune.device.host_memory import HostMemory
+
+def full(*_):
+    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')
+
+HostMemory.enforce = full
+"""
 SEGFAULT, KILL, REAL_TIME, EXIT, HANG, QUIET_EXIT, ORPHAN = range(11, 18)
 FLOOD, CLOSE, WANDER, NO_STDOUT, CLAIM, BEAR = range(21, 27)
 PLAIN = 3
@@ -284,7 +294,7 @@ BAD = {
         r"the task replaces time\.perf_counter, which times its steps; leave that clock as it is",
     ),
     "meets a device that others fill": (
-        f"{TASK}\nfrom batchtune.device.host_memory import HostMemory\nHostMemory.enforce = claim_memory",
+        TASK + FULL,
         {},
         DeviceError,
         r"^--device cpu: cannot be used now: CUDA out of memory\. Tried to allocate 20\.00 GiB$",
@@ -436,3 +446,60 @@ def test_children_that_are_closed_leave_neither_files_nor_threads():
         assert not any(reader.is_alive() for reader in process._readers)
         opened = process._process
         assert all(stream.closed for stream in (opened.stdin, opened.stdout, opened.stderr))
+
+
+class TestADeviceThatIsBusyForAMoment:
+    """It was there when the first child opened; a later one finds it filled by somebody else."""
+
+    @pytest.fixture
+    def worker(self, monkeypatch):
+        monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
+        busy = Worker(WorkerSettings(task="model.py"))
+        busy.tries = 0
+        return busy
+
+    def fill(self, worker, monkeypatch, times):
+        def open_child():
+            worker.tries += 1
+            if worker.tries <= times:
+                raise DeviceError("--device cuda: cannot be used now")
+            worker._process = object()
+
+        monkeypatch.setattr(worker, "_open", open_child)
+
+    def test_is_waited_for_once_it_has_worked(self, worker, monkeypatch):
+        worker.facts = {"device": "cuda:0"}
+        self.fill(worker, monkeypatch, 3)
+        assert worker.start() == {"device": "cuda:0"}
+        assert worker.tries == 4
+
+    def test_but_not_for_ever(self, worker, monkeypatch):
+        worker.facts = {"device": "cuda:0"}
+        monkeypatch.setattr(worker_module, "BUSY_SECONDS", 0.05)
+        self.fill(worker, monkeypatch, 10**6)
+        with pytest.raises(DeviceError):
+            worker.start()
+
+    def test_and_not_at_the_first_start(self, worker, monkeypatch):
+        self.fill(worker, monkeypatch, 1)
+        with pytest.raises(DeviceError):
+            worker.start()
+        assert worker.tries == 1
+
+
+def test_a_message_that_cannot_be_sent_ends_the_child(monkeypatch):
+    class Deaf:
+        closed = False
+
+        def send(self, message):
+            raise PlaceLost("its node is gone")
+
+        def close(self):
+            self.closed = True
+
+    worker = Worker(None)
+    worker._process = deaf = Deaf()
+    with pytest.raises(PlaceLost):
+        worker.call("describe", timeout=1.0)
+    assert deaf.closed
+    assert worker._process is None

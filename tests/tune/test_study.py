@@ -673,3 +673,22 @@ def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again
     assert found.reason == "no other configuration came to a result on most of its fresh seeds"
     assert again.specs == []
     assert second.recommendation() == first.recommendation()
+
+
+@pytest.mark.parametrize(("target", "words"), [("auto", "as the baseline sets it"), (0.5, "set a harder one")])
+def test_a_target_that_another_seed_meets_before_training_is_refused(tmp_path, target, words):
+    class Lucky(law.LawWorker):
+        """One run of the search starts where others end."""
+
+        def call(self, command, *, on_event, **spec):
+            if len(self.specs) == 3:
+                self.specs.append(spec)
+                on_event({"seconds": 0.0, "samples": 0, "value": 0.11})
+                return {"outcome": "reached"}
+            return super().call(command, on_event=on_event, **spec)
+
+    worker = Lucky(noise=0.05)
+    with pytest.raises(UsageError, match=r"objective.target.* is met before training .val_loss starts at 0.11") as told:
+        study(tmp_path, worker, objective=Objective(target=target)).run()
+    assert words in str(told.value)
+    assert len(worker.specs) == 4
