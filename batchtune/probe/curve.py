@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.device.gpus import peak_flops
-from batchtune.errors import DeviceError, UserCodeError
+from batchtune.errors import UserCodeError
 from batchtune.probe.throughput import with_flops
 from batchtune.progress import Observer
 from batchtune.results import ThroughputPoint
@@ -36,7 +36,7 @@ def measure_curve(
                 seconds=seconds,
                 accumulation_steps=accumulation_steps,
             )
-        except (WorkerLost, UserCodeError, DeviceError) as error:
+        except (WorkerLost, UserCodeError) as error:
             observer.note(f"no throughput at batch size {size}: {error}")
             continue
         points.append(ThroughputPoint.model_validate(answer))
@@ -65,7 +65,7 @@ def add_flops(
     def count(size: int) -> float | None:
         try:
             answer = worker.call("count_flops", timeout=timeout, batch_size=size, precision=precision)
-        except (WorkerLost, UserCodeError, DeviceError) as error:
+        except (WorkerLost, UserCodeError) as error:
             observer.note(f"no FLOPs at batch size {size}: {error}")
             return None
         flops: float | None = answer["flops_per_sample"]

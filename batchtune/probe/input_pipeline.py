@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from batchtune.errors import DeviceError, UserCodeError
+from batchtune.errors import UserCodeError
 from batchtune.progress import Observer
 from batchtune.report.units import number
 from batchtune.results import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
@@ -69,7 +69,7 @@ def _time(worker: Worker, batch_size: int, setting: Setting, timeout: float) -> 
         answer = worker.call(
             "time_loader", timeout=timeout, batch_size=batch_size, seconds=SECONDS_PER_SETTING, **setting._asdict()
         )
-    except (WorkerLost, UserCodeError, DeviceError) as error:
+    except (WorkerLost, UserCodeError) as error:
         return LoaderPoint(**setting._asdict(), message=str(error))
     return LoaderPoint.model_validate(answer)
 

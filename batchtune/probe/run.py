@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from batchtune.device.sharing import look
-from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
 from batchtune.estimate.foresight import Foresight
 from batchtune.probe.input_pipeline import measure_input_pipeline
@@ -141,7 +142,8 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
                 raise session.failures[0][1]
             if options.throughput and session.facts["has_train_dataset"]:
                 observer.stage("timing the data loader")
-                session.feed(worker, options, observer)
+                with _told_if_busy(observer):
+                    session.feed(worker, options, observer)
             session.look_again(worker)
     except KeyboardInterrupt:
         interrupted = RunInterrupted("interrupted; what was measured until then is in the result")
@@ -169,9 +171,19 @@ def _probe_at(
     session.probes.append(probe)
     probe.find()
     session.look(worker)
-    probe.time_steps()
+    with _told_if_busy(observer):
+        probe.time_steps()
     if foreseen and facts["device"] != "cpu":
         foreseen.learn(facts["environment"]["device"], probe.attempts)
+
+
+@contextlib.contextmanager
+def _told_if_busy(observer: Observer) -> Iterator[None]:
+    """The answer stands by now: a device that somebody else has filled costs only what was still to be timed."""
+    try:
+        yield
+    except DeviceError as error:
+        observer.note(f"no more is timed: {error}")
 
 
 _NO_ANSWER = dict.fromkeys(("max_batch_size", "first_failing_batch_size", "limited_by", "data_parallel"))
@@ -226,9 +238,7 @@ class _Session:
         precision, fed = self._fed
         failed = {name for name, _ in self.failures}
         results = [
-            each
-            if each.verified_in_fresh_process or each.precision not in failed
-            else each.model_copy(update=_NO_ANSWER)
+            each.model_copy(update=_NO_ANSWER) if each.precision in failed and _is_refused(each) else each
             for each in (probe.result() for probe in self.probes)
         ]
         return [
@@ -256,6 +266,11 @@ class _Session:
             probe=max(results, key=_standing, default=None),
             probes=results if len(results) > 1 else None,
         )
+
+
+def _is_refused(probe: ProbeResult) -> bool:
+    """Whether a final check was made and nothing passed it."""
+    return not probe.verified_in_fresh_process and any(each.purpose == "verify" for each in probe.attempts)
 
 
 def _standing(probe: ProbeResult) -> tuple[bool, bool, float]:

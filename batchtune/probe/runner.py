@@ -37,6 +37,7 @@ class ProbeOptions:
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
         timeout: seconds after which a silent attempt counts as hanging.
         verify_steps: optimizer steps of the final check in a fresh process.
+        verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
         verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
         no_oom: never risk an out-of-memory error.
         throughput: also time steps at several sizes.
@@ -54,6 +55,7 @@ class ProbeOptions:
     tolerance: float = 0.01
     timeout: float = 120.0
     verify_steps: int = 20
+    verify_timeout: float | None = None
     verify_seconds: float | None = None
     no_oom: bool = False
     throughput: bool = True
@@ -239,7 +241,7 @@ class Probe:
         try:
             answer = self._worker.call(
                 "attempt",
-                timeout=self._options.timeout,
+                timeout=self._check_timeout if verify else self._options.timeout,
                 batch_size=batch_size,
                 steps=steps,
                 precision=self._precision,
@@ -311,6 +313,10 @@ class Probe:
             self._verified = attempt
         return attempt.fits
 
+    @property
+    def _check_timeout(self) -> float:
+        return self._options.verify_timeout or self._options.timeout
+
     def _steps_to_verify(self) -> int:
         """As many as asked for, or as there is time for by the slowest fit so far."""
         most, seconds = self._options.verify_steps, self._options.verify_seconds
@@ -322,7 +328,7 @@ class Probe:
     def _silent_check(self) -> NothingFitsError:
         sizes = " and ".join(str(each.batch_size) for each in self.attempts[-_MOST_SILENCES:])
         return NothingFitsError(
-            f"nothing passes the final check: it said nothing for {self._options.timeout:g} s at batch sizes {sizes}, "
+            f"nothing passes the final check: it said nothing for {self._check_timeout:g} s at batch sizes {sizes}, "
             "most likely in evaluation or saving, since the training steps of the search passed; "
             "make evaluate() quicker, or raise --timeout of probe if that really takes so long"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
+from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.probe.curve import SECONDS_PER_POINT
 from batchtune.progress import Observer
 from batchtune.results import Attempt, DataParallel, ThroughputPoint
@@ -29,7 +29,7 @@ def measure_times(worker: Worker, observer: Observer, **arguments: Any) -> Times
     def seconds(what: str, **how: Any) -> float | None:
         try:
             answer = worker.call("time_steps", seconds=SECONDS_PER_POINT, **how, **arguments)
-        except (WorkerLost, UserCodeError, DeviceError) as error:  # a sharded model may not fit on one rank
+        except (WorkerLost, UserCodeError) as error:  # a sharded model may not fit on one rank
             observer.note(f"no step time {what}: {error}")
             return None
         return ThroughputPoint.model_validate(answer).step_seconds

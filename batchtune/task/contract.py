@@ -33,6 +33,9 @@ _SAMPLED_FOR_LARGEST = 64
 _NO_SAMPLE: Any = object()  # None may be one
 
 
+_SEEDS = {"train_dataset": 0, "val_dataset": 1}
+
+
 class ContractError(UserCodeError):
     """The user's code lacks a name of the contract, or returned something else than it says."""
 
@@ -104,8 +107,8 @@ class Task:
             raise ContractError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
         if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
             raise ContractError(
-                f"{self.where}: build_model returned the same model again, which has been trained already; "
-                "make a new one each time"
+                f"{self.where}: build_model returned the same object again, which other runs have trained or will; "
+                "make a new model each time, for example copy.deepcopy(model)"
             )
         self._latest_model = weakref.ref(model)
         if not self.has("compute_loss") and not _is_hugging_face(model):
@@ -186,7 +189,7 @@ class Task:
         return self._dataset("val_dataset") if self.has("val_dataset") else None
 
     def _dataset(self, name: str) -> Dataset[Any]:
-        with seeded(0):  # a split drawn at random is the same in every process: what is validated on stays apart
+        with seeded(_SEEDS[name]):  # what is drawn at random is the same in every process, and not in both sets
             data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             kind = kind_of(data)

@@ -75,7 +75,7 @@ def load(path: Path, trainer: Trainer, batches: TrainingBatches) -> dict[str, An
     trainer.scheduled_steps = state["scheduled_steps"]
     trainer.precision.scaler.load_state_dict(state["scaler"])
     batches.restore(state["batches"])
-    if isinstance(trainer.task.source, Adapted):
+    if isinstance(trainer.task.source, Adapted) and state.get("adapted"):
         trainer.task.source.restore(trainer.model, state["adapted"])
     _set_random_state(state["random"], trainer.device)
     progress: dict[str, Any] = state["progress"]

@@ -81,8 +81,12 @@ class Worker:
             except DeviceError:  # it was there before: somebody else fills it at the moment
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(_RETRY_SECONDS)
+                self._pause(_RETRY_SECONDS)
         return self.facts
+
+    def _pause(self, seconds: float) -> None:
+        """Waits for a device."""
+        time.sleep(seconds)
 
     def _open(self) -> None:
         self._process = self._take_spare() or self._start_process()

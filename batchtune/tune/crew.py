@@ -133,6 +133,10 @@ class Member(Worker):
                 raise RunInterrupted(STOPPED) from None
             raise
 
+    def _pause(self, seconds: float) -> None:
+        if self.stopping.wait(seconds):
+            raise RunInterrupted(STOPPED)
+
     def _environment(self) -> dict[str, str]:
         return super()._environment() | dict(self.own_environment)
 

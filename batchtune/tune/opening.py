@@ -72,7 +72,7 @@ def probe_options(config: Config) -> ProbeOptions:
         minimum=unit,
         maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
         multiple_of=unit,
-        timeout=_SILENCE_SECONDS,
+        verify_timeout=_SILENCE_SECONDS,
         max_step_seconds=config.budget.run / MIN_STEPS,
         useful_size=USEFUL_FACTOR * config.baseline.batch_size,
         verify_seconds=VERIFY_SHARE * total,

@@ -316,8 +316,8 @@ class _Tuning:
         most, base = self._probed.max_batch_size if self._probed else None, self._config.baseline.batch_size
         if most is not None and self._probed and self._probed.limited_by == "max" and base > most:
             found.append(
-                f"the baseline's batch {base} is above batch_size.max: it was measured in accumulated micro-batches, "
-                "which may be slower than what you run today"
+                f"the baseline's batch {base} is above what batch_size allows ({most} at once): it was measured in "
+                "accumulated micro-batches, which may be slower than what you run today"
             )
         if status == "complete" and not any(trial.role == "search" and trial.outcome for trial in trials):
             found.append(f"{_NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again")

@@ -88,13 +88,11 @@ class Targets:
             raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
         met = [curve[0].value for curve in curves if meets(curve[0].value, target)] if self._counted else []
         if met:
-            whose = "objective.target, as the baseline sets it," if self.is_automatic else "objective.target"
-            remedy = (
-                "raise budget.run, or set one" if self.is_automatic else "set a harder one, or check objective.goal"
-            )
-            raise UsageError(
-                f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g}); {remedy}"
-            )
+            whose, remedy = "objective.target", "set a harder one, or check objective.goal"
+            if self.is_automatic:
+                whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
+            met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
+            raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
 
     def unmet(self) -> str:
         """Why a study that has run to its end has nothing to recommend."""

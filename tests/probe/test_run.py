@@ -5,7 +5,7 @@ import json
 import pytest
 
 from batchtune.device.sharing import Sharing
-from batchtune.errors import NothingFitsError, UserCodeError
+from batchtune.errors import DeviceError, NothingFitsError, UserCodeError
 from batchtune.probe import run
 from batchtune.probe.runner import ProbeOptions
 from batchtune.progress import Observer
@@ -153,6 +153,27 @@ class TestPrecisions:
         (failed,) = (each for each in result.probes if each.precision == failing)
         assert (failed.max_batch_size, failed.limited_by, failed.verified_in_fresh_process) == (None, None, False)
         assert (result.probe.input_pipeline is not None) == throughput
+
+    def test_what_the_search_found_stays_where_the_final_check_was_not_made(self, probed):
+        gone = but("bf16", UserCodeError("importing it once more ended in crash"), only_checked=True)
+        result = probed(gone)
+        (failed,) = (each for each in result.probes if each.precision == "bf16")
+        assert (failed.max_batch_size, failed.verified_in_fresh_process) == (8, False)
+
+    def test_a_device_that_others_fill_after_the_check_costs_the_timing_only(self, probed, monkeypatch):
+        told = []
+        monkeypatch.setattr(Observer, "note", lambda _self, text: told.append(text))
+
+        def call(gpu, command, **arguments):
+            if command == "time_steps":
+                raise DeviceError("--device cuda: cannot be used now: out of memory")
+            return whole(gpu, command, **arguments)
+
+        whole = ScriptedGpu.call
+        monkeypatch.setattr(ScriptedGpu, "call", call)
+        result = probed(fits, precisions=("fp32",))
+        assert (result.status, result.probe.max_batch_size) == ("complete", 8)
+        assert "no more is timed: --device cuda: cannot be used now: out of memory" in told
 
     def test_where_all_fail_the_first_error_is_raised_and_the_others_are_told_of(self, probed):
         errors = {"fp32": UserCodeError("not in fp32"), "bf16": NothingFitsError("not in bf16")}

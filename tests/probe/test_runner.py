@@ -197,6 +197,12 @@ class TestTheFinalCheck:
             str(raised.value),
         )
 
+    def test_it_may_be_silent_for_longer_than_an_attempt(self):
+        worker = ScriptedWorker(up_to(700))
+        probe(worker, timeout=2.0, verify_timeout=30.0, throughput=False).run()
+        assert {timeout for _, _, steps, _, timeout in worker.log if steps == 3} == {2.0}
+        assert {timeout for _, _, steps, _, timeout in worker.log if steps == 20} == {30.0}
+
     def test_one_that_is_silent_once_goes_on_below(self):
         worker = ScriptedWorker(up_to(700), lambda size: "timeout" if size > 697 else up_to(690)(size))
         assert 680 < probe(worker, tolerance=0.0).run().max_batch_size <= 690

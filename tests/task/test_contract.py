@@ -220,6 +220,20 @@ class TestWhatIsDrawnAtRandom:
 
         assert drawn(1) == drawn(2)
 
+    def test_data_made_up_at_random_is_not_the_same_for_training_and_validation(self):
+        def made_up():
+            return TensorDataset(torch.randn(8, 4))
+
+        task = task_of(train_dataset=made_up, val_dataset=made_up)
+        assert not torch.equal(task.train_data[0][0], task.val_data[0][0])
+
+    def test_building_a_data_set_leaves_the_random_numbers_of_a_run_alone(self):
+        torch.manual_seed(3)
+        expected = torch.rand(1)
+        torch.manual_seed(3)
+        task_of(train_dataset=lambda: TensorDataset(torch.randn(8, 4))).train_data  # noqa: B018 - it is built
+        assert torch.equal(torch.rand(1), expected)
+
     def test_so_is_what_a_file_draws_while_it_is_imported(self, tmp_path):
         file = tmp_path / "model.py"
         file.write_text(
@@ -240,5 +254,5 @@ def test_to_tune_a_model_must_be_a_new_one_each_time():
     tuned = task_of(**functions)
     tuned.require("tune")
     tuned.model()
-    with pytest.raises(ContractError, match="build_model returned the same model again, which has been"):
+    with pytest.raises(ContractError, match="build_model returned the same object again, which other runs"):
         tuned.model()

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from batchtune.errors import DeviceError, UsageError
+from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.progress import Observer
 from batchtune.train.worker import WorkerSettings
 from batchtune.tune import crew as crew_module
-from batchtune.tune.crew import Crew, Seat, count_workers, seats
+from batchtune.tune.crew import Crew, Member, Seat, count_workers, seats
 
 HERE = {"devices": 4, "processors": 8, "visible": None}
 SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
@@ -40,6 +40,20 @@ class TestHowMany:
         assert count_workers(8, "cpu", **HERE) == 8
         with pytest.raises(UsageError, match="workers 9: more than the 8 processors"):
             count_workers(9, "cpu", **HERE)
+
+
+def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
+    stopping = threading.Event()
+    member = Member(WorkerSettings(task="model.py"), stopping, {}, Observer())
+    member.facts = {"device": "cuda:0"}
+
+    def busy():
+        stopping.set()  # another one has failed meanwhile
+        raise DeviceError("--device cuda: cannot be used now")
+
+    monkeypatch.setattr(member, "_open", busy)
+    with pytest.raises(RunInterrupted):
+        member.start()
 
 
 class TestSeats:
