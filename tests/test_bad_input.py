@@ -115,7 +115,7 @@ def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder
         (["probe", "nowhere.py"], "nowhere.py: no such task file; 'batchtune init' writes a template"),
         (["probe", "no where"], "'no where': neither a Python file nor a module"),
         (["probe", "model.py", "--min", 5, "--max", 3], "--min 5 is greater than --max 3; swap them or raise --max"),
-        (["probe", "model.py", "--max", 2**32], "batchtune: --max 4294967296: must be at most 4294967295\n"),
+        (["probe", "model.py", "--max", 2**31], "batchtune: --max 2147483648: must be at most 2147483647\n"),
         (["probe", "model.py", "--memory-limit", "3XB"], "'3XB' is not a size; write 20GiB, 24GB or 500MiB"),
         (["probe", "model.py", "--timeout", "soon"], "'soon' is not a duration"),
         (["probe", "model.py", "--margin", 2], "--margin and --tolerance are shares"),

@@ -209,7 +209,7 @@ class TestFailures:
     [
         ({"min": 0}, "--min 0: must be at least 1"),
         ({"min": 9, "max": 8}, "--min 9 is greater than --max 8"),
-        ({"max": 2**32}, "--max 4294967296: must be at most 4294967295"),
+        ({"max": 2**31}, "--max 2147483648: must be at most 2147483647"),
         ({"steps": 10**12}, "--steps 1000000000000: must be at most"),
         ({"tolerance": 1.0}, "--margin and --tolerance are shares"),
         ({"memory_limit": "much"}, "'much' is not a size"),
