@@ -6,10 +6,12 @@ Nothing here opens a CUDA context or loads torch, so that a look changes nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchtune.errors import DeviceError
+from batchtune.report.units import size
 from batchtune.results import DeviceProcess
 
 
@@ -19,6 +21,37 @@ class Sharing:
 
     free_bytes: int | None
     processes: tuple[DeviceProcess, ...] = ()
+
+
+def name_processes(processes: Sequence[DeviceProcess]) -> str:
+    """Processes by their ids, with what each holds where that is known."""
+    held = ((process.pid, process.memory_bytes) for process in processes)
+    return ", ".join(f"pid {pid}" + (f" {size(memory)}" if memory else "") for pid, memory in held)
+
+
+@contextlib.contextmanager
+def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -> Iterator[None]:
+    """What a device raises while the user's code is not at work is none of theirs: others fill it, or have it alone.
+
+    Args:
+        name: of the device, as the user gave it.
+        seen: who held memory of it before.
+        only_if_full: other errors are passed on: the user's code has been there, and may have left something behind.
+
+    Raises:
+        DeviceError: the same in one line, with those who hold its memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        from batchtune.device.failures import classify  # loads torch, which whoever raised this has
+
+        if only_if_full and classify(error) != "oom":
+            raise
+        first = str(error).strip().split("\n")[0][:300]
+        holders = name_processes(seen.processes) if seen else ""
+        held = f"; its memory is held by other processes: {holders}" if holders else ""
+        raise DeviceError(f"--device {name}: cannot be used now: {first}{held}") from None
 
 
 def candidate_uuids(torch_uuid: str, index: int, visible: str | None) -> list[str]:

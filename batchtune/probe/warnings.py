@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Sequence
 
+from batchtune.device.sharing import name_processes
 from batchtune.report.units import share, size
 from batchtune.results import Attempt, Environment, ProbeResult, ThroughputPoint
 
@@ -80,13 +81,9 @@ def sharing_warnings(environment: Environment | None) -> list[str]:
     if others:
         known = [process.memory_bytes for process in others if process.memory_bytes]
         held = size(sum(known)) if known else "some"
-        named = ", ".join(
-            f"pid {process.pid}" + (f" {size(process.memory_bytes)}" if process.memory_bytes else "")
-            for process in others
-        )
         found.append(
-            f"other processes hold {held} of the device's memory ({named}): what they leave free is what was probed, "
-            "and their work slows the timing"
+            f"other processes hold {held} of the device's memory ({name_processes(others)}): what they leave free is "
+            "what was probed, and their work slows the timing"
         )
     before, after = environment.device_memory_free_bytes, environment.device_memory_free_after_bytes
     total = environment.device_memory_bytes

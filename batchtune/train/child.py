@@ -1,31 +1,27 @@
 """The child process: it alone imports the user's code and holds the device; it answers one command after another.
 
-Commands and answers are JSON lines on the process's original stdin and stdout. Both are moved away before the user's
-code is imported, so that nothing it prints, reads or closes can disturb them. A rank of a group is such a child, too,
-with a socket in their place (see `batchtune.train.rank`).
+They come over a `Channel`. A rank of a group is such a child, too (see `batchtune.train.rank`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
-import json
 import os
 import platform
-import queue
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
+from batchtune.device.sharing import usable_now
+from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.train.channel import Channel
 from batchtune.train.life import tell_through, tell_while_compiling
 
 if TYPE_CHECKING:
@@ -33,68 +29,6 @@ if TYPE_CHECKING:
     from batchtune.train.parallel import Parallel
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
-
-
-class Channel:
-    """The line to the parent; when the parent is gone, so is this process with all that it started.
-
-    Args:
-        commands: what the parent says, a line each.
-        answers: what it is told.
-    """
-
-    def __init__(self, commands: IO[str], answers: IO[str]) -> None:
-        self._lock = threading.Lock()  # a thread says when torch.compile is at work
-        self._answers, self._process = answers, os.getpid()
-        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
-
-    @classmethod
-    def on_standard_streams(cls) -> Self:
-        """The line on stdin and stdout, which are moved away: what is printed from now on goes to stderr."""
-        answers, commands = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
-        give_standard_streams_away()
-        return cls(commands, answers)
-
-    def _listen(self, commands: IO[str]) -> None:
-        try:
-            for line in commands:
-                self._commands.put(json.loads(line))
-        except OSError as error:
-            _end_if_closed(error)
-        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(0)
-
-    def receive(self) -> dict[str, Any]:
-        """The next command."""
-        return self._commands.get()
-
-    def send(self, **message: Any) -> None:
-        """One message to the parent; a copy of this process that the user's code has forked off ends here instead."""
-        if os.getpid() != self._process:
-            os._exit(0)
-        try:
-            with self._lock:
-                self._answers.write(json.dumps(message) + "\n")
-                self._answers.flush()
-        except OSError as error:
-            _end_if_closed(error)
-            raise
-
-
-def _end_if_closed(error: OSError) -> None:
-    """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
-    if error.errno == errno.EBADF:
-        with contextlib.suppress(OSError):
-            os.write(2, b"the task's code has closed files that are not its own\n")
-        os._exit(1)
-
-
-def give_standard_streams_away() -> None:
-    """From now on nothing can be read from stdin, and what is printed goes to stderr."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
 
 
 class Child:
@@ -256,35 +190,6 @@ def _open(name: str) -> tuple[Any, Any, Sharing | None]:
     seen = sensors.sharing()
     with usable_now(name, seen):
         return open_device(name), sensors, seen
-
-
-@contextlib.contextmanager
-def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -> Iterator[None]:
-    """What a device raises while the user's code is not at work is none of theirs: others fill it, or have it alone.
-
-    Args:
-        name: of the device, as the user gave it.
-        seen: who held memory of it before.
-        only_if_full: other errors are passed on: the user's code has been there, and may have left something behind.
-
-    Raises:
-        DeviceError: the same in one line, with those who hold its memory.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        from batchtune.device.failures import classify
-        from batchtune.report.units import size
-
-        if only_if_full and classify(error) != "oom":
-            raise
-        first = str(error).strip().split("\n")[0][:300]
-        holders = ", ".join(
-            f"pid {process.pid}" + (f" {size(process.memory_bytes)}" if process.memory_bytes else "")
-            for process in (seen.processes if seen else ())
-        )
-        held = f"; its memory is held by other processes: {holders}" if holders else ""
-        raise DeviceError(f"--device {name}: cannot be used now: {first}{held}") from None
 
 
 def _set_libraries_apart() -> None:

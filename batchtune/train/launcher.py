@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from batchtune.train.child import Channel
+from batchtune.train.channel import Channel
 from batchtune.train.group_answers import Answer, failed, merge
 from batchtune.train.rank import Meeting
 

@@ -12,8 +12,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from batchtune.device.sharing import usable_now
 from batchtune.errors import UsageError
-from batchtune.train.child import Channel, Child, give_standard_streams_away, serve, usable_now
+from batchtune.train.channel import Channel, give_standard_streams_away
+from batchtune.train.child import Child, serve
 
 if TYPE_CHECKING:
     from batchtune.device.sharing import Sharing

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.train.process import LocalProcess, Process, child_environment, entry
 
+LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 

@@ -11,14 +11,13 @@ from batchtune.probe.runner import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS
 from batchtune.progress import Observer
 from batchtune.task.spec import file_hash
-from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
 from batchtune.tune.crew import require_executor
 from batchtune.tune.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
 VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
-_SILENCE_SECONDS = 600.0  # of the final check: its evaluation is the user's, and may take long
 _LEAST_TIMING_SECONDS = 0.1  # of each size
 
 # More of the same may be measured under these.
@@ -72,7 +71,7 @@ def probe_options(config: Config) -> ProbeOptions:
         minimum=unit,
         maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
         multiple_of=unit,
-        verify_timeout=_SILENCE_SECONDS,
+        verify_timeout=LONG_SILENCE_SECONDS,
         max_step_seconds=config.budget.run / MIN_STEPS,
         useful_size=USEFUL_FACTOR * config.baseline.batch_size,
         verify_seconds=VERIFY_SHARE * total,

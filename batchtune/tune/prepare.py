@@ -12,7 +12,7 @@ from batchtune.config import Config
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.progress import Observer
 from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
-from batchtune.train.worker import Worker, WorkerLost
+from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.tune.prior import (
     Candidates,
     candidate_batch_sizes,
@@ -29,7 +29,6 @@ LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise sc
 WARM_UP_STEPS, DRAWS, SMALL_PER_LARGE = 40, 4, 4  # of the noise scale
 FORWARD_SHARE = 0.9  # of a step: the noise scale takes gradients and no optimizer step
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
-_SILENCE_SECONDS = 600.0
 
 
 def require(config: Config, facts: dict[str, Any]) -> None:
@@ -117,7 +116,7 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
         with contextlib.suppress(WorkerLost):  # what dies while it is timed is no candidate
             answer = worker.call(
                 "time_steps",
-                timeout=_SILENCE_SECONDS,
+                timeout=LONG_SILENCE_SECONDS,
                 batch_size=size,
                 precision=probe.precision,
                 seconds=_SPLIT_SECONDS,
@@ -135,7 +134,7 @@ def _measure(
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
     base, budget, skipped = config.baseline, PRIOR_SHARE * config.budget.run, []
     noise, test, start = None, None, start_batch_size(probe, batch_sizes, None)
-    common: dict[str, Any] = {"timeout": _SILENCE_SECONDS, "precision": probe.precision, "seconds": budget}
+    common: dict[str, Any] = {"timeout": LONG_SILENCE_SECONDS, "precision": probe.precision, "seconds": budget}
     try:
         planned = affordable_noise_scale(base.batch_size, probe, budget)
         if isinstance(planned, str):

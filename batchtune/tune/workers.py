@@ -10,10 +10,9 @@ from typing import Any, Literal
 from batchtune.errors import UserCodeError
 from batchtune.results import CurvePoint
 from batchtune.train.run_spec import RunSpec
-from batchtune.train.worker import Worker, WorkerLost
+from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 
 Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"]
-_SILENCE_SECONDS = 600.0  # between two evaluations; a run that says nothing for longer hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def run_trial(
         curve.append(CurvePoint(**event))
         return on_point(curve[-1])
 
-    timeout = max(_SILENCE_SECONDS, 2 * spec.limit_seconds)
+    timeout = max(LONG_SILENCE_SECONDS, 2 * spec.limit_seconds)
     message: str | None = None
     end: dict[str, Any] = {}
     try:
