@@ -84,6 +84,7 @@ def probe(
     from batchtune.probe.runner import ProbeOptions
     from batchtune.progress import Observer
     from batchtune.run_folder import RunFolder
+    from batchtune.task.spec import task_name
     from batchtune.train.worker import WorkerSettings
 
     try:
@@ -102,6 +103,8 @@ def probe(
     unknown = [name for name in names if name not in {"auto", "all", "bf16", "fp16", "fp32", "tf32"}]
     if unknown:
         raise UsageError(f"--precision {unknown[0]}: unknown; use auto, all, bf16, fp16, fp32 or tf32")
+    if not names or ("all" in names and len(names) > 1):
+        raise UsageError(f"--precision {', '.join(names) or '(none)'}: name at least one, and all alone")
     settings = WorkerSettings(
         task=os.fspath(task), device=device, memory_limit=limit, margin=margin, precision=tuple(names)
     )
@@ -117,7 +120,7 @@ def probe(
         throughput=throughput,
         accumulation_steps=accumulation,
     )
-    name = Path(os.fspath(task).partition(":")[0]).stem
+    name = task_name(os.fspath(task))
     folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
     return run_probe(
         settings,
@@ -264,11 +267,12 @@ def tune(
     from batchtune.config import Config
     from batchtune.config_file import default_name, load_config
     from batchtune.progress import Observer
+    from batchtune.task.spec import task_name
     from batchtune.tune.run import run_tune
 
     loaded = config if isinstance(config, Config) else load_config(config, overrides)
     if not loaded.name:
-        loaded = loaded.model_copy(update={"name": default_name(Path(loaded.task.partition(":")[0]))})
+        loaded = loaded.model_copy(update={"name": default_name(Path(f"{task_name(loaded.task)}.py"))})
     return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))
 
 

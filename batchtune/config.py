@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import keyword
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
@@ -30,7 +32,9 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
 _TOO_MANY_BYTES = 2**60
-_NOT_EXTRA = {"model", "lr", "learning_rate", "batch_size", "precision"}
+_SEARCHED = {"learning_rate", "batch_size", "precision"}
+_NOT_EXTRA = {"model", "lr", *_SEARCHED}
+_MISSPELLED = 0.9  # difflib's ratio of two words of which one is meant by the other
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _RUN_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
 
@@ -208,6 +212,8 @@ class Objective(Section):
             raise ValueError(
                 f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"
             )
+        if self.kind == "best_metric" and self.target != "auto":
+            raise ValueError("best_metric has no target; leave it out, or use kind: time_to_target")
         return self
 
 
@@ -224,6 +230,8 @@ class Parameter(Section):
         if self.choices is not None:
             if self.min is not None or self.max is not None or self.log:
                 raise ValueError("has choices and a range; keep one of them")
+            if any(isinstance(choice, float) and not math.isfinite(choice) for choice in self.choices):
+                raise ValueError("choices are finite numbers, words or booleans")
             if len({repr(choice) for choice in self.choices}) < len(self.choices):
                 raise ValueError(f"{', '.join(map(str, self.choices))}: each choice once")
             return self
@@ -241,13 +249,23 @@ def _argument_name(value: str) -> str:
         raise ValueError(f"{value!r} cannot name an argument of build_optimizer")
     if value in _NOT_EXTRA:
         raise ValueError(f"{value!r} is searched already, or is not build_optimizer's to choose")
+    if meant := meant_instead_of(value):
+        raise ValueError(f"{value!r} is too much like {meant!r}, which is searched already")
     return value
+
+
+def meant_instead_of(argument: str) -> str | None:
+    """What somebody who writes this under `space` has most likely misspelled; None where it is a name of its own."""
+    near = difflib.get_close_matches(argument, _SEARCHED, n=1, cutoff=_MISSPELLED)
+    return near[0] if near and near[0] != argument else None
 
 
 class Budget(Section):
     """How long the study may take."""
 
-    run: Seconds = Field(default=60.0, description="Training time of the longest single run.")
+    run: Seconds = Field(
+        default=60.0, description="Training time of the longest single run; on fresh seeds up to twice as much."
+    )
     total: Seconds = Field(default=600.0, description="Wall-clock time of the whole study, restarts added up.")
     trials: Count = 64
 
@@ -312,7 +330,7 @@ class Config(Section):
     evaluate_every: Seconds | Literal["auto"] = Field(default="auto", description="Training time between evaluations.")
     confirm: Annotated[Confirm, BeforeValidator(_confirm_switch)] = Confirm()
     seed: Annotated[int, Field(ge=0, lt=2**31), NoSwitch] = 0
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    workers: Count | Literal["auto"] = Field(
         default=1, description="Runs at once, each on a device of its own; auto: as many as there are devices."
     )
     world_size: Count | Literal["auto"] = Field(

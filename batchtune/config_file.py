@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchtune.config import Config, is_run_name, known_keys
+from batchtune.config import Config, is_run_name, known_keys, meant_instead_of
 from batchtune.errors import UsageError
 from batchtune.yamlfile import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
 
@@ -162,11 +162,12 @@ def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool)
 
 def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
     dotted, detail = ".".join(keys), details[0]
-    if detail["type"] == "extra_forbidden":
+    meant = meant_instead_of(keys[1]) if keys[0] == "space" and len(keys) > 1 else None
+    if meant is not None or detail["type"] == "extra_forbidden":
         if "." in keys[-1]:
             section, _, leaf = keys[-1].partition(".")
             return f"unknown key '{keys[-1]}'; write a section, '{section}: {{{leaf}: ...}}'"
-        return f"unknown key '{dotted}'. {_nearest_key(dotted)}"
+        return f"unknown key '{dotted}'. {_did_you_mean(meant) if meant else _nearest_key(dotted)}"
     if detail["type"] == "missing":
         return f"'{dotted}' is missing; add 'task: model.py' ('batchtune init' writes a template)"
     if detail["type"] == "model_type":
@@ -188,14 +189,18 @@ def _children(section: str) -> list[str]:
     return [key.rpartition(".")[2] for key in known_keys() if key.rpartition(".")[0] == section]
 
 
+def _did_you_mean(key: str) -> str:
+    return f"Did you mean '{key}'?"
+
+
 def _nearest_key(dotted: str) -> str:
     """What an unknown key was probably meant to be: a neighbour spelled alike, or any key of that name."""
     section, _, leaf = dotted.rpartition(".")
     near = difflib.get_close_matches(leaf, _children(section), n=1)
     if near:
-        return f"Did you mean '{near[0]}'?"
+        return _did_you_mean(near[0])
     leaves = {key.rpartition(".")[2]: key for key in known_keys()}
     far = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
     if far:
-        return f"Did you mean '{leaves[far[0]]}'?"
+        return _did_you_mean(leaves[far[0]])
     return f"Known here: {', '.join(_children(section) or _children(''))}."

@@ -138,6 +138,21 @@ class TestProblems:
         (line,) = problems("task: m.py\nspace:\n  decay:")
         assert line == "config.yaml:3: space.decay: should be a section of keys, for example 'decay: {min: ...}'"
 
+    @pytest.mark.parametrize("value", ["{min: 1e-4, max: 0.1}", "{min: 1}", "3"])
+    def test_a_misspelled_rate_is_no_further_argument_to_search(self, problems, value):
+        assert problems(f"task: m.py\nspace:\n  learning_rte: {value}") == [
+            "config.yaml:3: unknown key 'space.learning_rte'. Did you mean 'learning_rate'?"
+        ]
+
+    def test_a_metric_at_its_best_has_no_target(self, problems):
+        (line,) = problems("task: m.py\nobjective: {kind: best_metric, target: 0.1}")
+        assert line.startswith("config.yaml:2: objective: best_metric has no target; leave it out")
+
+    @pytest.mark.parametrize("choice", [".inf", ".nan"])
+    def test_choices_are_finite(self, problems, choice):
+        (line,) = problems(f"task: m.py\nspace: {{clip: {{choices: [1.0, {choice}]}}}}")
+        assert line == "config.yaml:2: space.clip: choices are finite numbers, words or booleans"
+
     def test_two_problems_in_one_place_are_both_told(self, problems):
         assert len(problems("task: m.py", "space={'': {'': 1}}")) == 2
 
@@ -145,6 +160,7 @@ class TestProblems:
         assert problems("task: m.py\nbatch_size: {max: true}") == [
             "config.yaml:2: batch_size.max: should be a number, not true"
         ]
+        assert problems("task: m.py\nworkers: true") == ["config.yaml:2: workers: should be a number, not true"]
 
     def test_what_the_command_line_breaks_is_told_of_the_command_line(self, problems):
         assert problems("task: m.py\nbatch_size:\n  max: 32", "batch_size.min=64") == [

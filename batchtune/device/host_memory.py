@@ -63,9 +63,9 @@ class HostMemory:
             total, free = cap, min(free, max(0, cap - used))
         return f"{_processor()} ({os.cpu_count()} cores)", total, free
 
-    def default_limit(self, margin: float) -> int | None:  # noqa: ARG002 - the host keeps a larger reserve of its own
+    def default_limit(self, margin: float) -> int | None:
         free = self.describe()[2]
-        return None if free is None else int(free * HOST_SHARE_OF_FREE)
+        return None if free is None else int(free * min(HOST_SHARE_OF_FREE, 1 - margin))
 
     def enforce(self, limit_bytes: int) -> None:
         _leave_malloc_to_itself()

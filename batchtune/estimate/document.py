@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
@@ -52,12 +53,12 @@ def run_estimate(
             names,
             echo=observer.printed,
         )
-    except KeyboardInterrupt:
-        raise RunInterrupted("interrupted") from None
-    except BatchtuneError as error:
+    except (BatchtuneError, KeyboardInterrupt) as caught:
+        error = caught if isinstance(caught, BatchtuneError) else RunInterrupted("interrupted: nothing was estimated")
+        status: Literal["interrupted", "failed"] = "failed" if error is caught else "interrupted"
         failure = Failure(exit_code=error.exit_code, message=str(error))
-        error.result = Result(kind="estimate", status="failed", task=info, error=failure)
-        raise
+        error.result = Result(kind="estimate", status=status, task=info, error=failure)
+        raise error from None
     result = Result(
         kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
     )

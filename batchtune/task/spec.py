@@ -36,6 +36,18 @@ def _split(spec: str) -> tuple[Path | str, str]:
     return path, attribute
 
 
+def task_name(spec: str) -> str:
+    """What a task is called: as its file without the ending, as its folder, or as its module with all its dots.
+
+    Raises:
+        UsageError: as `split_spec`.
+    """
+    place, _ = split_spec(spec)
+    if isinstance(place, str):
+        return place
+    return Path(spec).resolve().name if Path(spec).is_dir() else place.stem
+
+
 def file_hash(spec: str) -> str | None:
     """SHA-256 of the task's file, in hex; None for a module that is found by name.
 

@@ -36,7 +36,6 @@ def count_flops(work: Callable[[], object]) -> int | None:
         Floating-point operations (a multiplication and an addition are two); None where torch cannot count them.
     """
     compiled = "torch._dynamo" in sys.modules
-    compiled = "torch._dynamo" in sys.modules
     try:
         eager: Any = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with (

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -35,6 +35,17 @@ def child_environment() -> dict[str, str]:
     """The environment of every child."""
     ours = {name: value for name, value in os.environ.items() if name != _NOT_FOR_CHILDREN}
     return ours | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def without_secrets() -> Iterator[None]:
+    """Keeps what children must not see out of this process's environment, for a library that starts some."""
+    kept = os.environ.pop(_NOT_FOR_CHILDREN, None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[_NOT_FOR_CHILDREN] = kept
 
 
 def describe_exit(code: int | None) -> str:

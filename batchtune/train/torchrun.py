@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchtune.errors import UsageError
-from batchtune.train.process import describe_exit, entry
+from batchtune.train.process import child_environment, describe_exit, entry
 from batchtune.train.rank import Meeting
 
 _OVER = "over"
@@ -99,7 +99,7 @@ class Following:
 
     def _run_rank(self, meeting: Meeting) -> None:
         with meeting.connect(rank=self._place.rank, follows=True) as line:
-            environment = os.environ | {"MALLOC_ARENA_MAX": "1"} | meeting.variable()
+            environment = child_environment() | meeting.variable()
             process = subprocess.Popen(entry("batchtune.train.rank"), env=environment, start_new_session=True)  # noqa: S603
             try:
                 threading.Thread(target=_tell_end, args=(process, line), daemon=True).start()

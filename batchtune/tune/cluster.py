@@ -21,7 +21,7 @@ import ray
 from batchtune.config import RayCluster
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.progress import Observer
-from batchtune.train.process import Process
+from batchtune.train.process import Process, without_secrets
 from batchtune.train.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
 from batchtune.tune.actors import Actor, RemoteProcess
 from batchtune.tune.crew import STOPPED, Crew, Member
@@ -250,7 +250,8 @@ def _connect(address: str | None) -> bool:
     if ray.is_initialized():
         return False
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        with without_secrets():  # a cluster that starts here hands its environment on
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         where = f"ray.address {address}" if address else "executor ray"

@@ -162,9 +162,11 @@ def recommend(
     base = config_of(today) if today is not None else None
     groups: dict[Config, list[Trial]] = {}
     for trial in trials:
-        failed = trial.outcome in FAILED_FOR_GOOD and config_of(trial) != base
+        failed = trial.outcome in FAILED_FOR_GOOD
         if trial.role == "confirm" and (trial.state in {"complete", "pruned"} or failed):
-            groups.setdefault(config_of(trial), []).append(trial)
+            group = groups.setdefault(config_of(trial), [])
+            if not failed or config_of(trial) != base:  # what the baseline failed at is run again
+                group.append(trial)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
         return _unconfirmed(trials, kind=kind, goal=goal, expected=expected), None
     scores = {base: _baseline_scores(groups[base], kind=kind, goal=goal)}
@@ -172,6 +174,8 @@ def recommend(
     for config in contenders:
         scores[config] = _contender_scores(groups[config], scores[base], kind=kind, goal=goal)
     usable = {config: scores[config] for config in contenders if scores[config]}
+    if not usable and not scores[base]:
+        return _unconfirmed(trials, kind=kind, goal=goal, expected=expected), None
     if not usable:
         reason = "no other configuration came to a result on most of its fresh seeds"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason), None
@@ -214,22 +218,30 @@ def _verdict(
     but = f"; {missed} of its {seeds} runs came to no result" if missed else ""
     if cost is None:
         better = statistics.median(scores[winner]) < min(scores[base])
-        reason = f"best median over {seeds} fresh seeds{but}" if better else "the baseline does as well on fresh seeds"
+        reason = f"best median over {_count(seeds)}{but}" if better else "the baseline does as well on fresh seeds"
         chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
     gain = ratio_interval(scores[base], scores[winner])
     gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in groups[base])})
     times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
-    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds} fresh seeds each{but}"
+    least = min(seeds, len(groups[base]))
+    over = f"{_count(seeds)} each" if seeds == len(groups[base]) else f"{_count(seeds)}, baseline {len(groups[base])}"
+    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {over}{but}"
+    if least == 1:  # two single runs differ by chance
+        interval = f"over {over}, too few for an interval{but}"
     if gain.at_least:
         times = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
         whole = _whole(today, scores[winner], cost)
-        interval = f"{seeds} fresh seeds each, on which the baseline was cut off{whole}{but}"
-    if gain.low <= 1:
+        interval = f"{over}, on which the baseline was cut off{whole}{but}"
+    if gain.low <= (TIED if least == 1 else 1.0):
         reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {times} ({interval})"
     return found.model_copy(update={cost.gain: gain, "reason": reason})
+
+
+def _count(seeds: int) -> str:
+    return f"{seeds} fresh seed{'s' if seeds > 1 else ''}"
 
 
 def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
@@ -267,9 +279,13 @@ def _contender_scores(group: Sequence[Trial], baseline: Sequence[float], *, kind
 
 
 def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Whether a configuration is level with the best: 2 % apart, or `TIED` and the ratio's interval includes 1."""
-    if any(value <= 0 for value in (*left, *right)):
-        return statistics.median(left) <= max(right)
+    """Whether a configuration is level with the best: 2 % apart, or `TIED` and the ratio's interval includes 1.
+
+    Where values are not all positive: `TIED` apart and within the best one's runs.
+    """
+    if any(value <= 0 for value in (*left, *right)):  # a metric that has no ratios, or is maximized
+        apart = statistics.median(left) - statistics.median(right)
+        return statistics.median(left) <= max(right) and apart <= (TIED - 1) * abs(statistics.median(right))
     ratio = ratio_interval(left, right)
     return ratio.median < LEVEL or (ratio.median <= TIED and ratio.low <= 1.0)
 

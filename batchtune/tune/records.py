@@ -59,14 +59,15 @@ def to_record(trial: FrozenTrial) -> Trial:
 
 
 def curve_attribute(curve: list[CurvePoint]) -> list[tuple[float | int | None, ...]]:
-    """A curve as a trial's attribute keeps it: (seconds, samples, value), and joules where they are counted."""
-    rows = [(round(point.seconds, 6), point.samples, point.value, point.joules) for point in curve]
-    return [row if row[3] is not None else row[:3] for row in rows]
+    """A curve as a trial's attribute keeps it: (seconds, samples, value), and joules and measured seconds if any."""
+    rows = [(round(at.seconds, 6), at.samples, at.value, at.joules, at.measured_seconds) for at in curve]
+    return [row if row[4] is not None else row[:4] if row[3] is not None else row[:3] for row in rows]
 
 
 def to_curve(rows: list[tuple[Any, ...]]) -> list[CurvePoint]:
     """The curve that `curve_attribute` made rows of."""
-    return [CurvePoint(seconds=s, samples=n, value=v, joules=j[0] if j else None) for s, n, v, *j in rows]
+    names = ("seconds", "samples", "value", "joules", "measured_seconds")
+    return [CurvePoint(**dict(zip(names, row, strict=False))) for row in rows]
 
 
 def measured(curve: list[CurvePoint], outcome: str, target: Target) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def measured(curve: list[CurvePoint], outcome: str, target: Target) -> dict[str,
         target: the metric's direction and, where there is one, the value to meet.
     """
     values = [point.value for point in curve if point.value is not None]
-    attributes: dict[str, Any] = {"training_seconds": curve[-1].seconds if curve else 0.0}
+    attributes: dict[str, Any] = {"training_seconds": curve[-1].seconds} if curve else {}
     if curve and curve[-1].measured_seconds is not None:
         attributes["measured_training_seconds"] = curve[-1].measured_seconds
     if values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,12 +64,14 @@ def argument_distributions(config: Config, defaults: Mapping[str, Value]) -> dic
     """What is searched of each argument under `space`, today's value included.
 
     Raises:
-        UsageError: today's value is no number although a range is asked for, or has no logarithm.
+        UsageError: today's value is no number although a range is asked for, has no logarithm, or is infinite.
     """
     return {name: _distribution(name, parameter, defaults[name]) for name, parameter in config.space.items()}
 
 
 def _distribution(name: str, parameter: Parameter, today: Value) -> BaseDistribution:
+    if isinstance(today, float) and not math.isfinite(today):
+        raise UsageError(f"space.{name}: build_optimizer's default is {today}; give it one that is a finite number")
     if parameter.choices is not None:
         known = any(choice == today and type(choice) is type(today) for choice in parameter.choices)
         return CategoricalDistribution(parameter.choices if known else [today, *parameter.choices])

@@ -214,6 +214,7 @@ def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, to
     memory = HostMemory()
     assert memory.describe()[1:] == (total, free)
     assert memory.default_limit(margin=0.05) == int(0.8 * free)
+    assert memory.default_limit(margin=0.5) == int(0.5 * free)
 
 
 def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch):

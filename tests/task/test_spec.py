@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.task.spec import file_hash, split_spec
+from batchtune.task.spec import file_hash, split_spec, task_name
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,20 @@ def test_a_missing_file_comes_with_the_command_that_writes_one(spec):
 def test_what_names_neither_is_explained(spec):
     with pytest.raises(UsageError, match="neither a Python file nor a module"):
         split_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("model.py:Task", "model"),
+        ("recipe", "recipe"),
+        ("recipe/model.py", "model"),
+        ("package.module:attribute", "package.module"),
+        ("package.other", "package.other"),
+    ],
+)
+def test_two_modules_of_a_package_have_names_of_their_own(spec, name):
+    assert task_name(spec) == name
 
 
 def test_the_hash_is_of_the_file_and_changes_with_it(here):

@@ -171,6 +171,45 @@ def test_a_metric_to_maximize_is_compared_the_right_way_round():
     assert (found.value.low, found.value.median, found.value.high) == (0.89, 0.90, 0.91)
 
 
+def test_to_maximize_a_smaller_batch_is_level_only_where_it_is_about_as_good():
+    def chosen(large, small):
+        groups = {(256, 1e-2): large, (64, 1e-2): small, (32, 1e-3): (0.80, 0.80, 0.81)}
+        trials = [trial(0, "baseline", 32, 1e-3, None, value=0.8)]
+        for (batch, rate), values in groups.items():
+            trials += [trial(len(trials), "confirm", batch, rate, None, value=value) for value in values]
+        return recommend(trials, kind="best_metric", goal="maximize")[0].global_batch_size
+
+    assert chosen((0.95, 0.94, 0.82), (0.83, 0.83, 0.83)) == 256
+    assert chosen((0.95, 0.94, 0.92), (0.93, 0.93, 0.93)) == 64
+
+
+def test_contenders_count_though_the_baseline_fails_on_fresh_seeds():
+    trials = [trial(0, "baseline", 32, 1e-3, 10.0), trial(1, "search", 64, 1e-2, 5.0), trial(2, "search", 8, 1e-2, 6.0)]
+    crash = {"outcome": "crash"}
+    for _ in range(3):
+        trials.append(trial(len(trials), "confirm", 64, 1e-2, None, state="fail").model_copy(update=crash))
+        trials.append(trial(len(trials), "confirm", 8, 1e-2, 6.0 + len(trials) / 100))
+        trials.append(trial(len(trials), "confirm", 32, 1e-3, None, state="fail").model_copy(update=crash))
+    found, baseline = recommend(trials, kind="time_to_target", goal="minimize")
+    assert (found.global_batch_size, baseline) == (8, None)
+    assert found.reason == "the baseline failed on fresh seeds, so there is no speed-up to give"
+    without = [each for each in trials if each.role != "confirm" or each.batch_size != 8]
+    assert "not confirmed" in recommend(without, kind="time_to_target", goal="minimize")[0].reason
+
+
+@pytest.mark.parametrize(("contender", "size"), [(9.8, 32), (9.0, 64)])
+def test_one_fresh_seed_each_must_tell_more_than_chance_does(contender, size):
+    trials = confirmed(((32, 1e-3), (10.0,)), ((64, 1e-2), (contender,)))
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == size
+    assert "over 1 fresh seed each, too few for an interval" in found.reason
+
+
+def test_the_seeds_of_either_side_are_counted():
+    trials = confirmed(((32, 1e-3), (10.0, 11.0)), ((64, 1e-2), (4.0, 4.1, 4.2)))
+    assert "over 3 fresh seeds, baseline 2" in recommend(trials, kind="time_to_target", goal="minimize")[0].reason
+
+
 def test_intervals_hold_their_median_and_widen_with_the_spread():
     narrow, wide = median_interval([1.0, 1.1, 1.2]), median_interval([0.5, 1.1, 2.0])
     assert narrow.low <= narrow.median <= narrow.high

@@ -65,6 +65,8 @@ def test_todays_value_is_one_of_the_choices(choices, today, expected):
     [
         (0.0, {"min": 1e-4, "max": 0.1, "log": True}, "default 0, what you run today, has no logarithm"),
         (True, {"min": 0.0, "max": 1.0}, "default True is in no range; write choices"),
+        (float("inf"), {"min": 0.0, "max": 1.0}, "default is inf; give it one that is a finite number"),
+        (float("nan"), {"choices": [0.1, 0.2]}, "default is nan; give it one that is a finite number"),
         ("adam", {"min": 0.0, "max": 1.0}, "default 'adam' is in no range; write choices"),
     ],
 )
