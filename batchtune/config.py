@@ -20,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune.errors import without_passwords
 
@@ -385,7 +386,7 @@ class Config(Section):
 
 def config_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the configuration, for editors."""
-    return Config.model_json_schema()
+    return {"$schema": GenerateJsonSchema.schema_dialect} | Config.model_json_schema()
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune import __version__
 from batchtune.errors import UsageError
@@ -598,4 +599,4 @@ class Result(Record):
 
 def result_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the result document."""
-    return Result.model_json_schema(by_alias=True)
+    return {"$schema": GenerateJsonSchema.schema_dialect} | Result.model_json_schema(by_alias=True)

@@ -375,7 +375,9 @@ def test_env_describes_the_machine(work):
 
 @pytest.mark.parametrize("which", ["config", "result"])
 def test_schema_prints_a_json_schema(invoke, which):
-    jsonschema.Draft202012Validator.check_schema(json.loads(invoke("schema", which).stdout))
+    schema = json.loads(invoke("schema", which).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
 
 
 def test_the_schema_of_the_configuration_accepts_the_template_and_no_unknown_key(invoke, tmp_path):

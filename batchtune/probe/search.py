@@ -196,7 +196,7 @@ def _run(attempts: Sequence[Attempt], end: int, step: int) -> int:
 
 
 def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int) -> float:
-    """`wanted`, moved so that bisection can always end an exact search within 2 * log2(limit) + 4 attempts."""
+    """`wanted`, moved so that bisection can end an exact search within 2 * log2(limit) + 4 attempts."""
 
     def width(size: float, attempts: int) -> float:
         """The widest bracket above `size` that bisection can narrow to the gap after so many attempts."""
