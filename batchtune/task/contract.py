@@ -31,13 +31,7 @@ NAMES = {
 }
 _SAMPLED_FOR_LARGEST = 64
 _NO_SAMPLE: Any = object()  # None may be one
-
-
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
-
-
-class ContractError(UserCodeError):
-    """The user's code lacks a name of the contract, or returned something else than it says."""
 
 
 @dataclass(eq=False)
@@ -58,13 +52,13 @@ class Task:
         for name, what in NAMES.items():
             value = getattr(self.source, name, None)
             if value is not None and not callable(value):
-                raise ContractError(f"{self.where}: '{name}' is {kind_of(value)}; it must be {what}")
+                raise UserCodeError(f"{self.where}: '{name}' is {kind_of(value)}; it must be {what}")
             if value is not None:
                 self._check_signature(name, value)
         self._need("build_model")
 
     def _check_signature(self, name: str, function: Any) -> None:
-        """Raises ContractError where a function of the user's cannot be called as the contract says."""
+        """Raises UserCodeError where a function of the user's cannot be called as the contract says."""
         call, _, _ = NAMES[name].partition(" returning")
         arguments = [part for part in call.partition("(")[2].rstrip(")").split(", ") if part]
         try:
@@ -74,14 +68,14 @@ class Task:
         try:
             signature.bind(*arguments)
         except TypeError as error:
-            raise ContractError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
+            raise UserCodeError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
 
     def has(self, name: str) -> bool:
         """Whether the user's code carries this name."""
         return getattr(self.source, name, None) is not None
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
-        """Raises ContractError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
+        """Raises UserCodeError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
         if isinstance(self.source, Adapted):
             self.source.require(purpose)
         if purpose == "probe":
@@ -91,22 +85,22 @@ class Task:
             self._need("train_dataset")
             self._need("val_dataset", "evaluate")
             if self.train_size() == 1:
-                raise ContractError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
+                raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
             if not self.has("evaluate"):
                 self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
             missing = " or ".join(NAMES[name] for name in any_of)
-            raise ContractError(f"{self.where}: no {missing}; 'batchtune init' writes a template with every function")
+            raise UserCodeError(f"{self.where}: no {missing}; 'batchtune init' writes a template with every function")
 
     def model(self) -> nn.Module:
         """A new model on the CPU."""
         model = self.source.build_model()
         if not isinstance(model, nn.Module):
-            raise ContractError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
+            raise UserCodeError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
         if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
-            raise ContractError(
+            raise UserCodeError(
                 f"{self.where}: build_model returned the same object again, which other runs have trained or will; "
                 "make a new model each time, for example copy.deepcopy(model)"
             )
@@ -122,7 +116,7 @@ class Task:
         optimizer = self.source.build_optimizer(model, learning_rate, **arguments)
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = kind_of(optimizer)
-            raise ContractError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
+            raise UserCodeError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
         return optimizer
 
     def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
@@ -162,20 +156,20 @@ class Task:
             return None
         scheduler = self.source.build_scheduler(optimizer, total_steps)
         if scheduler is not None and not hasattr(scheduler, "step"):
-            raise ContractError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, which has no step()")
+            raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, which has no step()")
         if isinstance(scheduler, ReduceLROnPlateau):
             why = "which waits for a metric at the end of an epoch; use a schedule by steps, or none"
-            raise ContractError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, {why}")
+            raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, {why}")
         return scheduler
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar training loss of a batch; checked, so that a wrong one is named and not met in backward."""
         loss: Any = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
         if not isinstance(loss, Tensor):
-            raise ContractError(f"{self.where}: compute_loss returned {kind_of(loss)}, not a tensor")
+            raise UserCodeError(f"{self.where}: compute_loss returned {kind_of(loss)}, not a tensor")
         if loss.dim() != 0:
             shape = tuple(loss.shape)
-            raise ContractError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
+            raise UserCodeError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
         return loss
 
     @cached_property
@@ -193,9 +187,9 @@ class Task:
             data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             kind = kind_of(data)
-            raise ContractError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
+            raise UserCodeError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
         if isinstance(data, Sized) and len(data) == 0:
-            raise ContractError(f"{self.where}: {name} returned a data set of 0 samples")
+            raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
         return cast("Dataset[Any]", data)
 
     def train_size(self) -> int | None:
@@ -229,7 +223,7 @@ class Task:
             samples = (data[index] for index in range(0, size, max(1, size // _SAMPLED_FOR_LARGEST)))
         largest = max(samples, key=tensor_bytes, default=_NO_SAMPLE)
         if largest is _NO_SAMPLE:
-            raise ContractError(f"{self.where}: train_dataset returned a data set of 0 samples")
+            raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
         return largest
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
@@ -249,7 +243,7 @@ class Task:
         try:
             return float(value)
         except (TypeError, ValueError):
-            raise ContractError(
+            raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
             ) from None
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from batchtune.errors import UserCodeError
-from batchtune.task.contract import ContractError, Task, tensor_bytes
+from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
 
 
@@ -47,7 +47,7 @@ class TestRequirements:
         ],
     )
     def test_the_first_missing_piece_is_named_with_the_remedy(self, functions, purpose, missing):
-        with pytest.raises(ContractError, match=missing):
+        with pytest.raises(UserCodeError, match=missing):
             task_of(**functions).require(purpose)
 
     @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ class TestRequirements:
         task_of(**functions).require(purpose)
 
     def test_one_sample_leaves_nothing_to_choose(self):
-        with pytest.raises(ContractError, match="train_dataset has 1 sample; there is no batch size to choose"):
+        with pytest.raises(UserCodeError, match="train_dataset has 1 sample; there is no batch size to choose"):
             task_of(train_dataset=lambda: points(1), evaluate=len).require("tune")
 
     @pytest.mark.parametrize("name", ["train_dataset", "val_dataset"])
     def test_an_empty_data_set_is_found_before_the_work_starts(self, name):
         sets = {"train_dataset": lambda: points(9), "val_dataset": lambda: points(9), name: lambda: points(0)}
-        with pytest.raises(ContractError, match=f"{name} returned a data set of 0 samples"):
+        with pytest.raises(UserCodeError, match=f"{name} returned a data set of 0 samples"):
             task_of(**sets).require("tune")
 
     def test_a_loss_is_needed_for_any_model_but_hugging_faces(self):
-        with pytest.raises(ContractError, match=r"no compute_loss\(model, batch\) returning a scalar tensor"):
+        with pytest.raises(UserCodeError, match=r"no compute_loss\(model, batch\) returning a scalar tensor"):
             task_of(compute_loss=None).model()
         kind = type("MyModel", (type("PreTrainedModel", (nn.Linear,), {}),), {})
         assert isinstance(task_of(compute_loss=None, build_model=lambda: kind(4, 1)).model(), kind)
@@ -254,5 +254,5 @@ def test_to_tune_a_model_must_be_a_new_one_each_time():
     tuned = task_of(**functions)
     tuned.require("tune")
     tuned.model()
-    with pytest.raises(ContractError, match="build_model returned the same object again, which other runs"):
+    with pytest.raises(UserCodeError, match="build_model returned the same object again, which other runs"):
         tuned.model()
