@@ -1,11 +1,22 @@
 """`probe` inside of the user's own torchrun: one answer, told once."""
 
+NOSY = """
+import os
+from pathlib import Path
+Path(f"told-{os.getpid()}").write_text(repr(dict(os.environ)))
+"""
+
 
 def test_the_ranks_that_torchrun_started_are_probed_and_the_first_one_answers(cli):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "batchtune")
     options = ("--device", "cpu", "--max", "4", "--verify-steps", "2", "--no-throughput", "--json")
-    done = cli.start("probe", "linear.py", *options, python=torchrun).finish(200)
+    cli.write("linear.py", NOSY + (cli.folder / "linear.py").read_text())
+    secret = {"BATCHTUNE_STORAGE": "postgresql://you:secret@host/studies"}
+    done = cli.start("probe", "linear.py", *options, python=torchrun, environment=secret).finish(200)
     assert done.code == 0, done.err
+    told = [path.read_text() for path in cli.folder.glob("told-*")]
+    assert len(told) >= 2  # each rank's
+    assert [text for text in told if "secret" in text] == []
     probe = done.document["probe"]
     assert (probe["max_batch_size"], probe["limited_by"], probe["verified_in_fresh_process"]) == (4, "max", True)
     ranks = probe["data_parallel"]

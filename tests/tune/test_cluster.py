@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import signal
 import threading
 import time
@@ -34,6 +35,20 @@ def asked(device="auto", cluster=GPUS, **keys):
     from batchtune.tune.cluster import resources_of
 
     return resources_of(RayCluster(**keys), device, cluster)
+
+
+@needs_ray
+def test_a_cluster_that_starts_here_is_not_given_the_storage_with_its_password(monkeypatch):
+    from batchtune.tune import cluster
+
+    seen = []
+    monkeypatch.setenv("BATCHTUNE_STORAGE", "postgresql://you:secret@host/studies")
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(dict(os.environ)))
+    assert cluster._connect(None)
+    assert "BATCHTUNE_STORAGE" not in seen[0]
+    assert "PATH" in seen[0]
+    assert os.environ["BATCHTUNE_STORAGE"].startswith("postgresql")
 
 
 @needs_ray
