@@ -270,7 +270,8 @@ def tune(
     from batchtune.task.spec import task_name
     from batchtune.tune.run import run_tune
 
-    loaded = config if isinstance(config, Config) else load_config(config, overrides)
+    given = [overrides] if isinstance(overrides, str) else overrides
+    loaded = config if isinstance(config, Config) else load_config(config, given)
     if not loaded.name:
         loaded = loaded.model_copy(update={"name": default_name(Path(f"{task_name(loaded.task)}.py"))})
     return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))

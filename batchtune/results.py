@@ -309,6 +309,7 @@ class Prior(Record):
     )
     micro_batch_size: Size | None = Field(default=None, description="Chosen for a fixed global batch.")
     micro_batch_reason: Text | None = None
+    loader_seconds_per_sample: Figure = Field(default=None, description="To load a sample, in the process that trains.")
     range_tests: list[RangeTest] = []
     noise_scale: NoiseScale | None = None
     seconds: float = 0.0

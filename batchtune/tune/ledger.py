@@ -56,6 +56,12 @@ class Ledger:
             latest = max(latest, end)
         return total
 
+    def seconds_beside_training(self) -> float:
+        """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
+        ran = [trial.user_attrs for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
+        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in ran if "wall_seconds" in run]
+        return max(0.0, statistics.median(beside)) if beside else 0.0
+
     def finished(self, role: Role) -> list[FrozenTrial]:
         """Trials of a role that ran to an end that counts."""
         states = (TrialState.COMPLETE, TrialState.PRUNED)

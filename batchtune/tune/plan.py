@@ -17,13 +17,14 @@ class Plan:
 
     Attributes:
         config: the configuration.
-        probe: the largest micro-batch and the step times.
+        probe: the largest micro-batch and the step times, loading data included as far as it is known.
         candidates: the global batch sizes to choose from.
         precisions: to choose from; the first is the baseline's.
         optimizer: the class of the user's optimizer.
         optimizer_defaults: what the arguments under `space` are today.
         prior: what the search starts from; None: what the baseline tells.
         checkpoints: the folder in which stopped runs are kept; None: they are not.
+        opening_seconds: that it took to open the task, of budget.total, too.
     """
 
     config: Config
@@ -34,3 +35,4 @@ class Plan:
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     prior: Prior | None = None
     checkpoints: Path | None = None
+    opening_seconds: float = 0.0

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchtune.config import Config
-from batchtune.errors import BatchtuneError, DeviceError, UsageError
+from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.progress import Observer
-from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
+from batchtune.results import LoaderPoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
 from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.tune.prior import (
     Candidates,
@@ -20,6 +20,8 @@ from batchtune.tune.prior import (
     rate_belief,
     splits_to_time,
     start_batch_size,
+    step_seconds,
+    with_loading,
 )
 from batchtune.tune.space import argument_distributions
 
@@ -28,6 +30,7 @@ STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
 LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise scale
 WARM_UP_STEPS, DRAWS, SMALL_PER_LARGE = 40, 4, 4  # of the noise scale
 FORWARD_SHARE = 0.9  # of a step: the noise scale takes gradients and no optimizer step
+_LOADER_SECONDS = 0.1  # loading alone
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
 
 
@@ -76,8 +79,10 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
         observer: told of what was found.
     """
     started = time.perf_counter()
-    chosen, base = candidates(config, probe, facts["train_size"]), config.baseline
     micro, micro_reason = _split(config, probe, worker)
+    loading = _loader_seconds(config, probe, worker)
+    probe = with_loading(probe, loading, overlaps=loading_overlaps(facts["device"]))
+    chosen, base = candidates(config, probe, facts["train_size"]), config.baseline
     noise, test, start, skipped = _measure(config, probe, worker, chosen.batch_sizes)
     rate, decades, why = rate_belief(
         optimizer=facts["optimizer"], rate_today=base.learning_rate, batch_size=start, range_test=test
@@ -91,6 +96,7 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
         start_batch_size=start,
         micro_batch_size=micro,
         micro_batch_reason=micro_reason,
+        loader_seconds_per_sample=loading,
         range_tests=[test] if test else [],
         noise_scale=noise,
         seconds=round(time.perf_counter() - started, 3),
@@ -101,6 +107,29 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
     believed = f"learning rate {rate:.2g} give or take {decades:.1f} decades"
     observer.note(f"start: batch {start}, {believed}: {prior.learning_rate_reason}")
     return prior
+
+
+def loading_overlaps(device: str) -> bool:
+    """Whether a device works while the process that trains loads the next batch."""
+    return not device.startswith("cpu")
+
+
+def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float | None:
+    """What it takes to load a sample, as runs do it; None where the loader fails by itself."""
+    size = min(config.baseline.batch_size, probe.max_batch_size or 1)
+    try:
+        answer = worker.call(
+            "time_loader",
+            timeout=LONG_SILENCE_SECONDS,
+            batch_size=size,
+            num_workers=0,
+            pin_memory=False,
+            seconds=_LOADER_SECONDS,
+        )
+    except (WorkerLost, UserCodeError):  # the runs will tell
+        return None
+    rate = LoaderPoint.model_validate(answer).samples_per_second
+    return 1 / rate if rate else None
 
 
 def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | None, str | None]:
@@ -180,8 +209,8 @@ def affordable_noise_scale(batch_size: int, probe: ProbeResult, seconds: float) 
     large = min(LARGE_FACTOR * small, largest)
     if large < LEAST_FACTOR * small:
         return f"no noise scale, since no batch of {LEAST_FACTOR} times the baseline's fits"
-    gradients = DRAWS * (SMALL_PER_LARGE * _step(fit, small) + _step(fit, large)) * FORWARD_SHARE
-    needed = WARM_UP_STEPS * _step(fit, small) + gradients
+    gradients = DRAWS * (SMALL_PER_LARGE * step_seconds(fit, small) + step_seconds(fit, large)) * FORWARD_SHARE
+    needed = WARM_UP_STEPS * step_seconds(fit, small) + gradients
     return _too_long(f"a noise scale at batch {small} and {large}", needed, seconds) or (small, large, needed)
 
 
@@ -197,11 +226,7 @@ def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: Pr
         return f"no range test, since batch {batch_size} must be accumulated"
     steps = max(FEWEST_STEPS, math.ceil(STEPS_PER_DECADE * math.log10(rates[1] / rates[0])))
     what = f"{steps} steps of a range test at batch {batch_size}"
-    return _too_long(what, steps * _step(fit, batch_size), seconds) or steps
-
-
-def _step(fit: ThroughputFit, batch_size: int) -> float:
-    return fit.alpha_seconds + fit.beta_seconds_per_sample * batch_size
+    return _too_long(what, steps * step_seconds(fit, batch_size), seconds) or steps
 
 
 def _too_long(what: str, needed: float, seconds: float) -> str | None:

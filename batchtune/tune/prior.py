@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.results import NoiseScale, ProbeResult, RangeTest, ThroughputPoint
+from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.tune.surface import Prior as SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
 _MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
+_INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 _TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
 _MEASURED_RATE_SPREAD = 0.3  # …and between the share of the range test's rate and the best
@@ -119,6 +120,48 @@ def _even(batch_size: int, largest: int, multiple_of: int) -> int:
     """The batch size, or what little less can be made up of as few micro-batches of equal size as fit."""
     steps = math.ceil(batch_size / largest)
     return batch_size // (steps * multiple_of) * steps * multiple_of
+
+
+def with_loading(probe: ProbeResult, loader_seconds: float | None, *, overlaps: bool) -> ProbeResult:
+    """The probe with the step time of training on data that must be loaded: t(B) = alpha + beta * B with another beta.
+
+    Args:
+        probe: whose steps were timed on a batch that was there.
+        loader_seconds: to load a sample in the process that trains; None: not known.
+        overlaps: the device works while the next batch is loaded, as a GPU does; a CPU does one after the other.
+    """
+    fit = probe.throughput_fit
+    if fit is None or not loader_seconds:
+        return probe
+    step = fit.beta_seconds_per_sample
+    beta = max(step, loader_seconds) if overlaps else step + loader_seconds
+    loaded = {"beta_seconds_per_sample": beta, "saturation_batch_size": fit.alpha_seconds / beta}
+    return probe.model_copy(update={"throughput_fit": fit.model_copy(update=loaded)})
+
+
+def loading_warnings(probe: ProbeResult, prior: Prior, *, overlaps: bool) -> list[str]:
+    """One where steps at the batch size that the search starts with wait for their data for most of the time.
+
+    Args:
+        probe: whose steps were timed on a batch that was there.
+        prior: what was measured of loading.
+        overlaps: as in `with_loading`.
+    """
+    alone, size, seconds = probe.throughput_fit, prior.start_batch_size, prior.loader_seconds_per_sample
+    loaded = with_loading(probe, seconds, overlaps=overlaps).throughput_fit
+    if alone is None or loaded is None or not seconds or not size:
+        return []
+    slower = step_seconds(loaded, size) / max(step_seconds(alone, size), 1e-9)
+    if slower < _INPUT_BOUND:
+        return []
+    rate = f"{1 / seconds:,.0f} samples/s"
+    told = f"input-bound: loading data ({rate}) makes steps at batch {size} {slower:.2g} times as long"
+    return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
+
+
+def step_seconds(fit: ThroughputFit, batch_size: int) -> float:
+    """The fitted time of a step, t(B) = alpha + beta * B."""
+    return fit.alpha_seconds + fit.beta_seconds_per_sample * batch_size
 
 
 def start_batch_size(probe: ProbeResult, batch_sizes: Sequence[int], noise: NoiseScale | None) -> int:

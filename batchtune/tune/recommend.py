@@ -185,7 +185,7 @@ def recommend(
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
     if not scores[base]:
-        reason = "the baseline failed on fresh seeds, so there is no speed-up to give"
+        reason = "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
         return _of(groups[winner], usable[winner], kind=kind, goal=goal, reason=reason), None
     return _verdict(groups, scores, winner, base, today=today, kind=kind, goal=goal), baseline
 
@@ -247,7 +247,12 @@ def _count(seeds: int) -> str:
 def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
     """What the baseline's one whole run says beyond those that were cut off."""
     whole = cost.of(today) if today is not None else None
-    return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much" if whole else ""
+    if whole:
+        return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much"
+    given = cost.spent(today) if today is not None and today.outcome == "finished" else None
+    if not given:
+        return ""
+    return f"; its one whole run had not got there after {given / statistics.median(winner):.1f} times as much"
 
 
 def _missed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> int:
@@ -256,11 +261,15 @@ def _missed(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> int:
 
 
 def _baseline_scores(group: Sequence[Trial], *, kind: Kind, goal: Goal) -> list[float]:
-    """Scores of the baseline's runs; one that missed the target counts with what it was given: a lower bound."""
+    """Scores of the baseline's runs; one that missed the target counts with what it was given: a lower bound.
+
+    One that diverged has none: how soon it did says nothing of how long it would take.
+    """
     cost = cost_of(kind)
     values = [score(trial, kind=kind, goal=goal) for trial in group]
     if cost is not None:
-        values = [cost.spent(trial) if value is None else value for trial, value in zip(group, values, strict=True)]
+        ran = [cost.spent(trial) if trial.outcome not in _WORTHLESS else None for trial in group]
+        values = [given if value is None else value for given, value in zip(ran, values, strict=True)]
     return [value for value in values if value is not None]
 
 

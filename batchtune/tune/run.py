@@ -33,8 +33,8 @@ from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.opening import identity_of, open_task, probe_options, worker_settings
-from batchtune.tune.prepare import prepare
-from batchtune.tune.prior import Candidates
+from batchtune.tune.prepare import loading_overlaps, prepare
+from batchtune.tune.prior import Candidates, loading_warnings, with_loading
 from batchtune.tune.scaling import can_scale, scaling, split
 from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.storage import open_storage
@@ -150,6 +150,7 @@ class _Tuning:
         self._scaling: Scaling | None = None
         self.earlier: Result | None = None
         self._save_due = 0.0
+        self._started, self._opening_seconds = time.perf_counter(), 0.0
 
     def run(self) -> None:
         """Probe, then study."""
@@ -162,6 +163,7 @@ class _Tuning:
             if self._earlier_probe() is None:
                 worker.prepare()  # for the probe's final check
             self._facts = open_task(worker, self._config)
+            self._opening_seconds = time.perf_counter() - self._started
             crew.grow(self._facts)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
@@ -272,15 +274,17 @@ class _Tuning:
         return self._probe.run()
 
     def _plan(self, probe: ProbeResult, prior: Prior, precisions: list[str]) -> Plan:
+        overlaps = loading_overlaps(self._facts["device"])
         return Plan(
             config=self._config,
-            probe=probe,
+            probe=with_loading(probe, prior.loader_seconds_per_sample, overlaps=overlaps),
             candidates=Candidates(tuple(prior.batch_sizes), prior.batch_sizes_reason),
             precisions=precisions,
             optimizer=self._facts["optimizer"],
             optimizer_defaults=self._facts["optimizer_defaults"],
             prior=prior,
             checkpoints=self.folder.path.resolve() / _CHECKPOINTS,  # the user's code may change the folder
+            opening_seconds=self._opening_seconds,
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
@@ -313,6 +317,9 @@ class _Tuning:
         found = self._probe.warnings() if self._probe else []
         if self._probe is None and self._probed is not None and self.earlier is not None:
             found = [warning for warning in self.earlier.warnings if not warning.startswith(_NOT_SEARCHED)]
+        if self._probed is not None and self._prior is not None and self._facts:
+            told = loading_warnings(self._probed, self._prior, overlaps=loading_overlaps(self._facts["device"]))
+            found += [warning for warning in told if warning not in found]
         most, base = self._probed.max_batch_size if self._probed else None, self._config.baseline.batch_size
         if most is not None and self._probed and self._probed.limited_by == "max" and base > most:
             found.append(

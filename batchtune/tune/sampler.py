@@ -21,6 +21,7 @@ LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
+_NOTHING = 1e-9  # of log time: less is no reason to go on with a run that was stopped
 _WIDE = 10.0  # times: in such a range three digits of a number are enough
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
@@ -112,13 +113,16 @@ class TimeToTargetSampler(BaseSampler):
         rates = _log10_rates(search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
         gain = surface.expected_improvement(grid_batch, grid_rate)
+        taken = np.zeros(gain.shape, dtype=bool)
         for run, decades in apart:
-            near = (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < decades)
-            gain = np.where(near, 0.0, gain)
+            taken |= (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < decades)
+        gain = np.where(taken, 0.0, gain)
         chosen = int(np.argmax(gain))
+        if not gain[chosen] and not taken.all():  # nothing promises more: the best of what has not been tried
+            chosen = int(np.argmin(np.where(taken, np.inf, surface.predict(grid_batch, grid_rate).mean(axis=0))))
         self.last_expected_improvement = float(gain[chosen])
         resumed = self._most_promising(surface, finished, search_space)
-        if resumed is not None and resumed[0] >= gain[chosen]:
+        if resumed is not None and resumed[0] >= max(float(gain[chosen]), _NOTHING):
             self.last_expected_improvement = resumed[0]
             return {name: resumed[1].params[name] for name in search_space}
         return {

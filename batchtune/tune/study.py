@@ -96,7 +96,7 @@ class TuneStudy:
         )
         if plan.prior is not None and "prior" not in self.study.user_attrs:
             self.study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
-        self._seconds_before = plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0)
+        self._seconds_before = plan.opening_seconds + plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0)
         self._seconds_before += self._ledger.wall_seconds()
         self._started = time.perf_counter()
         self._revive()
@@ -193,7 +193,7 @@ class TuneStudy:
 
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""
-        return self._targets.unmet()
+        return self._targets.unmet(self._ledger)
 
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""
@@ -288,6 +288,8 @@ class TuneStudy:
     def _reserve(self) -> float:
         """Seconds that confirmation and one more run of the search need; half of the whole budget at the most.
 
+        What runs take besides training, most of it evaluation, is that of those that ran.
+
         Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
         searched: it is then cut short instead.
         """
@@ -295,6 +297,8 @@ class TuneStudy:
         best = self._ledger.best_seconds() or longest
         one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        runs = config.confirm.seeds * (1 + config.confirm.top) + (not self._ledger.finished("baseline")) + 1
+        needed += runs * self._ledger.seconds_beside_training()
         if not self._ledger.finished("baseline"):
             needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)

@@ -69,6 +69,10 @@ class Targets:
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
         self.check_start(ledger)
         target = self.current
+        if target.value is None and ledger.last_outcome("baseline") == "diverged":
+            raise NothingFitsError(
+                "the baseline diverged, so there is no target; lower baseline.learning_rate, or set objective.target"
+            )
         if target.value is None:
             raise NothingFitsError(
                 f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
@@ -94,9 +98,15 @@ class Targets:
             met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
 
-    def unmet(self) -> str:
+    def unmet(self, ledger: Ledger) -> str:
         """Why a study that has run to its end has nothing to recommend."""
         target, seconds = self.current, self._config.budget.run
+        ended = [trial for trial in ledger.records() if trial.outcome is not None]
+        if ended and all(trial.outcome == "diverged" for trial in ended):
+            return "every run diverged; lower learning_rate.min and max, and baseline.learning_rate"
+        if not any(trial.role == "search" for trial in ended):
+            total = self._config.budget.total
+            return f"probe and baseline used up budget.total ({total:g} s) before anything else was tried; raise it"
         if not self._counted or target.value is None:
             return f"{target.metric} was NaN or infinite in every run; mend evaluate() or lower learning_rate.max"
         bound = "at most" if target.goal == "minimize" else "at least"

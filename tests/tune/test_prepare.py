@@ -7,10 +7,19 @@ from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.train.worker import WorkerLost
-from batchtune.tune.prepare import PRIOR_SHARE, affordable_noise_scale, affordable_range_test, prepare, require
+from batchtune.tune.prepare import (
+    PRIOR_SHARE,
+    affordable_noise_scale,
+    affordable_range_test,
+    loading_overlaps,
+    prepare,
+    require,
+)
+from batchtune.tune.prior import loading_warnings, with_loading
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {
+    "device": "cpu",
     "train_size": 10_000,
     "optimizer": "SGD",
     "optimizer_defaults": {},
@@ -35,8 +44,8 @@ def probe(largest=1024):
 class Answers:
     """Stands in for a child process."""
 
-    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=()):
-        self.lowest, self.edge, self.noise = lowest, edge, noise
+    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=(), loads=None):
+        self.lowest, self.edge, self.noise, self.loads = lowest, edge, noise, loads
         self.speeds, self.fails, self.dies_at, self.asked = speeds or {}, fails, dies_at, []
 
     def call(self, command, *, timeout, **given):
@@ -49,6 +58,8 @@ class Answers:
             return rates | {"batch_size": given["batch_size"], "steps": given["steps"], "seconds": 0.1}
         if command == "noise_scale":
             return {"samples": self.noise, "batch_sizes": [given["small"], given["large"]], "draws": 8, "seconds": 0.1}
+        if command == "time_loader":
+            return {"num_workers": 0, "samples_per_second": self.loads}
         assert command == "time_steps"
         if given["batch_size"] in self.dies_at:
             raise WorkerLost("crash", "the process died by SIGKILL")
@@ -74,6 +85,32 @@ def test_the_noise_scale_says_at_which_batch_size_to_start_and_the_range_test_at
     assert found.learning_rate == pytest.approx(0.25)
     assert "at batch 64 loss was least at 0.5 and training came apart at 1;" in found.learning_rate_reason
     assert prepared(Answers(noise=6000.0)).start_batch_size == 256
+
+
+def test_data_that_is_slow_to_load_makes_small_batches_worth_trying():
+    at_once, slow = (prepared(Answers(noise=400.0, loads=loads), run=3600.0) for loads in (None, 500.0))
+    assert at_once.loader_seconds_per_sample is None
+    assert slow.loader_seconds_per_sample == 1 / 500
+    assert (at_once.start_batch_size, slow.start_batch_size) == (64, 16)
+    assert min(slow.batch_sizes) == 1 < min(at_once.batch_sizes)
+    assert prepared(Answers(fails=["time_loader"])).loader_seconds_per_sample is None
+
+
+@pytest.mark.parametrize(("device", "per_sample"), [("cpu", BETA + 1 / 500), ("cuda:0", 1 / 500)])
+def test_a_step_on_loaded_data_takes_longer_and_a_gpu_works_meanwhile(device, per_sample):
+    loaded = with_loading(probe(), 1 / 500, overlaps=loading_overlaps(device)).throughput_fit
+    assert (loaded.alpha_seconds, loaded.beta_seconds_per_sample) == (ALPHA, pytest.approx(per_sample))
+    assert loaded.saturation_batch_size == pytest.approx(ALPHA / per_sample)
+    assert with_loading(probe(), None, overlaps=False) == probe()
+
+
+def test_runs_that_mostly_wait_for_their_data_are_warned_of():
+    def warned(loads):
+        return loading_warnings(probe(), prepared(Answers(loads=loads), run=3600.0), overlaps=False)
+
+    (told,) = warned(500.0)
+    assert told.startswith("input-bound: loading data (500 samples/s) makes steps at batch 4 6.7 times as long")
+    assert warned(100_000.0) == warned(None) == []
 
 
 def test_the_range_test_starts_at_todays_rate_with_which_training_goes_well():
@@ -119,7 +156,7 @@ def test_what_is_measured_stays_a_small_share_of_the_longest_run(run):
     for command, given in worker.asked:
         if command == "range_test":
             seconds += given["steps"] * step(given["batch_size"])
-        else:
+        if command == "noise_scale":
             gradients = given["draws"] * (4 * step(given["small"]) + step(given["large"]))
             seconds += given["warm_up_steps"] * step(given["small"]) + 0.9 * gradients
     assert seconds <= PRIOR_SHARE * run

@@ -192,9 +192,28 @@ def test_contenders_count_though_the_baseline_fails_on_fresh_seeds():
         trials.append(trial(len(trials), "confirm", 32, 1e-3, None, state="fail").model_copy(update=crash))
     found, baseline = recommend(trials, kind="time_to_target", goal="minimize")
     assert (found.global_batch_size, baseline) == (8, None)
-    assert found.reason == "the baseline failed on fresh seeds, so there is no speed-up to give"
+    assert found.reason == "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
     without = [each for each in trials if each.role != "confirm" or each.batch_size != 8]
     assert "not confirmed" in recommend(without, kind="time_to_target", goal="minimize")[0].reason
+
+
+def test_a_baseline_that_diverges_is_no_measure_of_a_contender_that_gets_there():
+    trials = confirmed(((32, 1e-3), (None, None, None)), ((64, 1e-2), (0.010, 0.015, 0.014)))
+    apart = {"outcome": "diverged", "state": "pruned", "training_seconds": 0.003, "time_to_target_seconds": None}
+    trials = [each if each.batch_size == 64 else each.model_copy(update=apart) for each in trials]
+    found, baseline = recommend(trials, kind="time_to_target", goal="minimize")
+    assert (found.global_batch_size, baseline) == (64, None)
+    assert found.reason == "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
+
+
+def test_a_whole_run_of_the_baseline_that_missed_the_target_is_told():
+    trials = confirmed(((32, 1e-3), (None, None)), ((64, 1e-2), (0.5, 0.5)))
+    whole = {"time_to_target_seconds": None, "outcome": "finished", "training_seconds": 60.0}
+    trials[0] = trials[0].model_copy(update=whole)
+    cut = {"training_seconds": 1.5, "outcome": "capped", "state": "pruned"}
+    trials[1:3] = [each.model_copy(update=cut) for each in trials[1:3]]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert "its one whole run had not got there after 120.0 times" in found.reason
 
 
 @pytest.mark.parametrize(("contender", "size"), [(9.8, 32), (9.0, 64)])

@@ -445,6 +445,49 @@ def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_
     assert tuned._reserve() < 600 - 60 - 10  # once probe and baseline are paid for
 
 
+def test_slow_evaluation_is_counted_in_what_confirmation_needs(tmp_path):
+    tuned = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2))
+    tuned.run()
+    before = tuned._reserve()
+    for trial in tuned.study.get_trials(deepcopy=False):
+        trial.user_attrs["wall_seconds"] = trial.user_attrs["training_seconds"] + 7.0
+    assert tuned._reserve() == pytest.approx(before + 7.0 * (3 * (1 + 2) + 1))
+
+
+def test_opening_the_task_is_a_part_of_the_whole_time(tmp_path):
+    at_once = study(tmp_path / "a")._seconds_left()
+    assert study(tmp_path / "b", settled={"opening_seconds": 100.0})._seconds_left() == pytest.approx(
+        at_once - 100, abs=5
+    )
+
+
+class Wild(law.LawWorker):
+    """Every run comes apart after its first evaluation."""
+
+    def call(self, command, *, timeout, on_event, **spec):
+        for seconds, value in ((0.0, 2.0), (0.1, None)):
+            on_event({"seconds": seconds, "samples": 10, "value": value})
+        return {"outcome": "diverged"}
+
+
+def test_a_study_in_which_every_run_diverges_says_so(tmp_path):
+    tuned = study(tmp_path / "a", Wild(), objective=Objective(target=0.5), budget=Budget(trials=2))
+    tuned.run()
+    assert {trial.outcome for trial in tuned.records()} == {"diverged"}
+    assert tuned.why_nothing() == "every run diverged; lower learning_rate.min and max, and baseline.learning_rate"
+
+
+def test_a_baseline_that_diverges_sets_no_target_and_is_said_to(tmp_path):
+    with pytest.raises(NothingFitsError, match="the baseline diverged, so there is no target; lower baseline"):
+        study(tmp_path, Wild()).run()
+
+
+def test_a_study_whose_time_went_before_its_search_says_so(tmp_path):
+    tuned = study(tmp_path, objective=Objective(target=0.01), budget=Budget(run=5.0, total=3600.0, trials=2))
+    tuned._run_baseline()
+    assert tuned.why_nothing().startswith("probe and baseline used up budget.total (3600 s) before anything else")
+
+
 def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(tmp_path):
     worker = law.LawWorker(noise=0.05, fail_at=[5])
     tuned = study(tmp_path, worker)

@@ -118,6 +118,19 @@ def test_expected_improvement_falls_as_the_optimum_is_found():
     assert sampler.last_expected_improvement < 0.3 * early
 
 
+def test_where_nothing_promises_more_the_best_of_what_was_not_tried_is_next():
+    def objective(trial):
+        batch = trial.suggest_categorical("batch_size", [8, 32, 128])
+        rate = trial.suggest_float("learning_rate", 1e-4, 1.0, log=True)
+        return (1 + 45 / batch) * (1 + batch / 128) * 10 ** abs(math.log10(rate / 0.03))
+
+    study = optuna.create_study(sampler=TimeToTargetSampler(seed=0))
+    study.optimize(objective, n_trials=40)
+    places = [(trial.params["batch_size"], trial.params["learning_rate"]) for trial in study.trials[10:]]
+    assert len(set(places)) == len(places)
+    assert all(1e-3 < rate < 0.9 for _, rate in places)
+
+
 def test_workers_that_ask_at_the_same_time_are_sent_to_different_places():
     study = run_study(TimeToTargetSampler(PRIOR, seed=1), 4)
     asked = [study.ask(SPACE).params for _ in range(3)]
