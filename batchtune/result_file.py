@@ -14,7 +14,7 @@ from batchtune import __version__
 from batchtune.errors import UsageError
 from batchtune.results import SCHEMA_VERSION, Result
 
-MAX_BYTES = 64 << 20  # a result of a thousand trials has some fifteen million
+MAX_BYTES = 512 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:
