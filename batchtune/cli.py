@@ -298,7 +298,7 @@ def tune(
         else:
             result = batchtune.tune(loaded, fresh=fresh, observer=observer, run_folders=_run_folders())
     if dry_run:
-        session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml())
+        session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)
     else:
         session.deliver(result)
 
@@ -347,12 +347,12 @@ def report(
         line = "logged {logged} of {trials} trials to {where}".format_map(logged)
         session.deliver_text(json.dumps(logged) if session.json else line)
     elif name in EXPORTS:
-        session.deliver_text(EXPORTS[name].text(result, set_ or ()))
+        session.deliver_text(EXPORTS[name].text(result, set_ or ()), exact=True)
         session.notes(EXPORTS[name].said_beside(result))
     elif name == "html" and session.output is None and sys.stdout.isatty():
         raise UsageError("--format html is a page of some megabytes: add --output report.html")
     elif name in FORMATS:
-        session.deliver_text(FORMATS[name](result))
+        session.deliver_text(FORMATS[name](result), exact=True)
     else:
         session.deliver_page(result)
 
@@ -396,7 +396,7 @@ def schema(
     from batchtune.results import result_schema
 
     found = config_schema() if which is Schema.config else result_schema()
-    session.deliver_text(json.dumps(found, indent=2))
+    session.deliver_text(json.dumps(found, indent=2), exact=True)
 
 
 def main() -> NoReturn:

@@ -14,7 +14,8 @@ from batchtune import __version__
 from batchtune.errors import UsageError
 from batchtune.results import SCHEMA_VERSION, Result
 
-MAX_BYTES = 64 << 20  # a result of a thousand trials has some fifteen million
+MAX_BYTES = 512 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
+_MAX_BYTES_OF_A_PIPE = 64 << 20  # which does not say how long it is
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:
@@ -28,9 +29,10 @@ def load_result(path: str | os.PathLike[str]) -> Result:
         if file.is_dir():
             file = file / "result.json"
         with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UsageError(f"{file}: larger than {MAX_BYTES >> 20} MiB; this is no result")
+            size = os.fstat(stream.fileno()).st_size or _MAX_BYTES_OF_A_PIPE
+            content = stream.read(size + 1) if size <= MAX_BYTES else b""
+        if not len(content) <= size <= MAX_BYTES:
+            raise UsageError(f"{file}: larger than {min(size, MAX_BYTES) >> 20} MiB; this is no result")
         document = json.loads(content.decode("utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{file}: no such result; run 'batchtune probe' or 'batchtune tune' first") from None

@@ -527,19 +527,26 @@ class Result(Record):
         """The rows behind the answer: trials of a study, attempts of a probe, or estimates, one row each.
 
         Returns:
-            A data frame whose columns are the JSON keys (curves are left out).
+            A data frame whose columns are the JSON keys (curves are left out); counts are whole numbers, with or
+            without gaps.
         """
         import pandas as pd
 
-        rows: list[Any] = []
-        if self.trials is not None:
+        rows: list[dict[str, Any]] = []
+        if self.trials:
             rows = [trial.model_dump(exclude={"curve"}) for trial in self.trials]
-        elif self.estimates is not None:
+        elif self.estimates:
             rows = [estimate.model_dump() for estimate in self.estimates]
         else:
             probes = self.probes or ([self.probe] if self.probe else [])
             rows = [{"precision": p.precision, **a.model_dump()} for p in probes for a in p.attempts]
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(rows)
+        for name in frame:
+            values = [row[str(name)] for row in rows]
+            known = [value for value in values if value is not None]
+            if 0 < len(known) < len(values) and all(type(value) is int for value in known):
+                frame[name] = pd.array(values, dtype="Int64")  # numpy's integers have no gaps, and floats lose digits
+        return frame
 
     def to_html(self) -> str:
         """The report as one self-contained page."""

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -65,30 +65,34 @@ class Session:
 
     def _show(self, result: Result) -> None:
         if self.json:
-            sys.stdout.write(result.to_json() + "\n")
+            _print(result.to_json(), exact=True)
         else:
-            _console().print(result)
-        sys.stdout.flush()
+            with _stdout() as stdout:
+                stdout.write(_drawn(result, _console()))
 
     def deliver_page(self, result: Result) -> None:
         """Prints what a reader sees of a result, or writes that as text to the output file."""
         if self.output is None:
-            _console().print(result)
+            self._show(result)
             return
         from rich.console import Console
 
-        page = Console(file=io.StringIO(), width=100)
-        with page.capture() as captured:
-            page.print(result)
-        self.deliver_text(captured.get())
+        page = Console(file=io.StringIO(), width=100, force_terminal=False)  # a file has no colours, FORCE_COLOR or not
+        self.deliver_text(_drawn(result, page))
 
-    def deliver_text(self, text: str) -> None:
-        """Prints text, or writes it to the output file."""
-        if self.output is not None:
-            _write(self.output, text)
-        else:
-            sys.stdout.write(text if text.endswith("\n") else text + "\n")
-            sys.stdout.flush()
+    def deliver_text(self, text: str, *, exact: bool = False) -> None:
+        """Prints text, or writes it to the output file; with --json both.
+
+        Args:
+            text: what the command has to say.
+            exact: for programs: UTF-8, whatever the encoding of stdout lacks.
+        """
+        try:
+            if self.output is not None:
+                _write(self.output, text)
+        finally:
+            if self.json or self.output is None:
+                _print(text, exact=exact or self.json)
 
     def notes(self, sentences: list[str]) -> None:
         """Says on stderr what a reader of the output must know besides it."""
@@ -153,7 +157,7 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
     except typer.Exit:
         raise
     except BrokenPipeError:  # the reader of our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _discard_stdout()
         raise typer.Exit from None
     except Exception as error:  # noqa: BLE001 - a bug of ours, whatever it is, is said in one line
         _show_traceback(debug=debug)
@@ -210,6 +214,44 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
+def _drawn(result: Result, console: Console) -> str:
+    with console.capture() as captured:
+        console.print(result)
+    return captured.get()
+
+
+def _print(text: str, *, exact: bool) -> None:
+    """Writes text to stdout; unless it must be exact, what stdout's encoding lacks is replaced by what looks alike."""
+    from batchtune.report.stand_ins import written_in
+
+    text = text if text.endswith("\n") else text + "\n"
+    with _stdout() as stdout:
+        if exact and hasattr(stdout, "buffer"):
+            stdout.flush()
+            stdout.buffer.write(text.encode("utf-8", "replace"))
+        else:
+            stdout.write(written_in(stdout.encoding or "utf-8", text))
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[TextIO]:
+    """Standard output, flushed at the end; one that takes no more is said in a line."""
+    try:
+        yield sys.stdout
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _discard_stdout()
+        remedy = "make room, or use --output FILE; what a run measured is kept, and 'batchtune report' prints it"
+        raise UsageError(f"stdout cannot be written: {error.strerror}; {remedy}") from None
+
+
+def _discard_stdout() -> None:
+    """What stdout still holds goes nowhere: Python would try to write it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _check_writable(path: Path) -> None:
     """Opens the output file before the work starts; what it holds stays until there is a result."""
     try:
@@ -219,7 +261,7 @@ def _check_writable(path: Path) -> None:
         with path.open("ab"):
             pass
         if not existed:
-            path.unlink()
+            path.resolve().unlink()  # a link that leads to it stays
         if not os.access(path.resolve().parent, os.W_OK):  # the file is replaced, not overwritten
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

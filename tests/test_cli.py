@@ -7,7 +7,9 @@ import pty
 import re
 import signal
 import sys
+from pathlib import Path
 
+import documents
 import jsonschema
 import pytest
 import yaml
@@ -354,6 +356,13 @@ def test_an_output_file_that_is_a_link_stays_one(in_run, invoke, tmp_path):
     assert json.loads((tmp_path / "target").read_text()) == in_run.document
 
 
+def test_an_output_file_that_is_a_link_to_nothing_yet_stays_one(in_run, invoke, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert invoke("report", "--json", "-o", tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "target").read_text()) == in_run.document
+
+
 def test_report_without_a_run_says_how_to_get_one(invoke, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = invoke("report")
@@ -414,12 +423,77 @@ def test_colours_are_for_terminals_and_no_color_is_honoured(tuned):
     assert not coloured.search(on_a_terminal(tuned.cli, "report", NO_COLOR="1"))
 
 
-def test_a_reader_that_goes_away_is_no_error(cli):
+@pytest.mark.parametrize("arguments", [("schema", "result"), ("report", "tune.json")])
+def test_a_reader_that_goes_away_is_no_error(cli, arguments):
+    cli.write("tune.json", documents.result("tune").to_json())
     reading, writing = os.pipe()
     os.close(reading)
-    finished = cli("schema", "result", stdout=writing)
+    finished = cli(*arguments, stdout=writing)
     os.close(writing)
     assert (finished.code, finished.err) == (0, "")
+
+
+def unusual(name):
+    """The text of a document with a name that no narrow encoding can write."""
+    result = documents.result(name)
+    return result.model_copy(update={"name": "modèle 日本"}).to_json()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "cp437"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=lambda each: next(iter(each.values())),
+)
+def test_what_programs_read_is_utf8_whatever_stdout_is(cli, environment):
+    cli.write("estimate.json", unusual("estimate"))
+    for arguments in [("--json",), ("--format", "html"), ("--format", "markdown")]:
+        with (cli.folder / "out").open("wb") as out:
+            finished = cli("report", "estimate.json", *arguments, stdout=out, environment=environment)
+        assert (finished.code, finished.err) == (0, "")
+        assert "modèle 日本" in (cli.folder / "out").read_text(encoding="utf-8")
+
+
+def test_words_for_people_are_written_as_stdout_can(cli):
+    finished = cli("init", "modèle", environment={"PYTHONIOENCODING": "ascii"})
+    assert (finished.code, finished.err) == (0, "")
+    assert "wrote mod?le/model.py" in finished.out
+
+
+def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(cli):
+    cli.write("tune.json", unusual("tune"))
+    commands = [
+        ("report", "tune.json"),
+        ("env", "--device", "cpu"),
+        ("schema", "config"),
+        ("init", "mine"),
+        ("tune", "config.yaml", "--dry-run", "-q"),
+    ]
+    for command in commands:
+        finished = cli(*command, "--json", "-o", "out.json")
+        assert finished.code == 0, finished.err
+        assert finished.document == json.loads((cli.folder / "out.json").read_text()), command
+
+
+@pytest.mark.parametrize("arguments", [("report", "tune.json"), ("report", "tune.json", "--json", "-o", "out.json")])
+def test_a_full_disk_behind_stdout_is_said_in_one_line(cli, arguments):
+    cli.write("tune.json", unusual("tune"))
+    with Path("/dev/full").open("w") as full:
+        finished = cli(*arguments, stdout=full)
+    assert finished.code == 2
+    assert finished.err.startswith("batchtune: stdout cannot be written: No space left on device; make room")
+    assert finished.err.count("\n") == 1
+    if "-o" in arguments:
+        assert (cli.folder / "out.json").read_text() == (cli.folder / "tune.json").read_text() + "\n"
+
+
+def test_a_file_has_no_colours_even_where_they_are_forced(cli):
+    cli.write("tune.json", unusual("tune"))
+    assert cli("report", "tune.json", "-o", "out.txt", environment={"FORCE_COLOR": "1"}).code == 0
+    assert ESCAPE not in (cli.folder / "out.txt").read_text()
 
 
 # a bug of ours

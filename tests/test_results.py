@@ -144,7 +144,7 @@ def test_what_is_no_json_is_named(tmp_path, content):
 def test_a_file_too_large_to_be_a_result_is_not_read(tmp_path):
     with (tmp_path / "x.json").open("wb") as stream:
         stream.truncate(10 << 30)
-    with pytest.raises(UsageError, match=r"x\.json: larger than 64 MiB; this is no result"):
+    with pytest.raises(UsageError, match=r"x\.json: larger than 512 MiB; this is no result"):
         load_result(tmp_path / "x.json")
 
 
@@ -259,3 +259,13 @@ class TestWriteAtomically:
         with pytest.raises(KeyboardInterrupt):
             write_atomically(tmp_path / "result.json", "new")
         assert names(tmp_path) == []
+
+
+def test_the_result_of_a_long_study_reads_back(tmp_path):
+    study = documents.result("tune")
+    curve = [CurvePoint(seconds=n / 7, samples=9 * n, value=1 / (n + 3), joules=n / 0.3) for n in range(1200)]
+    trials = [study.trials[1].model_copy(update={"number": n, "curve": curve}) for n in range(500)]
+    file = tmp_path / "result.json"
+    file.write_text(study.model_copy(update={"trials": trials}).to_json())
+    assert file.stat().st_size > 64 << 20
+    assert len(load_result(file).trials) == 500

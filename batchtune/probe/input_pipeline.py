@@ -176,12 +176,16 @@ def judge(measured: Sequence[LoaderPoint], step: ThroughputPoint, reason: str, *
     best = choose(known, taken)
     bound = not keeps_up(best, taken)
     rate, settings = number(best.samples_per_second), describe(best)
+    failed = next((point for point in measured if point.num_workers and point.message), None)
     if bound and not best.num_workers and rate_of(best) >= taken:
-        verdict = f"input-bound: every step waits for its data, which comes at {rate} samples/s, and workers are slower"
+        verdict = f"input-bound: every step waits for its data, which comes at {rate} samples/s"
+        verdict += "" if failed else ", and workers are slower"
     elif bound:
         verdict = f"input-bound: the loader gives {rate} samples/s (with {settings}), the step takes {number(taken)}"
     else:
         verdict = f"the loader keeps up with {settings}: it gives {rate} samples/s, the step takes {number(taken)}"
+    if bound and failed:
+        verdict += f"; {describe(failed)} failed: {failed.message}"
     if shares_cores:
         verdict += "; each was timed alone, and on a CPU they share the processors"
     chosen = {

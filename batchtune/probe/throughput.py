@@ -24,8 +24,9 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
     The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached.
 
     Returns:
-        None for fewer than two sizes: no line goes through one point.
+        None for fewer than two sizes: no line goes through one point. Steps that took no time were not timed.
     """
+    points = [point for point in points if point.step_seconds > 0]
     if len({point.batch_size for point in points}) < 2:  # noqa: PLR2004
         return None
     # weights 1 / t^2: a relative error counts the same at every size

@@ -9,6 +9,7 @@ from typing import Any
 from batchtune.report.pick import estimated, named_values, to_train_with
 from batchtune.report.trainers import EXPORTS
 from batchtune.report.units import duration, number, size
+from batchtune.report.wording import machine
 from batchtune.results import Interval, Result
 
 
@@ -49,7 +50,7 @@ def to_markdown(result: Result) -> str:
     """A summary to paste into an issue or a pull request."""
     lines = [f"## batchtune {result.kind}: {result.name or result.task.path}", ""]
     if result.status != "complete":
-        lines += [f"**{result.status}**" + (f": {result.error.message}" if result.error else ""), ""]
+        lines += [f"**{result.status}**" + (f": {_line(result.error.message)}" if result.error else ""), ""]
     found, base = result.recommendation, result.baseline
     if found is not None:
         lines += ["| | recommended | today |", "|---|---|---|"]
@@ -78,11 +79,16 @@ def to_markdown(result: Result) -> str:
                 _text(found.energy_to_target_joules),
                 _text(base.energy_to_target_joules) if base else "",
             ),
+            (
+                result.target.metric if result.target else "metric",
+                _text(found.value),
+                _text(base.value) if base else "",
+            ),
             ("speed-up", _text(found.speedup_over_baseline), ""),
             ("energy saving", _text(found.energy_saving_over_baseline), ""),
         ]
-        lines += [f"| {name} | {left} | {right} |" for name, left, right in rows if left != ""]
-        lines += ["", found.reason, ""]
+        lines += [f"| {_cell(name)} | {_cell(left)} | {_cell(right)} |" for name, left, right in rows if left != ""]
+        lines += ["", _line(found.reason), ""]
     for probe in result.probes or ([result.probe] if result.probe else []):
         failing, limit = probe.first_failing_batch_size or "none met", probe.limited_by or "nothing met"
         largest = f"Largest micro-batch at {probe.precision}: **{probe.max_batch_size or 'none'}**"
@@ -97,15 +103,25 @@ def to_markdown(result: Result) -> str:
     if result.estimates:
         lines += ["| GPU (estimated, not measured) | precision | largest | safe |", "|---|---|---:|---:|"]
         lines += [
-            f"| {each.gpu} | {each.precision} | {estimated(each, each.max_batch_size)} "
+            f"| {_cell(each.gpu)} | {each.precision} | {estimated(each, each.max_batch_size)} "
             f"| {estimated(each, each.safe_max_batch_size)} |"
             for each in result.estimates
         ]
         lines.append("")
-    lines += [f"> warning: {warning}" for warning in result.warnings]
+    lines += [f"> warning: {_line(warning)}" for warning in result.warnings]
     if result.environment:
-        lines.append(f"Measured on {result.environment.device}, torch {result.environment.torch}.")
+        lines += [""] if result.warnings else []  # or else it goes on with the warning
+        lines.append(f"Measured on {_line(machine(result.environment))}.")
     return "\n".join(lines) + "\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(value: object) -> str:
+    """A value that neither ends its cell of a table nor its line."""
+    return _line(str(value)).replace("|", "\\|")
 
 
 def environment_text(facts: dict[str, Any]) -> str:

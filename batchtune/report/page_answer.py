@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from batchtune.report.markup import Markup, facts, join, tag
-from batchtune.report.pick import believed, estimated, named_values, probes_of
+from batchtune.report.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
 from batchtune.report.units import duration, number, size
 from batchtune.report.wording import (
     CONFIGURATIONS,
@@ -42,16 +44,17 @@ def _recommended(result: Result, found: Recommendation) -> Markup:
         ("precision", found.precision),
     ]
     rows = [row for row in rows if row[1]]
-    speedup = found.speedup_over_baseline
     why = tag("p", _sentence(found.reason), class_="why")
     data = _data(result.probe) if result.probe else None
-    details = [facts(rows, class_="choice"), why, _bars(result, found), _target(result), *_prior(result), data]
-    if speedup is None:
+    details = [facts(rows, class_="choice"), why, *_bars(result, found), _target(result), *_prior(result), data]
+    gain, words = found.speedup_over_baseline, "the speed of what you run today"
+    if gain is None:
+        gain, words = found.energy_saving_over_baseline, "less energy until the target than what you run today"
+    if gain is None:
         return _hero(f"{found.global_batch_size:,}", "is the batch size to train with", *details)
-    if speedup.at_least:
-        return _hero(f"≥ {number(speedup.low)}×", "the speed of what you run today", *details)
-    words = f"the speed of what you run today ({number(speedup.low)} to {number(speedup.high)})"
-    return _hero(f"{number(speedup.median)}×", words, *details)
+    if gain.at_least:
+        return _hero(f"≥ {number(gain.low)}×", words, *details)
+    return _hero(f"{number(gain.median)}×", f"{words} ({number(gain.low)} to {number(gain.high)})", *details)
 
 
 def _sentence(text: str) -> str:
@@ -80,15 +83,17 @@ def _target(result: Result) -> Markup | None:
     return tag("p", tag("b", "Target: "), f"{target.metric} {sign} {number(target.value, 4)}{why}.", class_="target")
 
 
-def _bars(result: Result, found: Recommendation) -> Markup | None:
-    """Recommendation and baseline side by side, each a bar with its interval."""
-    base = result.baseline
-    timed = found.time_to_target_seconds is not None
-    ours = found.time_to_target_seconds if timed else found.value
-    theirs = (base.time_to_target_seconds if timed else base.value) if base else None
-    if ours is None:
-        return None
+def _bars(result: Result, found: Recommendation) -> Iterator[Markup]:
+    """Recommendation and baseline side by side, each a bar with its interval, for all that is known of the first."""
     metric = result.target.metric if result.target else "metric"
+    headings = {SECONDS: "Time to target", JOULES: "Energy to target", VALUE: f"{metric} reached"}
+    for key in sorted(headings, key=lambda each: each != objective(result)):
+        if (ours := getattr(found, key)) is not None:
+            yield _compared(headings[key], key, found, ours, result.baseline)
+
+
+def _compared(heading: str, key: str, found: Recommendation, ours: Interval, base: Recommendation | None) -> Markup:
+    theirs = getattr(base, key, None)
     shown: list[tuple[str, str, Recommendation, Interval]] = [("recommended", "ours", found, ours)]
     if base is not None and theirs is not None:
         shown.append(("today", "theirs", base, theirs))
@@ -99,13 +104,12 @@ def _bars(result: Result, found: Recommendation) -> Markup | None:
             "div",
             tag("span", tag("b", name), tag("small", f"{batch_text(each)} @ {number(each.learning_rate)}")),
             _bar(value, longest, class_) if drawable else tag("i"),
-            tag("span", _figure(value, timed=timed), class_="number"),
+            tag("span", _figure(value, key), class_="number"),
             class_="bar",
         )
         for name, class_, each, value in shown
     ]
-    heading = tag("h2", "Time to target" if timed else f"{metric} reached")
-    return tag("div", heading, *rows, class_="bars")
+    return tag("div", tag("h2", heading), *rows, class_="bars")
 
 
 def _bar(value: Interval, longest: float, class_: str) -> Markup:
@@ -115,20 +119,21 @@ def _bar(value: Interval, longest: float, class_: str) -> Markup:
     return tag("svg", bar, whisker, viewBox="0 0 100 14", preserveAspectRatio="none", aria_hidden="true")
 
 
-def _figure(value: Interval, *, timed: bool) -> Markup:
-    if value.at_least:
-        shown = f"≥ {duration(value.low) if timed else number(value.low, 4)}", "cut off"
-    elif timed:
-        shown = duration(value.median), f"{duration(value.low)} to {duration(value.high)}"
+def _figure(value: Interval, key: str) -> Markup:
+    if key == SECONDS:
+        median, low, high = (duration(each) for each in (value.median, value.low, value.high))
     else:
-        shown = number(value.median, 4), f"{number(value.low, 4)} to {number(value.high, 4)}"
+        unit = " J" if key == JOULES else ""
+        median, low, high = (f"{number(each, 4)}{unit}" for each in (value.median, value.low, value.high))
+    shown = (f"≥ {low}", "cut off") if value.at_least else (median, f"{low} to {high}")
     return join([tag("b", shown[0]), tag("small", shown[1])])
 
 
 def _probed(probe: ProbeResult) -> Markup:
     if probe.max_batch_size is None:
-        why = tag("p", _sentence(f"no batch size trained at {probe.precision}: see the attempts below"), class_="why")
-        return _hero("none", "of the sizes tried fits", why)
+        why = tag("p", _sentence(f"at {probe.precision}: the attempts below say why"), class_="why")
+        figure, words = largest_batch(probe).split(" ", 1)
+        return _hero(figure, words, why)
     best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
     knee = probe.throughput_fit.batch_size_within_5_percent if probe.throughput_fit else None
     rows: list[tuple[str, object]] = [
@@ -201,8 +206,8 @@ def notebook(result: Result) -> str:
     parts: list[Markup | None] = [tag("p", heading), state if result.status != "complete" else None]
     if result.recommendation is not None:
         rows = configurations(result)
-        names = CONFIGURATIONS[: len(rows["batch size"])]
-        body = [tag("tr", tag("th", name), *(tag("td", cell) for cell in cells)) for name, cells in rows.items()]
+        names = CONFIGURATIONS[: len(rows[0][1])]
+        body = [tag("tr", tag("th", name), *(tag("td", cell) for cell in cells)) for name, cells in rows]
         head = tag("tr", tag("th"), *(tag("th", name) for name in names))
         parts += [tag("table", tag("thead", head), tag("tbody", *body))]
         parts += [tag("p", _sentence(result.recommendation.reason))]

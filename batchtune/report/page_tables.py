@@ -32,6 +32,7 @@ def trials(result: Result) -> Markup:
         ("learning rate", True),
         ("precision", False),
         ("to target", True),
+        ("energy", True),
         ("samples", True),
         (f"best {metric}", True),
         ("trained", True),
@@ -48,7 +49,7 @@ def trials(result: Result) -> Markup:
 
 
 def _run(trial: Trial) -> list[_Cell]:
-    samples = trial.samples_to_target
+    samples, joules = trial.samples_to_target, trial.energy_to_target_joules
     accumulated = (trial.gradient_accumulation_steps or 1) > 1
     return [
         _sortable(str(trial.number), trial.number),
@@ -58,6 +59,7 @@ def _run(trial: Trial) -> list[_Cell]:
         _sortable(number(trial.learning_rate), trial.learning_rate),
         trial.precision,
         _sortable(duration(trial.time_to_target_seconds), trial.time_to_target_seconds),
+        _sortable("-" if joules is None else f"{number(joules)} J", joules),
         _sortable("-" if samples is None else f"{samples:,}", samples),
         _sortable(number(trial.value, 4), trial.value),
         _sortable(duration(trial.training_seconds), trial.training_seconds),

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from batchtune.results import Attempt, Estimate, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
 
+SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
+"""What a study can want the best of: fields of trials, and of recommendations."""
+
+_BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _CURVE_POINTS = 80
 _NAMED = 3  # GPUs before a note
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
@@ -28,6 +32,26 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
         and trial.optimizer_arguments == configuration.optimizer_arguments
         and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
     )
+
+
+def objective(result: Result) -> str:
+    """What the study wanted the best of. A GPU's joules are counted whatever that is, so they tell by the saving."""
+    found, ran = result.recommendation, result.trials or []
+    if found is not None and found.energy_saving_over_baseline is not None:
+        return JOULES
+    keys = (SECONDS, JOULES)
+    return next((key for key in keys if any(getattr(trial, key) is not None for trial in ran)), VALUE)
+
+
+def is_broken(trial: Trial) -> bool:
+    """Whether a run diverged or failed."""
+    return trial.state == "fail" or trial.outcome in _BROKEN
+
+
+def score(trial: Trial, key: str) -> float | None:
+    """A trial's figure of this name; the metric that a run had before it broke is none."""
+    value: float | None = None if key == VALUE and is_broken(trial) else getattr(trial, key)
+    return value
 
 
 def named_values(values: Mapping[str, Value]) -> str:
@@ -53,10 +77,12 @@ def to_train_with(result: Result) -> Recommendation | None:
     if result.recommendation is not None or probe is None or probe.max_batch_size is None:
         return result.recommendation
     steps = probe.gradient_accumulation_steps or 1
+    ranks = probe.data_parallel.world_size if probe.data_parallel else 1
     return Recommendation(
         micro_batch_size=probe.max_batch_size,
         gradient_accumulation_steps=steps,
-        global_batch_size=probe.max_batch_size * steps,
+        world_size=ranks,
+        global_batch_size=probe.max_batch_size * steps * ranks,
         precision=probe.precision,
         reason="the largest batch that trains",
     )

@@ -7,6 +7,7 @@ import textwrap
 
 import plotly.graph_objects as go
 
+from batchtune.report.pick import estimated
 from batchtune.report.theme import LIGHT, SERIES, axis, label, layout, padded
 from batchtune.report.units import bytes_unit, number, size
 from batchtune.results import Estimate, Result
@@ -102,7 +103,9 @@ def efficiency(result: Result) -> go.Figure | None:
             textposition="bottom left",
             textfont={"size": 11, "color": LIGHT["muted"]},
             cliponaxis=False,
-            customdata=[[label(row.gpu), f"{row.max_batch_size:,}", number(row.samples_per_second)] for row in rows],
+            customdata=[
+                [label(row.gpu), estimated(row, row.max_batch_size), number(row.samples_per_second)] for row in rows
+            ],
             hovertemplate="%{customdata[0]}<br>%{customdata[2]} samples/s<br>%{y:.3~g} samples/J"
             "<br>largest batch %{customdata[1]}<extra></extra>",
         )

@@ -10,11 +10,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from batchtune.report.pick import SECONDS, VALUE, is_broken, score
 from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
 from batchtune.report.units import duration, number, time_interval, time_unit
 from batchtune.results import Interval, Landscape, Prior, Recommendation, Result, Target, Trial
 
-_BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
 _LINES = 8  # of equal predicted time, at most
 _FAR = 4.0  # times the predicted best: beyond it, nobody asks how slow
@@ -175,11 +175,9 @@ def _places(trials: Sequence[Trial]) -> list[_Place]:
         by_place.setdefault((trial.batch_size, trial.learning_rate, trial.precision), []).append(trial)
     found = []
     for (batch, rate, precision), runs in by_place.items():
-        scores = [run.time_to_target_seconds if timed else run.value for run in runs]
-        known = [score for score in scores if score is not None]
-        broken = all(run.outcome in _BROKEN or run.state == "fail" for run in runs)
-        score = statistics.median(known) if known else None
-        found.append(_Place(batch, rate, precision, len(runs), score, broken))
+        known = [value for run in runs if (value := score(run, SECONDS if timed else VALUE)) is not None]
+        median = statistics.median(known) if known else None
+        found.append(_Place(batch, rate, precision, len(runs), median, all(map(is_broken, runs))))
     return found
 
 

@@ -21,7 +21,15 @@ from batchtune.report.export import snippet
 from batchtune.report.pick import believed, estimate_notes, probes_of
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_figures import Figures
-from batchtune.report.wording import CONFIGURATIONS, certificate, configurations, largest_batch, ranks, step_time
+from batchtune.report.wording import (
+    CONFIGURATIONS,
+    certificate,
+    configurations,
+    largest_batch,
+    machine,
+    ranks,
+    step_time,
+)
 from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
@@ -115,9 +123,7 @@ def _rest(result: Result) -> Iterator[RenderableType]:
     if result.warnings:
         yield from (Text(f"warning: {warning}", style="yellow") for warning in result.warnings)
     if result.environment is not None:
-        where = [result.environment.device, f"torch {result.environment.torch}"]
-        where += [f"CUDA {result.environment.cuda}"] if result.environment.cuda else []
-        yield Text(f"measured on {', '.join(where)}, batchtune {result.batchtune_version}", style="dim")
+        yield Text(f"measured on {machine(result.environment)}, batchtune {result.batchtune_version}", style="dim")
 
 
 class _Framed:
@@ -144,7 +150,7 @@ class _Code:
         if len(self._line) > options.max_width:
             code = self._line.partition("  #")[0]
             room = options.max_width if len(code) <= options.max_width else options.max_width - len(_CONTINUED)
-            lines = wrap(code, room, break_long_words=False, break_on_hyphens=False)
+            lines = wrap(code, max(1, room), break_long_words=False, break_on_hyphens=False)
         yield Text(f"{_CONTINUED}\n".join(lines), style="cyan", overflow="fold")
 
 
@@ -153,7 +159,7 @@ class _Comparison:
 
     def __init__(self, result: Result) -> None:
         self._rows = configurations(result)
-        self._columns = CONFIGURATIONS[: len(self._rows["batch size"])]
+        self._columns = CONFIGURATIONS[: len(self._rows[0][1])]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = self._table()
@@ -167,10 +173,10 @@ class _Comparison:
     def _table(self, *, broken: bool = False) -> Table:
         """The rows; where `broken`, an interval stands below its median."""
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("")
+        table.add_column("", overflow="fold")
         for name in self._columns:
-            table.add_column(name, style="bold green" if name == CONFIGURATIONS[0] else "")
-        for name, cells in self._rows.items():
+            table.add_column(name, overflow="fold", style="bold green" if name == CONFIGURATIONS[0] else "")
+        for name, cells in self._rows:
             table.add_row(Text(name), *(Text(cell.replace(" (", "\n(") if broken else cell) for cell in cells))
         return table
 

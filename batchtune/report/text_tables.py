@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from textwrap import shorten
 
 from batchtune.report.fitted_table import Column, FittedTable, bar
-from batchtune.report.pick import estimated, is_of, named_values
+from batchtune.report.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
 from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
 from batchtune.report.wording import expected_times, largest_batch
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
@@ -173,15 +173,16 @@ def scaling(found: Scaling) -> FittedTable:
 def trials(result: Result) -> FittedTable:
     """The best runs of a study, those of the recommended configuration marked."""
     ran = [trial for trial in result.trials or [] if trial.state != "waiting"]
-    timed = any(trial.time_to_target_seconds is not None for trial in ran)
+    key = objective(result)
     minimize = result.target is None or result.target.goal == "minimize"
 
     def rank(trial: Trial) -> float:
-        value = trial.time_to_target_seconds if timed else trial.value
-        return float("inf") if value is None else value if timed or minimize else -value
+        value = score(trial, key)
+        return float("inf") if value is None else value if key != VALUE or minimize else -value
 
     shown = sorted(ran, key=rank)[:_MAX_TRIALS]
     unit, seconds = times([trial.time_to_target_seconds for trial in shown])
+    joules = [number(trial.energy_to_target_joules) for trial in shown]
     several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
     metric = result.target.metric if result.target else "metric"
     strong = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
@@ -193,8 +194,9 @@ def trials(result: Result) -> FittedTable:
         Column("learning rate", aligned([number(trial.learning_rate) for trial in shown])),
         Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3, left=True),
         Column("precision", [trial.precision if several else "" for trial in shown], spare=2, left=True),
-        Column(f"to target, {unit}", seconds),
-        Column(f"best {metric}", aligned([number(trial.value, 4) for trial in shown]), spare=3 if timed else 0),
+        Column(f"to target, {unit}", seconds, spare=3 if key == JOULES else 0),
+        Column("to target, J", aligned(joules), spare=0 if key == JOULES else 3),
+        Column(f"best {metric}", aligned([number(trial.value, 4) for trial in shown]), spare=0 if key == VALUE else 3),
         Column(
             "outcome",
             [trial.outcome or trial.state for trial in shown],

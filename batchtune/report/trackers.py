@@ -18,7 +18,9 @@ from batchtune.results import Result, Trial
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
 )  # fmt: skip
-_FIGURES = ("time_to_target_seconds", "samples_to_target", "training_seconds", "value")
+_FIGURES = (
+    "time_to_target_seconds", "energy_to_target_joules", "samples_to_target", "training_seconds", "value",
+)  # fmt: skip
 _TEXTS = ("state", "outcome", "message")
 _LONGEST_TEXT = 5000  # MLflow's bound for a tag
 
@@ -59,15 +61,19 @@ def study_of(result: Result) -> Study:
     """The trials of a result that are over, as runs.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or nobody can tell when they ran.
     """
     over = [trial for trial in result.trials or [] if trial.state not in {"running", "waiting"}]
     if not over:
         raise UsageError(f"--log-to logs the trials of a study, and this {result.kind} result has none")
+    try:
+        began = datetime.fromisoformat(result.created_at).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(f"--log-to dates runs by created_at, and {result.created_at[:40]!r} is no date") from None
     return Study(
         name=result.name or "batchtune",
         metric=re.sub(r"[^\w./-]", "_", result.target.metric) if result.target else "value",
-        began=datetime.fromisoformat(result.created_at).timestamp(),
+        began=began,
         runs=[_run(trial, result.name) for trial in over],
     )
 
@@ -79,7 +85,8 @@ def _run(trial: Trial, study: str) -> Run:
     return Run(
         id=digest[:16],
         name=f"trial-{trial.number:03}-{trial.role}",
-        parameters={name: known[name] for name in _PARAMETERS if name in known},
+        parameters={name: known[name] for name in _PARAMETERS if name in known}
+        | {f"optimizer.{name}": value for name, value in trial.optimizer_arguments.items()},
         figures={name: known[name] for name in _FIGURES if name in known},
         texts=texts,
         points=[
@@ -126,7 +133,7 @@ def _to_tensorboard(study: Study) -> tuple[int, str]:
     from tensorboard.plugins.text.summary_v2 import text_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    root = Path("runs") / study.name
+    root = Path("runs") / (re.sub(r"[^\w.-]", "_", study.name).lstrip(".") or "batchtune")  # it stays in there
     folders = {root / f"{run.name}-{run.id[:6]}": run for run in study.runs}
     new = {folder: run for folder, run in folders.items() if not folder.exists()}
     for folder, run in new.items():

@@ -29,12 +29,13 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds == 0:
         return "0 s"
-    if seconds < 1e-3:  # noqa: PLR2004
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:  # noqa: PLR2004
-        return f"{seconds:.3g} s"
+    rounded = float(f"{seconds:.3g}")  # which may be one of the next unit
+    if rounded < 1e-3:  # noqa: PLR2004
+        return f"{rounded * 1e6:.0f} µs"
+    if rounded < 1:
+        return f"{rounded * 1e3:.3g} ms"
+    if rounded < 120:  # noqa: PLR2004
+        return f"{rounded:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"  # noqa: PLR2004
 
@@ -43,7 +44,8 @@ def number(value: float | None, digits: int = 3) -> str:
     """A plain figure; '-' where not measured."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"  # noqa: PLR2004
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(float(text)) >= 1000 else text  # noqa: PLR2004
 
 
 def share(value: float | None) -> str:

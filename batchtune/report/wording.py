@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchtune.report.pick import named_values
 from batchtune.report.units import duration, interval, number, share, size, time_interval
-from batchtune.results import DataParallel, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
+from batchtune.results import DataParallel, Environment, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
@@ -13,26 +13,29 @@ _LIMITED_BY = {
 }
 
 
-def configurations(result: Result) -> dict[str, list[str]]:
-    """The recommended configuration and, where it was measured, today's: a row for each fact known of the first."""
+def configurations(result: Result) -> list[tuple[str, list[str]]]:
+    """The recommended configuration and, where it was measured, today's: a row for each fact known of the first.
+
+    The first row is the batch size. A metric may be called what another row is.
+    """
     found, base = result.recommendation, result.baseline
     shown = [each for each in (found, base) if each is not None]
     if found is None:
-        return {}
+        return []
     metric = result.target.metric if result.target else "metric"
-    rows = {
-        "batch size": [batch_text(each) for each in shown],
-        "learning rate": [number(each.learning_rate) for each in shown],
-        "optimizer": [named_values(each.optimizer_arguments) or "-" for each in shown],
-        "schedule": [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown],
-        "precision": [each.precision for each in shown],
-        "time to target": [time_interval(each.time_to_target_seconds) for each in shown],
-        "energy to target": [interval(each.energy_to_target_joules, " J") for each in shown],
-        metric: [interval(each.value) for each in shown],
-        "speed-up": [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)],
-        "energy saving": [interval(found.energy_saving_over_baseline, "×"), "1×"][: len(shown)],
-    }
-    return {name: cells for name, cells in rows.items() if cells[0] != "-"}
+    rows = [
+        ("batch size", [batch_text(each) for each in shown]),
+        ("learning rate", [number(each.learning_rate) for each in shown]),
+        ("optimizer", [named_values(each.optimizer_arguments) or "-" for each in shown]),
+        ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
+        ("precision", [each.precision for each in shown]),
+        ("time to target", [time_interval(each.time_to_target_seconds) for each in shown]),
+        ("energy to target", [interval(each.energy_to_target_joules, " J") for each in shown]),
+        (metric, [interval(each.value) for each in shown]),
+        ("speed-up", [interval(found.speedup_over_baseline, "×"), "1×"][: len(shown)]),
+        ("energy saving", [interval(found.energy_saving_over_baseline, "×"), "1×"][: len(shown)]),
+    ]
+    return [(name, cells) for name, cells in rows if cells[0] != "-"]
 
 
 def largest_batch(probe: ProbeResult) -> str:
@@ -56,6 +59,12 @@ def batch_text(recommendation: Recommendation) -> str:
         text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
         text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
     return text
+
+
+def machine(where: Environment) -> str:
+    """The device and the versions that something was measured with, as far as they are known."""
+    versions = [f"{name} {version}" for name, version in (("torch", where.torch), ("CUDA", where.cuda)) if version]
+    return ", ".join([where.device, *versions])
 
 
 def certificate(probe: ProbeResult) -> str:

@@ -147,3 +147,12 @@ def test_a_child_that_dies_over_the_loader_is_a_failed_setting():
 
 def test_without_a_timed_step_there_is_nothing_to_compare_with():
     assert measure_input_pipeline(FakeWorker(), ProbeResult(precision="fp32"), Observer(), timeout=1.0) is None
+
+
+def test_workers_that_failed_are_not_called_slower():
+    step = STEP.model_copy(update={"samples_per_second": 100.0})
+    failed = LoaderPoint(num_workers=1, message="TypeError: cannot pickle")
+    verdict = judge([loader(0, 120.0), failed], step, "", shares_cores=False).verdict
+    assert verdict.endswith("which comes at 120 samples/s; 1 worker failed: TypeError: cannot pickle")
+    slower = judge([loader(0, 50.0), failed], step, "", shares_cores=False).verdict
+    assert slower.endswith("the step takes 100; 1 worker failed: TypeError: cannot pickle")

@@ -55,6 +55,12 @@ class TestSizes:
 
 
 class TestLine:
+    def test_a_step_that_took_no_time_is_left_out(self):
+        untimed = ThroughputPoint(batch_size=1, step_seconds=0.0, samples_per_second=0.0)
+        points = timed(on_a_line(0.01, 0.001, (2, 4, 8)))
+        assert fit_step_time([untimed, *points]) == fit_step_time(points)
+        assert fit_step_time([untimed, untimed.model_copy(update={"batch_size": 2})]) is None
+
     @settings(deadline=None)
     @given(st.floats(1e-5, 1.0), st.floats(1e-7, 1e-1))
     def test_a_line_is_found_again(self, alpha, beta):

@@ -8,6 +8,7 @@ import pytest
 
 from batchtune.report.export import environment_text, snippet, to_csv, to_json, to_markdown
 from batchtune.result_file import load_result
+from batchtune.results import Failure, Interval
 
 
 def test_json_reads_back_as_the_same_result(tuned, tmp_path):
@@ -93,3 +94,38 @@ def test_the_environment_leaves_out_what_is_not_there():
         ["device_memory_bytes", "3.0", "GiB"],
         ["power_watts", "88.0"],
     ]
+
+
+def test_markdown_sets_the_metric_reached_beside_what_is_reached_today(tuned):
+    def reaching(each, value):
+        reached = Interval(median=value, low=value, high=value)
+        return each.model_copy(update={"time_to_target_seconds": None, "value": reached})
+
+    best = {"recommendation": reaching(tuned.recommendation, 0.4), "baseline": reaching(tuned.baseline, 0.5)}
+    lines = to_markdown(tuned.model_copy(update=best)).splitlines()
+    assert "| val_loss | 0.4 (0.4 to 0.4) | 0.5 (0.5 to 0.5) |" in lines
+
+
+def test_markdown_keeps_text_in_its_cell_and_in_its_line(tuned):
+    searched = tuned.recommendation.model_copy(update={"optimizer_arguments": {"mode": "a|b\nc"}})
+    more = {"recommendation": searched, "warnings": ["two\nlines"], "status": "failed"}
+    lines = to_markdown(
+        tuned.model_copy(update=more | {"error": Failure(exit_code=3, message="raised\nthere")})
+    ).splitlines()
+    assert "| optimizer | mode=a\\|b c |  |" in lines
+    assert "> warning: two lines" in lines
+    assert "**failed**: raised there" in lines
+
+
+def test_markdown_names_no_version_that_is_not_known(result_of):
+    assert to_markdown(result_of("probe", environment={"device": "cpu"})).endswith("Measured on cpu.\n")
+
+
+def test_counts_with_gaps_are_whole_numbers(result_of):
+    rows = list(csv.DictReader(io.StringIO(to_csv(result_of("probe")))))
+    assert [row["peak_reserved_bytes"] for row in rows[:3]] == ["208000000", "712000000", ""]
+
+
+def test_a_study_that_ended_in_its_probe_gives_the_attempts(result_of):
+    rows = list(csv.DictReader(io.StringIO(to_csv(result_of("interrupted in its probe")))))
+    assert [row["batch_size"] for row in rows] == ["1", "64", "256", "176", "177", "176"]

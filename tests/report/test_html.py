@@ -327,3 +327,41 @@ def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ra
     assert (section.count("estimated"), section.count("measured")) == (3, 1)
     assert "15.1 s" in section
     assert "communication takes 50 ms" in section
+
+
+def test_the_answer_of_a_study_of_energy_is_the_saving(result_of):
+    page = Page(to_html(result_of("tune of energy")))
+    answer = " ".join(page.shown).partition("Paste")[0]
+    assert "3× less energy until the target than what you run today (2.5 to 3.5)" in answer
+    assert answer.index("Energy to target") < answer.index("Time to target")
+    assert "3,000 J" in answer
+    assert "energy" in page.shown  # a column of the runs
+
+
+def test_runs_without_an_energy_counter_have_no_such_column(result_of):
+    assert "energy" not in Page(to_html(result_of("tune"))).shown
+
+
+@pytest.mark.parametrize(
+    ("attempts", "said"),
+    [
+        ([documents.attempt(1, "oom")], "nothing fits"),
+        ([documents.attempt(1, "user_error")], "nothing trains"),
+        ([documents.attempt(8), documents.attempt(8, "oom", purpose="verify")], "nothing passed the final check"),
+    ],
+)
+def test_the_page_says_as_the_terminal_does_why_there_is_no_batch(result_of, attempts, said):
+    probe = {"precision": "bf16", "attempts": attempts}
+    shown = " ".join(Page(to_html(result_of("probe where nothing fits", probe=probe))).shown)
+    answer = shown.partition("Certificate")[0]
+    assert said in answer
+    assert "of the sizes tried fits" not in answer
+
+
+def test_a_notebook_has_a_row_for_each_fact_whatever_the_metric_is_called(result_of):
+    target = {"metric": "precision", "goal": "maximize"}
+    best = documents.choice(128, 0.004, 1.0, "best", time_to_target_seconds=None)
+    best["value"] = {"median": 0.9, "low": 0.8, "high": 0.95}
+    shown = Page(result_of("tune", target=target, recommendation=best, baseline=None)._repr_html_()).shown
+    rows = [shown[place + 1] for place, text in enumerate(shown) if text == "precision"]
+    assert rows == ["bf16", "0.90 (0.80 to 0.95)"]

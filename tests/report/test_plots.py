@@ -214,3 +214,20 @@ def test_memory_over_the_step_is_drawn_from_phase_to_phase_with_its_peak(result_
 def test_figures_of_an_estimate_are_refused_where_there_is_none(result_of, name):
     with pytest.raises(UsageError, match="this probe result"):
         getattr(result_of("probe"), name)()
+
+
+def test_the_landscape_gives_no_colour_to_a_run_that_broke_after_its_best_value(result_of):
+    common = {"batch_size": 32, "precision": "bf16", "seed": 0}
+    trials = [
+        {"number": 0, "state": "complete", "outcome": "diverged", "learning_rate": 0.9, "value": 0.1} | common,
+        {"number": 1, "state": "complete", "outcome": "finished", "learning_rate": 0.1, "value": 0.5} | common,
+    ]
+    shown = traces(result_of("tune", trials=trials, recommendation=None).plot_landscape())
+    assert shown["finished"].y == (0.1,)
+    assert shown["diverged or failed"].y == (0.9,)
+
+
+def test_a_speed_without_a_largest_batch_is_drawn(result_of):
+    row = estimate("H200", 141) | {"max_batch_size": None}
+    figure = result_of("estimate", estimates=[row]).plot_efficiency()
+    assert figure.data[0].customdata[0][1] == "-"

@@ -210,3 +210,15 @@ def test_no_figure_of_several_devices_is_cut_where_room_is_short(scaled):
     assert all(cell_len(line) <= 50 for line in text.splitlines())
     assert text.count("estimated") == 3
     assert {"25.6", "23.0", "28.2"} <= set(re.findall(r"[0-9.]+", text))
+
+
+@pytest.mark.parametrize("width", [1, 2, 30])
+def test_no_width_is_too_small_to_say_everything(result_of, width):
+    text = shown(result_of("tune"), width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_a_version_that_is_not_known_is_not_named(result_of):
+    result = result_of("probe", environment={"device": "some device"})
+    assert "measured on some device, batchtune" in words(result)

@@ -147,3 +147,31 @@ def test_sensors_that_do_not_exist_have_no_columns():
 def test_the_verdict_on_the_data_loader_is_shown():
     pipeline = InputPipeline(batch_size=64, step_samples_per_second=8000.0, verdict="input-bound: so and so")
     assert "input-bound: so and so" in text_of(probe("bf16").model_copy(update={"input_pipeline": pipeline}))
+
+
+def test_runs_of_a_study_of_energy_are_ranked_by_it(result_of):
+    lines = lines_of(text_tables.trials(result_of("tune of energy")))
+    assert "to target, J" in lines[1]
+    joules = [re.search(r"\d,000", line) for line in lines[3:]]
+    assert [found[0] if found else None for found in joules] == [
+        "3,000", "4,000", "5,000", "7,000", "9,000", None, None
+    ]  # fmt: skip
+
+
+def test_joules_that_were_counted_besides_do_not_rank_the_runs(result_of):
+    study = result_of("tune of energy")
+    timed = study.recommendation.model_copy(update={"energy_saving_over_baseline": None})
+    lines = lines_of(text_tables.trials(study.model_copy(update={"recommendation": timed})))
+    assert [line.split()[1] for line in lines[3:6] if "●" in line] == ["2", "5"]
+
+
+def test_what_a_run_had_reached_before_it_broke_is_no_best(result_of):
+    common = {"batch_size": 32, "learning_rate": 0.1, "precision": "bf16", "seed": 0}
+    trials = [
+        {"number": 0, "state": "fail", "outcome": "diverged", "value": 0.1} | common,
+        {"number": 1, "state": "complete", "outcome": "finished", "value": 0.5} | common,
+        {"number": 2, "state": "fail", "outcome": "crash", "value": 0.2} | common,
+    ]
+    target = {"metric": "val_loss", "goal": "minimize"}
+    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    assert lines[3].split()[0] == "1"

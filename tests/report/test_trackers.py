@@ -204,3 +204,30 @@ def test_a_tracker_that_refuses_is_quoted_in_one_line(result_of, tmp_path, monke
     with pytest.raises(UsageError, match=r"--log-to mlflow: .*nonsense") as refused:
         log_to("mlflow", result_of("tune"))
     assert "\n" not in str(refused.value)
+
+
+def test_what_else_was_searched_and_spent_is_logged(result_of):
+    trials = result_of("tune of energy").model_dump()["trials"]
+    trials[1]["optimizer_arguments"] = {"weight_decay": 0.05, "precision": "high"}
+    run = study_of(result_of("tune", trials=trials)).runs[1]
+    assert (run.parameters["optimizer.weight_decay"], run.parameters["optimizer.precision"]) == (0.05, "high")
+    assert run.parameters["precision"] == "bf16"
+    assert run.figures["energy_to_target_joules"] == 4000.0
+
+
+def test_a_result_without_a_date_is_refused_in_one_line(result_of):
+    with pytest.raises(UsageError, match="--log-to dates runs by created_at, and 'yesterday' is no date"):
+        log_to("mlflow", result_of("tune", created_at="yesterday"))
+
+
+@needs("tensorboard")
+@theirs
+@pytest.mark.parametrize("name", ["../../outside", "/{}/outside", ".."])
+def test_no_name_leads_out_of_the_folder_of_runs(result_of, name, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    log_to("tensorboard", result_of("tune").model_copy(update={"name": name.format(tmp_path)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["runs"]
+    (root,) = (tmp_path / "work" / "runs").iterdir()
+    assert len(list(root.iterdir())) == 7

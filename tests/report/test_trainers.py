@@ -10,7 +10,7 @@ import yaml
 from batchtune.errors import UsageError
 from batchtune.report.export import SNIPPETS
 from batchtune.report.trainers import EXPORTS
-from batchtune.results import Environment, TaskInfo
+from batchtune.results import DataParallel, Environment, TaskInfo
 
 
 def on(device_type, result, **recommended):
@@ -211,3 +211,11 @@ def test_the_horizon_of_a_schedule_is_said_beside_the_text(tuned, name, field):
 def test_a_shell_is_told_the_horizon_of_a_schedule(tuned):
     assert "TOTAL_STEPS=1200" in EXPORTS["env"].text(on("cuda", tuned, total_steps=1200)).splitlines()
     assert "TOTAL_STEPS" not in EXPORTS["env"].text(tuned)
+
+
+def test_several_ranks_of_a_probe_are_trained_on_as_they_were_probed(probed):
+    ranks = DataParallel(world_size=4, strategy="ddp", backend="gloo", batch_size=176, global_batch_size=1408)
+    probe = probed.probe.model_copy(update={"data_parallel": ranks, "gradient_accumulation_steps": 2})
+    result = probed.model_copy(update={"probe": probe})
+    assert deepspeed(result)["train_batch_size"] == 1408
+    assert lightning(result)["trainer"]["devices"] == 4

@@ -15,6 +15,9 @@ from batchtune.results import Interval
         (41.04, "41 s"),
         (125, "2 min 05 s"),
         (7500, "2 h 05 min"),
+        (0.00099996, "1 ms"),
+        (0.9997, "1 s"),
+        (119.96, "2 min 00 s"),
     ],
 )
 def test_durations_are_written_with_the_unit_that_fits(seconds, text):
@@ -28,6 +31,8 @@ def test_figures_that_were_not_measured_are_a_dash():
 def test_figures_are_rounded_to_what_a_reader_can_use():
     assert [size(3 << 20), size(18.26 * (1 << 30))] == ["3 MiB", "18.3 GiB"]
     assert [number(12345.6), number(0.12345), share(0.42)] == ["12,346", "0.123", "42%"]
+    assert [number(value) for value in (999.4, 999.5, 999.99, -999.7)] == ["999", "1,000", "1,000", "-1,000"]
+    assert number(9999.7, 4) == "10,000"
 
 
 def test_an_interval_has_as_many_decimals_in_all_its_figures():
