@@ -14,7 +14,7 @@ from batchtune import __version__
 from batchtune.errors import UsageError
 from batchtune.results import SCHEMA_VERSION, Result
 
-MAX_BYTES = 512 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
+MAX_BYTES = 128 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
 _MAX_BYTES_OF_A_PIPE = 64 << 20  # which does not say how long it is
 
 

@@ -320,6 +320,9 @@ class Target(Record):
 
     metric: Text
     goal: Literal["minimize", "maximize"]
+    kind: Literal["time_to_target", "energy_to_target", "best_metric"] | None = Field(
+        default=None, description="What the study wants the least of until there, or the best metric."
+    )
     value: Figure = None
     reason: Text = ""
 

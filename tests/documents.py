@@ -156,6 +156,7 @@ def tuned():
 def saving():
     """A study of energy in which the fastest run is not the leanest."""
     made = tuned()
+    made["target"]["kind"] = "energy_to_target"
     for each, joules in zip(made["trials"], (9000.0, 4000.0, 5000.0, None, None, 3000.0, 7000.0), strict=True):
         each["energy_to_target_joules"] = joules
     gain = {"speedup_over_baseline": None, "energy_saving_over_baseline": {"median": 3.0, "low": 2.5, "high": 3.5}}

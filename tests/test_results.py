@@ -144,7 +144,7 @@ def test_what_is_no_json_is_named(tmp_path, content):
 def test_a_file_too_large_to_be_a_result_is_not_read(tmp_path):
     with (tmp_path / "x.json").open("wb") as stream:
         stream.truncate(10 << 30)
-    with pytest.raises(UsageError, match=r"x\.json: larger than 512 MiB; this is no result"):
+    with pytest.raises(UsageError, match=r"x\.json: larger than 128 MiB; this is no result"):
         load_result(tmp_path / "x.json")
 
 

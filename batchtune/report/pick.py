@@ -10,6 +10,7 @@ from batchtune.results import Attempt, Estimate, Prior, ProbeResult, Recommendat
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
 """What a study can want the best of: fields of trials, and of recommendations."""
+UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 
 _BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _CURVE_POINTS = 80
@@ -35,12 +36,11 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
 
 
 def objective(result: Result) -> str:
-    """What the study wanted the best of. A GPU's joules are counted whatever that is, so they tell by the saving."""
-    found, ran = result.recommendation, result.trials or []
-    if found is not None and found.energy_saving_over_baseline is not None:
-        return JOULES
-    keys = (SECONDS, JOULES)
-    return next((key for key in keys if any(getattr(trial, key) is not None for trial in ran)), VALUE)
+    """What the study wanted the best of; where an earlier version did not write that down, what its trials have."""
+    ran, kind = result.trials or [], result.target.kind if result.target else None
+    if kind is not None:
+        return {"time_to_target": SECONDS, "energy_to_target": JOULES, "best_metric": VALUE}[kind]
+    return SECONDS if any(trial.time_to_target_seconds is not None for trial in ran) else VALUE
 
 
 def is_broken(trial: Trial) -> bool:
@@ -69,11 +69,11 @@ def believed(prior: Prior) -> str:
 
 
 def to_train_with(result: Result) -> Recommendation | None:
-    """The settings to train with, all of which ran: those recommended, or else the largest batch of a probe.
+    """The settings to train with, all of which ran: those recommended, or the largest batch where only that was asked.
 
     A probe tries no learning rates, so its settings have none.
     """
-    probe = result.probe
+    probe = result.probe if result.kind == "probe" else None
     if result.recommendation is not None or probe is None or probe.max_batch_size is None:
         return result.recommendation
     steps = probe.gradient_accumulation_steps or 1
@@ -84,7 +84,7 @@ def to_train_with(result: Result) -> Recommendation | None:
         world_size=ranks,
         global_batch_size=probe.max_batch_size * steps * ranks,
         precision=probe.precision,
-        reason="the largest batch that trains",
+        reason="the largest batch that trains" if probe.verified_in_fresh_process else UNCHECKED,
     )
 
 

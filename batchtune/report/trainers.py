@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from batchtune.errors import UsageError
-from batchtune.report.pick import to_train_with
+from batchtune.report.pick import UNCHECKED, to_train_with
 from batchtune.results import Recommendation, Result
 
 Values = dict[str, Any]
@@ -56,7 +56,8 @@ class Export:
 
     def said_beside(self, result: Result) -> list[str]:
         """What a reader of `text` must know besides it, in sentences."""
-        return self.notes(_settings(result), result)
+        found = _settings(result)
+        return [*([UNCHECKED] if found.reason == UNCHECKED else []), *self.notes(found, result)]
 
     def snippet(self, result: Result) -> str:
         """The same text for a page that shows what there is: '' instead of an error."""
@@ -69,6 +70,8 @@ class Export:
 def _settings(result: Result) -> Recommendation:
     found = to_train_with(result)
     if found is None:
+        if result.kind == "tune":
+            raise UsageError(f"this tune is {result.status}: it has no recommendation; 'batchtune report' says why")
         why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
         raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
     if found.precision not in _PRECISIONS:

@@ -28,13 +28,14 @@ class Targets:
     @property
     def current(self) -> Target:
         """The target as far as it is known."""
-        metric, goal, value = self._objective.metric, self._objective.goal, self._objective.target
+        wanted, value = self._objective, self._objective.target
         if not self._counted:
-            return Target(metric=metric, goal=goal, reason="the best value within budget.run counts")
-        if value != "auto":
-            return Target(metric=metric, goal=goal, value=value, reason="set in the configuration")
-        found, reason = self._study.user_attrs.get("target") or (None, "not known before the baseline has run")
-        return Target(metric=metric, goal=goal, value=found, reason=reason)
+            found, reason = None, "the best value within budget.run counts"
+        elif value != "auto":
+            found, reason = value, "set in the configuration"
+        else:
+            found, reason = self._study.user_attrs.get("target") or (None, "not known before the baseline has run")
+        return Target(metric=wanted.metric, goal=wanted.goal, kind=wanted.kind, value=found, reason=reason)
 
     @property
     def is_automatic(self) -> bool:

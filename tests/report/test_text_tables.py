@@ -160,8 +160,8 @@ def test_runs_of_a_study_of_energy_are_ranked_by_it(result_of):
 
 def test_joules_that_were_counted_besides_do_not_rank_the_runs(result_of):
     study = result_of("tune of energy")
-    timed = study.recommendation.model_copy(update={"energy_saving_over_baseline": None})
-    lines = lines_of(text_tables.trials(study.model_copy(update={"recommendation": timed})))
+    timed = study.target.model_copy(update={"kind": "time_to_target"})
+    lines = lines_of(text_tables.trials(study.model_copy(update={"target": timed})))
     assert [line.split()[1] for line in lines[3:6] if "●" in line] == ["2", "5"]
 
 

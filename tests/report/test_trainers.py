@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from batchtune.errors import UsageError
-from batchtune.report.export import SNIPPETS
+from batchtune.report.export import SNIPPETS, snippet
 from batchtune.report.trainers import EXPORTS
 from batchtune.results import DataParallel, Environment, TaskInfo
 
@@ -137,6 +137,25 @@ def test_a_probe_gives_its_largest_batch_and_no_learning_rate(probed, name):
 def test_an_estimate_is_refused(result_of, name):
     with pytest.raises(UsageError, match=r"an estimate is no measurement.*run 'batchtune probe'"):
         EXPORTS[name].text(result_of("estimate"))
+
+
+def test_a_study_without_a_recommendation_exports_no_batch_of_its_probe(result_of):
+    nothing = result_of("tune").model_copy(update={"recommendation": None, "status": "failed"})
+    for export in EXPORTS.values():
+        with pytest.raises(UsageError, match="this tune is failed: it has no recommendation; 'batchtune report' says"):
+            export.text(nothing)
+        assert export.snippet(nothing) == ""
+    assert snippet(nothing) == ""
+
+
+def test_a_size_that_is_not_yet_checked_is_said_to_be_wherever_it_is_written(result_of):
+    checked = result_of("probe")
+    early = checked.probe.model_copy(update={"verified_in_fresh_process": False})
+    found = checked.model_copy(update={"probe": early, "status": "interrupted"})
+    for export in EXPORTS.values():
+        assert export.said_beside(found)[0].startswith("the largest batch that trained so far: not checked")
+        assert not any("not checked" in said for said in export.said_beside(checked))
+    assert "not checked in a fresh process" in snippet(found)
 
 
 def test_a_result_without_a_size_that_ran_is_refused(result_of):
