@@ -64,7 +64,7 @@ def probe(
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
         timeout: seconds (or "2m") after which a silent attempt counts as hanging.
         verify_steps: optimizer steps of the final check in a fresh process.
-        no_oom: never risk an out-of-memory error.
+        no_oom: try only sizes that are predicted to fit even at worst.
         throughput: also time steps at several sizes, and the data loader against them.
         accumulation: micro-batches of one optimizer step, as you train.
         nproc_per_node: ranks that train as one on this machine, each on a device of its own; sizes are of each rank.
@@ -174,7 +174,7 @@ def find_batch_size(
         multiple_of: only multiples are tried.
         steps: calls of `step` at each size.
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
-        no_oom: never risk an out-of-memory error.
+        no_oom: try only sizes that are predicted to fit even at worst.
 
     Returns:
         The batch size; `step` ran at it.

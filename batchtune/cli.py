@@ -171,7 +171,7 @@ def probe(
     ] = 0.01,
     timeout: Annotated[str, typer.Option(help="After so long without a sign of life an attempt hangs.")] = "120s",
     verify_steps: Annotated[int, typer.Option(help="Steps of the final check in a fresh process.")] = 20,
-    no_oom: Annotated[bool, typer.Option("--no-oom", help="Never risk an out-of-memory error.")] = False,
+    no_oom: Annotated[bool, typer.Option("--no-oom", help="Try only what is predicted to fit even at worst.")] = False,
     no_throughput: Annotated[bool, typer.Option("--no-throughput", help="Do not time steps and loader.")] = False,
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one optimizer step.")] = 1,
     nproc_per_node: Annotated[

@@ -39,7 +39,7 @@ class ProbeOptions:
         verify_steps: optimizer steps of the final check in a fresh process.
         verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
         verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
-        no_oom: never risk an out-of-memory error.
+        no_oom: try only sizes that are predicted to fit even at worst.
         throughput: also time steps at several sizes.
         timing_seconds: of each of them.
         flops: count those of a sample even where the device's peak is not known.
