@@ -144,7 +144,7 @@ class Memory(Section):
 
 
 class BatchSize(Section):
-    """Which batch sizes are searched; beyond what fits, by gradient accumulation."""
+    """Which batch sizes are searched; beyond what fits, by gradient accumulation; the baseline's is measured anyway."""
 
     min: Count = 1
     max: Count | Literal["auto"] = Field(default="auto", description="auto: from the probe and the data set.")
@@ -173,7 +173,10 @@ class BatchSize(Section):
 
 
 class LearningRate(Section):
-    """Which learning rates are searched, on a logarithmic scale."""
+    """Which learning rates are searched, on a logarithmic scale; a bound left out gives way to the baseline's.
+
+    The baseline is measured wherever it is.
+    """
 
     min: Positive = 1e-5
     max: Positive = 1.0

@@ -23,7 +23,7 @@ from batchtune.tune.prior import (
     step_seconds,
     with_loading,
 )
-from batchtune.tune.space import argument_distributions
+from batchtune.tune.space import argument_distributions, rates_to_search
 
 PRIOR_SHARE = 0.1  # of budget.run: what range test and noise scale may take together
 STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
@@ -39,7 +39,8 @@ def require(config: Config, facts: dict[str, Any]) -> None:
 
     Raises:
         DeviceError: the objective is energy, and the device does not count it.
-        UsageError: an argument under `space` cannot be searched as asked, or the data set is smaller than the batch.
+        UsageError: an argument under `space` cannot be searched as asked, or the data set is smaller than the batch,
+            or than any that may be searched.
     """
     if config.objective.kind == "energy_to_target" and not facts["counts_energy"]:
         raise DeviceError(
@@ -51,6 +52,12 @@ def require(config: Config, facts: dict[str, Any]) -> None:
     if data_size is not None and base > data_size:
         key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
         raise UsageError(f"{key} {base} is more than the {data_size} samples of train_dataset")
+    sizes, unit = config.batch_size, _multiple_of(config)
+    least = -(-sizes.min // unit) * unit
+    if data_size is not None and least > data_size:
+        multiple = f"multiple_of {unit}: {least}, the least multiple from min {sizes.min} on,"
+        which = multiple if unit > 1 else f"min {least}"
+        raise UsageError(f"batch_size.{which} is more than the {data_size} samples of train_dataset")
 
 
 def candidates(config: Config, probe: ProbeResult, data_size: int | None) -> Candidates:
@@ -63,9 +70,14 @@ def candidates(config: Config, probe: ProbeResult, data_size: int | None) -> Can
         minimum=sizes.min,
         maximum=None if sizes.max == "auto" else sizes.max,
         baseline=config.baseline.batch_size,
-        multiple_of=1 if sizes.multiple_of == "auto" else sizes.multiple_of,
+        multiple_of=_multiple_of(config),
         data_size=data_size,
     )
+
+
+def _multiple_of(config: Config) -> int:
+    unit = config.batch_size.multiple_of
+    return 1 if unit == "auto" else unit
 
 
 def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: Worker, observer: Observer) -> Prior:
@@ -87,6 +99,9 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
     rate, decades, why = rate_belief(
         optimizer=facts["optimizer"], rate_today=base.learning_rate, batch_size=start, range_test=test
     )
+    lowest, highest = rates_to_search(config)
+    if not lowest <= rate <= highest:
+        rate, why = min(max(rate, lowest), highest), f"{why}; kept within {lowest:g} to {highest:g}, what is searched"
     prior = Prior(
         batch_sizes=list(chosen.batch_sizes),
         batch_sizes_reason=chosen.reason,
@@ -179,7 +194,8 @@ def _measure(
             noise = NoiseScale.model_validate(answer)
             budget -= planned[2]
         start = start_batch_size(probe, batch_sizes, noise)
-        rates = base.learning_rate, max(config.learning_rate.max, base.learning_rate)
+        lowest, highest = rates_to_search(config)
+        rates = max(base.learning_rate, lowest), highest
         steps = affordable_range_test(start, rates, probe, budget)
         if isinstance(steps, str):
             skipped.append(steps)
@@ -190,7 +206,8 @@ def _measure(
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
         skipped.append(f"not all was measured: {error}")
     if test is None or test.lowest_loss_learning_rate is None:
-        start = base.batch_size  # there today's learning rate is known to train
+        # today's batch or the nearest to it: there today's learning rate is known to train
+        start = min(batch_sizes, key=lambda size: abs(math.log(size / base.batch_size)))
     return noise, test, start, "; ".join(skipped) or None
 
 
@@ -220,6 +237,8 @@ def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: Pr
     It starts at today's learning rate, with which training is known to go well: below it there is nothing to find.
     """
     fit, largest = probe.throughput_fit, probe.max_batch_size or 1
+    if rates[0] > rates[1]:
+        return f"no range test, since today's {rates[0]:g} is above {rates[1]:g}, the largest to search"
     if fit is None:
         return "no range test, since steps were not timed"
     if batch_size > largest:

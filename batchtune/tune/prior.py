@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.errors import UsageError
 from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.tune.surface import Prior as SurfacePrior
 
@@ -85,13 +86,15 @@ def candidate_batch_sizes(
         probe: the largest micro-batch and the step-time fit.
         minimum: the user's smallest batch.
         maximum: the user's largest batch; None for none.
-        baseline: the batch size run today; always among the candidates.
+        baseline: the batch size run today; a candidate where the user's bounds allow it.
         multiple_of: only multiples are taken.
         data_size: samples in the training set.
+
+    Raises:
+        UsageError: no batch size is within the bounds.
     """
     largest = probe.max_batch_size or 1
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
-    low = max(minimum, multiple_of, min(baseline, int((saturation or 4) / 4)))
     if maximum is not None:
         high, why = maximum, f"your maximum {maximum}"
     elif probe.limited_by == "memory":
@@ -101,7 +104,10 @@ def candidate_batch_sizes(
         high, why = largest, f"{largest}, the largest that trains ({probe.limited_by or 'no limit met'})"
     if data_size is not None and high > data_size:
         high, why = data_size, f"the data set's {data_size} samples"
-    sizes = {baseline} if baseline <= (data_size or baseline) else set()
+    allowed = minimum <= baseline <= (maximum or baseline) and baseline % multiple_of == 0
+    near = baseline if allowed else min(baseline, high // 2)
+    quarter = int((saturation or 4) / 4)
+    low = max(minimum, multiple_of, min(near, quarter))
     unit = multiple_of * math.ceil(low / largest)
     lowest, highest = -(-low // unit) * unit, high // multiple_of * multiple_of
     first, last = math.ceil(math.log2(max(low, 1))), math.floor(math.log2(max(high, 1)))
@@ -109,11 +115,21 @@ def candidate_batch_sizes(
     ends = {lowest} if minimum > 1 and low == minimum else set()
     ends |= {_even(highest, largest, multiple_of)} if maximum is not None and high == maximum else set()
     regular |= {end for end in ends if all(max(end, size) >= _NEAR * min(end, size) for size in regular)}
-    sizes |= {size for size in regular if lowest <= size <= highest}
-    start = f"a quarter of the saturation batch size {saturation:.0f}" if saturation else f"{low}"
+    regular = {size for size in regular if lowest <= size <= highest}
+    sizes = regular | ({baseline} if allowed and baseline <= (data_size or baseline) else set())
+    if not sizes and lowest > highest:
+        raise UsageError(
+            f"batch_size.min {minimum} leaves no batch size to search: {lowest}, the next in equal micro-batches, is "
+            f"more than {why}; lower it{'' if maximum else ', or set batch_size.max'}"
+        )
+    sizes = sizes or {lowest}
+    start = f"a quarter of the saturation batch size {saturation:.0f}" if saturation and low == quarter else f"{low}"
     start = f"your minimum {low}" if 1 < low == minimum else start
-    reason = f"powers of two from about {start} to {why}, and the baseline's {baseline}"
-    return Candidates(tuple(sorted(sizes)), reason)
+    what = (
+        "powers of two" if all(size.bit_count() == 1 for size in sizes - {baseline}) else "sizes about an octave apart"
+    )
+    today = ", and the baseline's {}" if allowed else "; the baseline's {} is outside of your bounds and only measured"
+    return Candidates(tuple(sorted(sizes)), f"{what} from about {start} to {why}{today.format(baseline)}")
 
 
 def _even(batch_size: int, largest: int, multiple_of: int) -> int:

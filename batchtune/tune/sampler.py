@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -27,19 +27,31 @@ _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than t
 
 
 class RoundingSampler(TPESampler):
-    """Optuna's TPE, whose numbers have three digits of their range: they are written down, and more mean nothing."""
+    """Optuna's TPE, whose numbers have three digits of their range: they are written down, and more mean nothing.
+
+    Args:
+        within: as of `TimeToTargetSampler`.
+        settings: of TPE.
+    """
+
+    def __init__(self, *, within: Mapping[str, BaseDistribution] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._within = within or {}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        found = super().sample_relative(study, trial, search_space)
-        return {name: _rounded_within(search_space[name], value) for name, value in found.items()}
+        narrow = {name: self._within.get(name, each) for name, each in search_space.items()}
+        seen = {name: _range_of(each, narrow[name]) for name, each in search_space.items()}
+        found = super().sample_relative(study, trial, seen)
+        return {name: _rounded_within(narrow[name], value) for name, value in found.items()}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        value = super().sample_independent(study, trial, param_name, param_distribution)
-        return _rounded_within(param_distribution, value)
+        narrow = self._within.get(param_name, param_distribution)
+        value = super().sample_independent(study, trial, param_name, _range_of(param_distribution, narrow))
+        return _rounded_within(narrow, value)
 
 
 class TimeToTargetSampler(BaseSampler):
@@ -58,6 +70,8 @@ class TimeToTargetSampler(BaseSampler):
         independent: samples every other parameter, and these two before the first trial has finished.
         resumable: the numbers of pruned trials that can go on where they were stopped. These alone may be proposed
             again, in exactly their parameters; whoever runs the study then goes on with them.
+        within: what of the study's distributions may be proposed of batch size and learning rate, by the name of the
+            parameter; trials that were queued may lie elsewhere.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class TimeToTargetSampler(BaseSampler):
         seed: int | None = None,
         independent: BaseSampler | None = None,
         resumable: Callable[[], Container[int]] = tuple,
+        within: Mapping[str, BaseDistribution] | None = None,
     ) -> None:
         self.prior = prior
         self.last_expected_improvement: float | None = None
@@ -76,6 +91,7 @@ class TimeToTargetSampler(BaseSampler):
         self._seed = 0 if seed is None else seed
         self._independent = independent or RandomSampler(seed=seed)
         self._resumable = resumable
+        self._within = within or {}
         self._space = IntersectionSearchSpace(include_pruned=True)
 
     def reseed_rng(self) -> None:
@@ -101,6 +117,7 @@ class TimeToTargetSampler(BaseSampler):
     ) -> dict[str, Any]:
         if not search_space:
             return {}
+        search_space = {name: self._within.get(name, each) for name, each in search_space.items()}
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         runs = [run for _, run in self.runs(finished)]
         if not runs:
@@ -127,7 +144,7 @@ class TimeToTargetSampler(BaseSampler):
             return {name: resumed[1].params[name] for name in search_space}
         return {
             self._batch_size: int(grid_batch[chosen]),
-            self._learning_rate: _rounded(10 ** grid_rate[chosen]),
+            self._learning_rate: _nearest(search_space[self._learning_rate], _rounded(10 ** grid_rate[chosen])),
         }
 
     def _under_way(self, study: Study, asking: FrozenTrial, best_seconds: float) -> list[Run]:
@@ -149,6 +166,11 @@ class TimeToTargetSampler(BaseSampler):
         resumable = self._resumable()
         chosen_here = search_space.keys()  # what another sampler chooses would not be the same again
         stopped = [trial for trial in finished if trial.number in resumable and trial.params.keys() <= chosen_here]
+        stopped = [
+            trial
+            for trial in stopped
+            if all(_nearest(search_space[name], each) == each for name, each in trial.params.items())
+        ]
         batches = np.array([float(trial.params[self._batch_size]) for trial in stopped])
         rates = np.log10(np.array([float(trial.params[self._learning_rate]) for trial in stopped]))
         if not stopped:
@@ -159,7 +181,9 @@ class TimeToTargetSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        return self._independent.sample_independent(study, trial, param_name, param_distribution)
+        narrow = self._within.get(param_name, param_distribution)
+        seen = _range_of(param_distribution, narrow)
+        return _nearest(narrow, self._independent.sample_independent(study, trial, param_name, seen))
 
     def runs(self, trials: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Run]]:
         """The finished trials of which the surface can learn, each with how it sees them."""
@@ -182,9 +206,23 @@ class TimeToTargetSampler(BaseSampler):
         return Run(batch_size, rate, float(seconds), censored=censored)
 
 
+def _range_of(wide: BaseDistribution, narrow: BaseDistribution) -> BaseDistribution:
+    """What another sampler draws from: it has to know every choice that has run, and may divide by the range."""
+    return wide if isinstance(wide, CategoricalDistribution) or narrow.single() else narrow
+
+
+def _nearest(distribution: BaseDistribution, value: Any) -> Any:
+    if isinstance(distribution, FloatDistribution | IntDistribution):
+        return min(max(value, distribution.low), distribution.high)
+    assert isinstance(distribution, CategoricalDistribution)  # noqa: S101 - there are no others
+    if value in distribution.choices:
+        return value
+    return min((each for each in distribution.choices if _is_size(each)), key=lambda each: abs(math.log(each / value)))
+
+
 def _rounded_within(distribution: BaseDistribution, value: Any) -> Any:
     if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
-        return value
+        return _nearest(distribution, value)
     low, high = distribution.low, distribution.high
     if distribution.log and high >= _WIDE * low:
         found = _rounded(value)

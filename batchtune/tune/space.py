@@ -17,20 +17,27 @@ from batchtune.tune.plan import Plan
 class Space:
     """Batch size and learning rate, precision where there is a choice, and the user's own arguments of the optimizer.
 
-    The baseline is a point of it: ranges are widened to hold what the user runs today.
+    The baseline is a point of it: distributions are widened to hold what the user runs today, which may be outside of
+    the bounds of what is searched.
 
     Attributes:
         distributions: by the name of the parameter.
-        learning_rates: the smallest and the largest.
+        searched: of batch size and learning rate what may be searched, which is the same or less.
+        learning_rates: the smallest and the largest to search.
         baseline: the parameters of what the user runs today.
     """
 
     def __init__(self, plan: Plan) -> None:
-        rates, base = plan.config.learning_rate, plan.config.baseline
-        self.learning_rates = min(rates.min, base.learning_rate), max(rates.max, base.learning_rate)
+        base, sizes = plan.config.baseline, plan.candidates.batch_sizes
+        self.learning_rates = lowest, highest = rates_to_search(plan.config)
+        self.searched: dict[str, BaseDistribution] = {
+            "batch_size": CategoricalDistribution(sizes),
+            "learning_rate": FloatDistribution(lowest, highest, log=True),
+        }
+        rates = min(lowest, base.learning_rate), max(highest, base.learning_rate)
         self.distributions: dict[str, BaseDistribution] = {
-            "batch_size": CategoricalDistribution(plan.candidates.batch_sizes),
-            "learning_rate": FloatDistribution(*self.learning_rates, log=True),
+            "batch_size": CategoricalDistribution(sorted({*sizes, base.batch_size})),
+            "learning_rate": FloatDistribution(*rates, log=True),
         }
         self.baseline: dict[str, Any] = {"batch_size": base.batch_size, "learning_rate": base.learning_rate}
         if len(plan.precisions) > 1:
@@ -58,6 +65,13 @@ class Space:
     def optimizer_arguments(self, params: Mapping[str, Any]) -> dict[str, Value]:
         """Those of the parameters that are for the user's build_optimizer."""
         return {name: params[name] for name in self._arguments if name in params}
+
+
+def rates_to_search(config: Config) -> tuple[float, float]:
+    """The smallest and the largest learning rate to search: a bound that the user has not set gives way to today's."""
+    rates, today = config.learning_rate, config.baseline.learning_rate
+    lowest = rates.min if "min" in rates.model_fields_set else min(rates.min, today)
+    return lowest, rates.max if "max" in rates.model_fields_set else max(rates.max, today)
 
 
 def argument_distributions(config: Config, defaults: Mapping[str, Value]) -> dict[str, BaseDistribution]:

@@ -114,11 +114,13 @@ class TuneStudy:
         config = self._plan.config
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            fallback = RoundingSampler(seed=config.seed, n_startup_trials=8)
+            fallback = RoundingSampler(within=self._space.searched, seed=config.seed, n_startup_trials=8)
         if cost_of(config.objective.kind) is None:
             return fallback
         prior = belief(self._plan)
-        return TimeToTargetSampler(prior, seed=config.seed, independent=fallback, resumable=paused.numbers)
+        return TimeToTargetSampler(
+            prior, seed=config.seed, independent=fallback, resumable=paused.numbers, within=self._space.searched
+        )
 
     def run(self) -> None:
         """Baseline, search and confirmation, each from where an earlier start left it.
@@ -169,8 +171,8 @@ class TuneStudy:
         self._drain()
         lowest, highest = self._space.learning_rates
         for number in range(self._ledger.searched(), OPENING):
-            rate = min(max(prior.learning_rate / RETREAT**number, lowest), highest)
-            start = {"batch_size": prior.start_batch_size, "learning_rate": float(f"{rate:.3g}")}
+            rate = float(f"{prior.learning_rate / RETREAT**number:.3g}")
+            start = {"batch_size": prior.start_batch_size, "learning_rate": min(max(rate, lowest), highest)}
             self._queue(self._space.baseline | start, "search", self._plan.config.seed + len(self.study.trials))
             self._drain()
             self._targets.check_start(self._ledger)

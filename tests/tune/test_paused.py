@@ -107,7 +107,7 @@ def test_a_run_going_on_when_it_was_killed_goes_on_from_its_checkpoint_again(stu
     assert again.records()[-1].continues == stopped.number
 
 
-def sampled(*, resumable):
+def sampled(*, resumable, within=None):
     """What the sampler proposes where the best place, as two runs around it tell, was stopped before its end."""
     space = {
         "batch_size": optuna.distributions.CategoricalDistribution((32, 64, 128)),
@@ -120,7 +120,7 @@ def sampled(*, resumable):
         anchor_learning_rate=0.0217,
         spread=0.05,
     )
-    study = optuna.create_study(sampler=TimeToTargetSampler(prior, seed=1, resumable=lambda: resumable))
+    study = optuna.create_study(sampler=TimeToTargetSampler(prior, seed=1, resumable=lambda: resumable, within=within))
     for rate, seconds in ((0.002, 80.0), (0.2, 80.0), (0.005, 30.0), (0.08, 30.0)):
         params = {"batch_size": 64, "learning_rate": rate}
         study.add_trial(optuna.trial.create_trial(value=seconds, params=params, distributions=space))
@@ -139,6 +139,11 @@ def sampled(*, resumable):
 def test_the_sampler_proposes_a_stopped_run_where_it_promises_most():
     params, stopped = sampled(resumable={4})
     assert params == stopped
+
+
+def test_a_stopped_run_outside_of_what_may_be_proposed_does_not_go_on():
+    params, _ = sampled(resumable={4}, within={"batch_size": optuna.distributions.CategoricalDistribution((32, 128))})
+    assert params["batch_size"] in {32, 128}
 
 
 def test_without_its_checkpoint_the_place_of_a_stopped_run_is_not_tried_again():

@@ -221,8 +221,34 @@ def test_energy_needs_a_device_that_counts_it():
     [
         ({"baseline": {"batch_size": 64}}, "baseline.batch_size 64 is more than the 50 samples"),
         ({"batch_size": {"global": 64}, "baseline": {}}, "batch_size.global 64 is more than the 50 samples"),
+        ({"batch_size": {"min": 60}}, "batch_size.min 60 is more than the 50 samples"),
+        ({"batch_size": {"multiple_of": 64}}, "batch_size.multiple_of 64: 64, .* is more than the 50 samples"),
+        (
+            {"batch_size": {"min": 35, "multiple_of": 30}},
+            "batch_size.multiple_of 30: 60, the least multiple from min 35",
+        ),
     ],
 )
 def test_a_batch_larger_than_the_data_set_is_refused_by_its_key(changes, told):
     with pytest.raises(UsageError, match=told):
         require(config(**changes), FACTS | {"train_size": 50})
+
+
+def test_nothing_is_started_from_outside_of_the_users_bounds():
+    worker = Answers(lowest=0.01, edge=None)
+    found = prepared(worker, learning_rate={"min": 0.01, "max": 0.1}, batch_size={"min": 128, "max": 512})
+    (given,) = (given for command, given in worker.asked if command == "range_test")
+    assert (given["lowest_rate"], given["highest_rate"]) == (0.01, 0.1)
+    assert given["batch_size"] == found.start_batch_size == 128
+    assert found.batch_sizes == [128, 256, 512]
+    assert found.learning_rate == 0.01
+    assert "half of that is the usual best of SGD; kept within 0.01 to 0.1" in found.learning_rate_reason
+
+
+def test_above_the_rates_searched_there_is_no_range_test_and_the_start_is_the_candidate_nearest_to_today():
+    worker = Answers()
+    bounds = {"learning_rate": {"min": 1e-6, "max": 1e-4}, "batch_size": {"min": 64, "max": 512}}
+    found = prepared(worker, **bounds)
+    assert "range_test" not in [command for command, _ in worker.asked]
+    assert (found.start_batch_size, found.learning_rate) == (64, 1e-4)
+    assert "no range test, since today's 0.001 is above 0.0001, the largest to search" in found.learning_rate_reason

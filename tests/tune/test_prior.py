@@ -1,3 +1,6 @@
+import pytest
+
+from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, ThroughputFit
 from batchtune.tune.prior import candidate_batch_sizes, split_batch
 
@@ -26,7 +29,7 @@ def test_what_was_not_limited_by_memory_is_not_exceeded_by_accumulation():
     assert max(sizes(700, limited_by="max").batch_sizes) <= 700
 
 
-def test_the_baseline_is_always_a_candidate():
+def test_the_baseline_is_a_candidate_whatever_else_is():
     assert 48 in sizes(baseline=48).batch_sizes
     assert 7 in sizes(baseline=7).batch_sizes
 
@@ -47,7 +50,9 @@ def test_the_reason_names_what_ends_the_range():
 
 
 def test_a_users_range_without_a_power_of_two_is_tried_at_its_ends():
-    assert sizes(minimum=40, maximum=60).batch_sizes == (32, 40, 60)  # 32 is the baseline
+    found = sizes(minimum=40, maximum=60)
+    assert found.batch_sizes == (40, 60)
+    assert found.reason.startswith("sizes about an octave apart from about your minimum 40 to your maximum 60;")
     assert sizes(minimum=33, maximum=62, baseline=48, multiple_of=3).batch_sizes == (33, 48, 60)
 
 
@@ -57,7 +62,7 @@ def test_a_users_ends_are_tried_where_no_power_of_two_is_near():
     assert sizes(minimum=24, maximum=64).batch_sizes == (24, 32, 64)
 
 
-def test_no_candidate_but_the_baseline_is_below_a_users_minimum():
+def test_no_candidate_is_below_a_users_minimum():
     assert min(sizes(minimum=4, multiple_of=3, baseline=6).batch_sizes) == 6
 
 
@@ -66,3 +71,59 @@ def test_an_end_that_must_be_accumulated_is_one_that_divides_evenly():
     assert last == 498
     assert split_batch(last, 256) == (249, 2)
     assert sizes(largest=256, minimum=349, maximum=600, baseline=512).batch_sizes[0] == 350
+
+
+@pytest.mark.parametrize(
+    ("bounds", "baseline", "expected"),
+    [
+        ({"minimum": 64, "maximum": 512}, 8, (64, 128, 256, 512)),
+        ({"minimum": 24, "maximum": 250, "multiple_of": 24}, 50, (24, 48, 120, 240)),
+        ({"maximum": 16}, 300, (8, 16)),
+        ({"maximum": 100}, 300, (16, 32, 64, 100)),
+    ],
+)
+def test_a_baseline_outside_of_the_users_bounds_is_no_candidate(bounds, baseline, expected):
+    found = sizes(**bounds, baseline=baseline)
+    assert found.batch_sizes == expected
+    assert found.reason.endswith(f"; the baseline's {baseline} is outside of your bounds and only measured")
+
+
+@pytest.mark.parametrize("largest", [1, 5, 16, 48])
+@pytest.mark.parametrize("maximum", [1, 16, 21, 41, 97])
+def test_a_maximum_far_below_saturation_leaves_something_to_search(largest, maximum):
+    found = candidate_batch_sizes(
+        probe(largest, saturation=4000.0),
+        minimum=1,
+        maximum=maximum,
+        baseline=300,
+        multiple_of=1,
+        data_size=None,
+    )
+    assert 0.5 * maximum < max(found.batch_sizes) <= maximum
+    assert "saturation" not in found.reason
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({"minimum": 1000}, "batch_size.min 1000 leaves no .*: 1008, .* more than 4 accumulated .*set batch_size.max"),
+        (
+            {"minimum": 41, "maximum": 41},
+            "batch_size.min 41 leaves no .*: 42, .* is more than your maximum 41; lower it$",
+        ),
+    ],
+)
+def test_bounds_that_leave_no_candidate_are_refused_by_their_key(bounds, told):
+    with pytest.raises(UsageError, match=told):
+        sizes(largest=16, **bounds)
+
+
+def test_a_baseline_that_is_no_multiple_leaves_the_least_where_no_power_of_two_is_within_reach():
+    found = sizes(largest=24, limited_by="max", multiple_of=24, baseline=20)
+    assert found.batch_sizes == (24,)
+    assert found.reason.startswith("sizes about")
+
+
+def test_the_reason_says_where_the_range_starts():
+    assert "from about a quarter of the saturation batch size 64 to" in sizes().reason
+    assert "from about 7 to" in sizes(baseline=7).reason

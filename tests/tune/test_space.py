@@ -1,7 +1,7 @@
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-from batchtune.config import Baseline, Config, Parameter
+from batchtune.config import Baseline, Config, LearningRate, Parameter
 from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, Trial
 from batchtune.tune.plan import Plan
@@ -9,16 +9,17 @@ from batchtune.tune.prior import Candidates
 from batchtune.tune.space import Space
 
 
-def space(*, precisions=("fp32",), today=None, **parameters):
+def space(*, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, **parameters):
     config = Config(
         task="model.py",
         space={name: Parameter(**each) for name, each in parameters.items()},
         baseline=Baseline(batch_size=48, learning_rate=2.0),
+        learning_rate=LearningRate(**rates or {}),
     )
     plan = Plan(
         config=config,
         probe=ProbeResult(precision="fp32", max_batch_size=64),
-        candidates=Candidates((32, 48, 64), "for the test"),
+        candidates=Candidates(sizes, "for the test"),
         precisions=list(precisions),
         optimizer="SGD",
         optimizer_defaults=today or {},
@@ -27,8 +28,33 @@ def space(*, precisions=("fp32",), today=None, **parameters):
 
 
 def test_the_range_of_learning_rates_holds_that_of_today():
-    rates = space().distributions["learning_rate"]
+    found = space()
+    rates = found.distributions["learning_rate"]
     assert (rates.low, rates.high, rates.log) == (1e-5, 2.0, True)
+    assert found.learning_rates == (1e-5, 2.0)
+    assert all(found.searched[name] == found.distributions[name] for name in ("batch_size", "learning_rate"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "searched", "holds"),
+    [
+        ({"min": 1e-6, "max": 1e-4}, (1e-6, 1e-4), (1e-6, 2.0)),
+        ({"max": 0.5}, (1e-5, 0.5), (1e-5, 2.0)),
+        ({"min": 0.1}, (0.1, 2.0), (0.1, 2.0)),  # the largest is open
+        ({"min": 3.0, "max": 5.0}, (3.0, 5.0), (2.0, 5.0)),
+    ],
+)
+def test_what_is_searched_keeps_to_the_users_rates_and_the_study_holds_that_of_today(rates, searched, holds):
+    found = space(rates=rates)
+    assert found.learning_rates == searched
+    assert found.searched["learning_rate"] == FloatDistribution(*searched, log=True)
+    assert found.distributions["learning_rate"] == FloatDistribution(*holds, log=True)
+
+
+def test_the_study_holds_a_batch_of_today_that_is_not_searched():
+    found = space(sizes=(64, 128))
+    assert found.searched["batch_size"] == CategoricalDistribution((64, 128))
+    assert found.distributions["batch_size"] == CategoricalDistribution((48, 64, 128))
 
 
 def test_precision_is_searched_where_there_is_a_choice_and_the_first_is_todays():

@@ -246,6 +246,40 @@ def test_a_first_run_that_comes_to_nothing_is_followed_by_one_at_a_lower_rate(tm
     assert first.training_seconds < 0.2 * worker.specs[0]["limit_seconds"]
 
 
+OUTSIDE = {"learning_rate": {"min": 1e-3, "max": 0.012345}, "baseline": Baseline(batch_size=4, learning_rate=0.03)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"objective": Objective(kind="best_metric"), "budget": Budget(run=5.0, total=3600.0, trials=20)},
+        {"space": {"momentum": {"min": 0.0, "max": 0.95}}},
+    ],
+)
+def test_nothing_but_the_baseline_is_run_outside_of_the_users_bounds(tmp_path, changes):
+    settled = {"candidates": Candidates((32, 64), "for the test"), "optimizer_defaults": {"momentum": 0.9}}
+    for _ in range(2):  # the second start goes on in the same study
+        tuned = study(tmp_path, settled=settled, **OUTSIDE | changes)
+        tuned.run()
+    searched = [trial for trial in tuned.records() if trial.role == "search"]
+    assert len(searched) >= 8
+    assert {trial.batch_size for trial in searched} <= {32, 64}
+    assert all(1e-3 <= trial.learning_rate <= 0.012345 for trial in searched)
+    others = {(trial.batch_size, trial.learning_rate) for trial in tuned.records() if trial.role != "search"}
+    assert (4, 0.03) in others
+    assert others - {(4, 0.03)} <= {(trial.batch_size, trial.learning_rate) for trial in searched}
+
+
+def test_the_first_runs_keep_to_the_users_rates(tmp_path):
+    rates = {"min": 0.012345, "max": 0.023456}
+    settled = {"prior": measured(0.09)}
+    tuned = study(tmp_path, settled=settled, objective=Objective(target=0.5), learning_rate=rates)
+    tuned.run()
+    assert tuned.records()[0].learning_rate == 0.023456
+    assert all(0.012345 <= trial.learning_rate <= 0.023456 for trial in tuned.records() if trial.role == "search")
+
+
 def test_where_nothing_comes_of_the_first_runs_the_baseline_is_run_before_the_search(tmp_path):
     worker = Probing(settles_above=2e-3)
     tuned = study(tmp_path, worker, settled={"prior": measured(0.9)}, objective=Objective(target=0.5))

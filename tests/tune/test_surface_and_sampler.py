@@ -255,3 +255,52 @@ def test_numbers_that_are_written_into_configurations_are_short_and_stay_in_thei
         == 8
     )
     assert any(trial.params["layers"] > 1000 and trial.params["layers"] % 10 for trial in study.trials)
+
+
+WIDE = SPACE | {"learning_rate": optuna.distributions.FloatDistribution(1e-3, 1.0, log=True)}
+WITHIN = {
+    "batch_size": optuna.distributions.CategoricalDistribution((64, 128)),
+    "learning_rate": optuna.distributions.FloatDistribution(0.12345, 0.23456, log=True),
+}
+
+
+def proposals(sampler, space=WIDE, trials=14, cost=lambda params: law.seconds_to_target(params["batch_size"], 1e-3)):
+    """What is asked for after a queued run far from it, which is the best of all."""
+    study = optuna.create_study(sampler=sampler)
+    study.enqueue_trial({"batch_size": 8, "learning_rate": 1e-3})
+    found = []
+    for _ in range(trials):
+        trial = study.ask(space)
+        found.append(trial.params)
+        study.tell(trial, cost(trial.params) + 100 * math.log(trial.params["learning_rate"] / 1e-3))
+    assert found[0] == {"batch_size": 8, "learning_rate": 1e-3}
+    return found[1:]
+
+
+@pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
+def test_what_may_be_proposed_can_be_narrower_than_the_study(make):
+    found = proposals(make(seed=1, within=WITHIN))
+    assert {params["batch_size"] for params in found} <= {64, 128}
+    assert all(0.12345 <= params["learning_rate"] <= 0.23456 for params in found)
+
+
+@pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
+def test_a_single_point_may_be_all_there_is_to_propose(make):
+    point = {
+        "batch_size": optuna.distributions.CategoricalDistribution((64,)),
+        "learning_rate": optuna.distributions.FloatDistribution(0.012345, 0.012345, log=True),
+    }
+    assert {tuple(each.values()) for each in proposals(make(seed=1, within=point))} == {(64, 0.012345)}
+
+
+@pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
+def test_bounds_as_wide_as_the_study_change_no_proposal(make):
+    assert proposals(make(seed=3, within=SPACE), SPACE) == proposals(make(seed=3), SPACE)
+
+
+def test_the_first_proposals_keep_to_what_may_be_proposed_too():
+    study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1, within=WITHIN))
+    for _ in range(10):
+        params = study.ask(WIDE).params
+        assert params["batch_size"] in {64, 128}
+        assert 0.12345 <= params["learning_rate"] <= 0.23456
