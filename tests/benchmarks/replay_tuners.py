@@ -79,6 +79,8 @@ class ReplayWorker:
     def call(self, command: str, *, timeout: float, **arguments: Any) -> dict[str, Any]:
         if command == "train":
             return self._train(**arguments)
+        if command == "time_loader":  # not recorded: the record's steps load their data
+            return {"num_workers": 0}
         before = self._clock.now
         answer = {"range_test": self._range_test, "noise_scale": self._noise_scale}[command](**arguments)
         seconds = answer["seconds"] = self._clock.now - before
@@ -169,7 +171,9 @@ def batchtune_trials(
     optimizer = task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD"
     worker, answers = ReplayWorker(record, clock, config.seed), Answers()
     with simulated_time(clock):
-        prior = prepare(config, probe, {"train_size": None, "optimizer": optimizer}, worker, Observer())
+        prior = prepare(
+            config, probe, {"device": "cpu", "train_size": None, "optimizer": optimizer}, worker, Observer()
+        )
         plan = tune_study.Plan(
             config=config,
             probe=probe,
