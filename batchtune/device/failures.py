@@ -16,7 +16,7 @@ _ACCELERATOR_ERROR: type[BaseException] = getattr(torch, "AcceleratorError", Run
 _TORCH = str(Path(torch.__file__).parent)
 _ALLOCATION_FAILED = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
-    r"|^std::bad_alloc$"
+    r"|^std::bad_alloc$|^\[enforce fail a$"  # no room for the rest of its own message
     r"|(CUDA|HIP)( driver)? error: out of memory|hipErrorOutOfMemory|Triton Error \[\w+\]: out of memory"
     r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
     r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"

@@ -22,6 +22,7 @@ OUT_OF_MEMORY = {
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)"
     ),
+    "the CPU allocator, in the last bytes there are": RuntimeError("[enforce fail a"),
     "the CUDA runtime": AcceleratorError(
         "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the CUDA documentation for more.\n"
         "CUDA kernel errors might be asynchronously reported at some other API call"
