@@ -79,7 +79,7 @@ def probe(
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.config import parse_seconds
-    from batchtune.errors import UsageError
+    from batchtune.errors import UsageError, kind_of
     from batchtune.probe.run import run_probe
     from batchtune.probe.runner import ProbeOptions
     from batchtune.progress import Observer
@@ -87,18 +87,20 @@ def probe(
     from batchtune.task.spec import task_name
     from batchtune.train.worker import WorkerSettings
 
+    if not isinstance(task, str | os.PathLike):
+        raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
+    limit = _bytes(memory_limit)
     try:
-        limit = _bytes(memory_limit)
         silence: Any = parse_seconds(timeout)
     except ValueError as error:
         raise UsageError(str(error)) from None
     _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps, "accumulation": accumulation})
-    _require_sizes(1, None, {"nproc-per-node": nproc_per_node})
+    _require_sizes(1, None, {"nproc-per-node": nproc_per_node, "verify-steps": verify_steps})
     _require_shares(margin, tolerance)
     if strategy not in {"ddp", "fsdp"}:
         raise UsageError(f"--strategy {strategy}: unknown; use ddp or fsdp")
-    if (limit is not None and limit <= 0) or silence <= 0 or verify_steps < 1:
-        raise UsageError("--memory-limit, --timeout and --verify-steps must be greater than 0")
+    if not _is_number(silence) or not silence > 0:
+        raise UsageError(f"--timeout {timeout}: must be seconds greater than 0, or text such as 2m")
     names = [precision] if isinstance(precision, str) else list(precision)
     unknown = [name for name in names if name not in {"auto", "all", "bf16", "fp16", "fp32", "tf32"}]
     if unknown:
@@ -316,12 +318,16 @@ def load_result(path: str | os.PathLike[str]) -> Result:
 
 
 def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -> None:
-    from batchtune.errors import UsageError
+    from batchtune.errors import UsageError, kind_of
 
     for name, value in {"min": smallest, "max": largest, **counts}.items():
-        if value is not None and value < 1:
+        if value is None and name == "max":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"--{name} {value}: must be an int, not {kind_of(value)}")
+        if value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
-        if value is not None and value > _LARGEST:
+        if value > _LARGEST:
             raise UsageError(f"--{name} {value}: must be at most {_LARGEST}")
     if largest is not None and smallest > largest:
         raise UsageError(f"--min {smallest} is greater than --max {largest}; swap them or raise --max")
@@ -330,8 +336,12 @@ def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -
 def _require_shares(margin: float, tolerance: float) -> None:
     from batchtune.errors import UsageError
 
-    if not 0 <= margin < 1 or not 0 <= tolerance < 1:
+    if not all(_is_number(share) and 0 <= share < 1 for share in (margin, tolerance)):
         raise UsageError("--margin and --tolerance are shares: at least 0 and less than 1")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _bytes(value: int | str | None) -> int | None:

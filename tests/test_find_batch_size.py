@@ -135,6 +135,15 @@ class TestFailures:
         with pytest.raises(NothingFitsError, match=r"nothing fits: tried 200; the last attempt said: no"):
             found(Step(memory), memory, minimum=200)
 
+    def test_an_end_of_memory_that_the_step_reports_in_its_own_words_is_one(self, memory):
+        def step(batch_size):
+            try:
+                torch.empty(2**44 if batch_size > 50 else 1)
+            except RuntimeError:
+                raise ValueError("forward failed")  # noqa: B904 - as users write it
+
+        assert found(step, memory, tolerance=0) == 50  # and no warning of a ValueError
+
     def test_a_device_that_a_failure_broke_ends_the_search_with_what_ran(self, memory):
         error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         step = Step(memory, dict.fromkeys(range(20, 999), error))
@@ -211,6 +220,12 @@ class TestFailures:
         ({"min": 9, "max": 8}, "--min 9 is greater than --max 8"),
         ({"max": 2**31}, "--max 2147483648: must be at most 2147483647"),
         ({"steps": 10**12}, "--steps 1000000000000: must be at most"),
+        ({"min": "2"}, "--min 2: must be an int, not a str"),
+        ({"min": None}, "--min None: must be an int, not a NoneType"),
+        ({"max": 100.5}, "--max 100.5: must be an int, not a float"),
+        ({"steps": True}, "--steps True: must be an int, not a bool"),
+        ({"margin": "5%"}, "--margin and --tolerance are shares"),
+        ({"tolerance": float("nan")}, "--margin and --tolerance are shares"),
         ({"tolerance": 1.0}, "--margin and --tolerance are shares"),
         ({"memory_limit": "much"}, "'much' is not a size"),
         ({"device": "tpu9"}, "torch knows no such device"),

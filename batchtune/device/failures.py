@@ -16,7 +16,7 @@ _ACCELERATOR_ERROR: type[BaseException] = getattr(torch, "AcceleratorError", Run
 _TORCH = str(Path(torch.__file__).parent)
 _ALLOCATION_FAILED = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
-    r"|^std::bad_alloc$"
+    r"|^std::bad_alloc$|^\[enforce fail a$"  # no room for the rest of its own message
     r"|(CUDA|HIP)( driver)? error: out of memory|hipErrorOutOfMemory|Triton Error \[\w+\]: out of memory"
     r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
     r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"
@@ -54,23 +54,16 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
     """The outcome of an attempt that ended in `error`.
 
     torch's out-of-memory type decides; a message is read only when compiled code raised the error, because a user's
-    exception may say "out of memory" too.
+    exception may say "out of memory" too. An error raised while an out-of-memory error was being handled is that one.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, torch.OutOfMemoryError):
-            return "oom"
-        if isinstance(seen, MemoryError) and not _raised_by_python(seen):
-            return "oom"
-        if isinstance(seen, RuntimeError | OSError | _ACCELERATOR_ERROR) and not _raised_by_python(seen):
-            if _ALLOCATION_FAILED.search(str(seen)):
-                return "oom"
-            if _KERNEL_LIMIT.search(str(seen)):
-                return "kernel_limit"
-        if type(seen).__name__ == "OutOfResources" and type(seen).__module__.startswith("triton."):
-            return "kernel_limit"
-        seen = _reason(seen)
-    return "user_error"
+    return _deciding(error)[1]
+
+
+def message_of(error: BaseException) -> str:
+    """What the error that decides the outcome says, in one line; that a file was to be mapped comes first."""
+    link, _ = _deciding(error)
+    text = str(link).strip().split("\n")[0][:300]
+    return f"mapping a file: {text}" if _maps_file(link) else text
 
 
 def leaves_device_usable(error: BaseException) -> bool:
@@ -105,13 +98,60 @@ def _links(error: BaseException) -> Iterator[BaseException]:
             left += [each for each in behind if isinstance(each, BaseException)]
 
 
-def _reason(error: BaseException) -> BaseException | None:
-    """The error behind this one: its stated cause, what a compiler met, or an out-of-memory error being handled."""
-    inner = getattr(error, "inner_exception", None)  # torch._dynamo's BackendCompilerFailed
-    if isinstance(inner, BaseException):
-        return inner
-    handled = None if error.__suppress_context__ else error.__context__
-    return error.__cause__ or (handled if isinstance(handled, torch.OutOfMemoryError) else None)
+def _reasons(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """The error and those behind it: what a compiler met, a stated cause, else what was being handled.
+
+    Each comes with whether it was stated; what was only being handled may have nothing to do with the error.
+    """
+    link: BaseException | None = error
+    is_stated, met = True, set[int]()
+    while link is not None and id(link) not in met:
+        met.add(id(link))
+        yield link, is_stated
+        inner = getattr(link, "inner_exception", None)  # torch._dynamo's BackendCompilerFailed
+        behind = inner if isinstance(inner, BaseException) else link.__cause__
+        if behind is None and (_is_dynamos(link) or not link.__suppress_context__):
+            behind, is_stated = link.__context__, is_stated and _is_dynamos(link)
+        link = behind
+
+
+def _deciding(error: BaseException) -> tuple[BaseException, Literal["oom", "kernel_limit", "user_error"]]:
+    """Which of the error and those behind it decides, and for which outcome."""
+    for link, is_stated in _reasons(error):
+        outcome = _outcome(link)
+        if outcome == "oom" or (outcome and is_stated):
+            return link, outcome
+    return error, "user_error"
+
+
+def _outcome(error: BaseException) -> Literal["oom", "kernel_limit"] | None:
+    """What this error alone says, whatever is behind it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom"
+    if isinstance(error, MemoryError) and not _raised_by_python(error):
+        return "oom"
+    # torch._dynamo's errors quote what they met, be it of the user's own: that itself is behind them
+    compiled = isinstance(error, RuntimeError | OSError | _ACCELERATOR_ERROR) and not _is_dynamos(error)
+    if compiled and not _raised_by_python(error):
+        if _ALLOCATION_FAILED.search(str(error)):
+            return "oom"
+        if _KERNEL_LIMIT.search(str(error)):
+            return "kernel_limit"
+    if type(error).__name__ == "OutOfResources" and type(error).__module__.startswith("triton."):
+        return "kernel_limit"
+    return None
+
+
+def _maps_file(error: BaseException) -> bool:
+    """Whether address space ended where a file was to be mapped, by torch, numpy or the user's own call of mmap."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = isinstance(error, OSError) and frames and re.search(r"\bmmap\(", frames[-1].line or "")
+    return bool(calls) or "unable to mmap" in str(error)
+
+
+def _is_dynamos(error: BaseException) -> bool:
+    """Whether this is torch.compile's word for an error that it met, which it hides (`raise … from None`)."""
+    return type(error).__module__ == "torch._dynamo.exc"
 
 
 def _raised_by_python(error: BaseException) -> bool:

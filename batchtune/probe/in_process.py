@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from batchtune.device.failures import classify, free_frames, leaves_device_usable
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import DeviceMemory, open_device
 from batchtune.errors import DeviceError, NothingFitsError
 from batchtune.probe.search import Bounds, bracket, next_size
@@ -112,7 +112,7 @@ class _Search:
                 tracker.end_phase(forward_backward=True)
                 done += 1
         except Exception as error:  # noqa: BLE001 - whatever the step raises is the outcome
-            outcome, message = classify(error), str(error).strip().split("\n")[0][:300]
+            outcome, message = classify(error), message_of(error)
             usable = leaves_device_usable(error)
             if outcome == "user_error":
                 traceback.clear_frames(error.__traceback__)  # the error is kept, the step's tensors are not

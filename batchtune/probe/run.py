@@ -15,6 +15,7 @@ from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.runner import Probe, ProbeOptions
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
 from batchtune.progress import Forwarder, Observer
+from batchtune.result_file import load_result
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
@@ -96,7 +97,7 @@ def _probe(
     try:
         result = _run(session, worker, options, _Recorder(folder, observer))
     except BatchtuneError as error:
-        if error.result is not None and (error.result.probe or not folder.has_result()):
+        if error.result is not None and _is_worth_keeping(error.result, folder):
             with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
                 folder.write_result(error.result)
         raise
@@ -109,6 +110,15 @@ def _probe(
         return result
     finally:
         folder.close()
+
+
+def _is_worth_keeping(result: Result, folder: RunFolder) -> bool:
+    """Whether an unfinished result takes the place of the one in the folder; an interrupted one not of a whole one."""
+    if result.status == "interrupted":
+        with contextlib.suppress(UsageError):  # none, or none that can be read
+            if load_result(folder.path).status == "complete":
+                return False
+    return result.probe is not None or not folder.has_result()
 
 
 class _Recorder(Forwarder):

@@ -13,7 +13,15 @@ from batchtune.probe.memory_model import Prior
 from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
-from batchtune.probe.warnings import attempt_warnings, busy_warnings, leak_warnings, recompile_warnings
+from batchtune.probe.warnings import (
+    attempt_warnings,
+    busy_warnings,
+    evaluation_warnings,
+    kept_warnings,
+    leak_warnings,
+    mapping_warnings,
+    recompile_warnings,
+)
 from batchtune.progress import Observer
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
@@ -93,6 +101,8 @@ class Probe:
         self.throughput: list[ThroughputPoint] = []
         self._started = time.perf_counter()
         self._verified: Attempt | None = None
+        self._cut_short: list[Attempt] = []  # final checks that were out of memory before their last step
+        self._evaluated: list[Attempt] = []  # those that failed after it: in evaluation or saving
         self._too_slow_above: int | None = None
         facts = worker.start()
         worker.prepare()  # the final check's
@@ -163,8 +173,7 @@ class Probe:
 
     def result(self) -> ProbeResult:
         """What is known so far, complete or not."""
-        verified = self._verified
-        low = verified.batch_size if verified else bracket(self.attempts)[0]
+        verified, low = self._verified, self._largest_fit
         last = {attempt.batch_size: attempt for attempt in self.attempts}
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
         best = verified or last.get(low)
@@ -190,14 +199,28 @@ class Probe:
 
     def warnings(self) -> list[str]:
         """What a reader of the result must know besides the numbers."""
-        low = bracket(self.attempts)[0]
+        low = self._largest_fit
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
-        found += leak_warnings(self.attempts, self._limit)
+        found += [*leak_warnings(self.attempts, self._limit), *self._reasons()]
         found += busy_warnings(self.throughput)
         slow = self._too_slow_above
         if slow is not None and low + self._bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found
+
+    @property
+    def _largest_fit(self) -> int:
+        return self._verified.batch_size if self._verified else bracket(self.attempts)[0]
+
+    def _reasons(self) -> list[str]:
+        """Why memory ended, where that is known and not the batch of a training step."""
+        checks = [each for each in self.attempts if each.purpose == "verify"]
+        passed = self._verified.batch_size if self._verified else 0
+        return [
+            *kept_warnings(checks, self._cut_short),
+            *evaluation_warnings(self._evaluated, passed, self._options.tolerance),
+            *mapping_warnings(self.attempts),
+        ]
 
     def _limited_by(self, low: int, high: int | None) -> Any:
         if not low:
@@ -259,14 +282,18 @@ class Probe:
                 limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
+        if verify and not attempt.fits and attempt.steps == steps:
+            self._evaluated.append(attempt)
+        elif verify and attempt.outcome == "oom":
+            self._cut_short.append(attempt)
         self._observer.attempted(attempt)
         return attempt
 
     def _verify(self) -> None:
         """Runs the answer in a fresh process; where it fails there, backs off until a size passes.
 
-        When that left a gap wider than the tolerance (evaluation needs more than training, say), the gap is searched
-        with attempts that evaluate and save, too.
+        By halves where training passes and evaluation does not, else by little at first. When that left a gap wider
+        than the tolerance, the gap is searched with attempts that evaluate and save, too.
         """
         unit, tolerance = self._options.multiple_of, self._options.tolerance
         size, failed, tries = bracket(self.attempts)[0], None, 0
@@ -274,7 +301,8 @@ class Probe:
             if all((each.purpose, each.outcome) == ("verify", "timeout") for each in self.attempts[-_MOST_SILENCES:]):
                 raise self._silent_check()
             share = max(tolerance / 2, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
-            share = 0.5 if self.attempts[-1].outcome == "timeout" else share
+            if self.attempts[-1].outcome == "timeout" or self.attempts[-2:] == self._evaluated[-2:]:
+                share = 0.5  # twice in evaluation: that needs more than training does, and nobody knows how much
             failed, tries = size, tries + 1
             size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
             if size < max(unit, self._options.minimum):
@@ -344,7 +372,8 @@ class Probe:
             "timeout": "raise --timeout if one attempt really takes that long",
             "kernel_limit": "an index or a label out of range looks like this, too: run the task by itself on the CPU",
         }
-        remedy = why.get(first.outcome, "run the task by itself to see why")
+        reasons = "; ".join(self._reasons()) if first.outcome == "oom" else ""
+        remedy = reasons or why.get(first.outcome, "run the task by itself to see why")
         when = f" after {first.steps} steps of the final check" if first.purpose == "verify" else ""
         ended = f"batch size {first.batch_size} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self._limit))

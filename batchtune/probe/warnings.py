@@ -13,16 +13,29 @@ from batchtune.results import Attempt, Environment, ProbeResult, ThroughputPoint
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
 
+_APART = 4  # times: among sizes so different, memory that ends after the same number of steps is not the batch's
+_KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
+
 
 def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:
-    """One for every size that failed for another reason than memory."""
+    """What failed for another reason than memory: each size below the largest fit, above it the first of each kind."""
     last = {attempt.batch_size: attempt for attempt in attempts}
-    found = []
-    for batch_size, attempt in sorted(last.items()):
-        if attempt.outcome not in {"fit", "oom"}:
-            where = "the search went on above it" if batch_size < largest_fit else "larger sizes were not searched"
-            found.append(f"batch size {batch_size} ended in {attempt.outcome}: {attempt.message} ({where})")
+    failed = [attempt for _, attempt in sorted(last.items()) if attempt.outcome not in {"fit", "oom"}]
+    found = [f"{_ended(each)} (the search went on above it)" for each in failed if each.batch_size < largest_fit]
+    above = [each for each in failed if each.batch_size > largest_fit]
+    for outcome in dict.fromkeys(each.outcome for each in above):
+        smallest, *larger = (each for each in above if each.outcome == outcome)
+        text = _ended(smallest)
+        if larger:
+            text += f" ({len(larger)} larger size{'s' if larger[1:] else ''} failed so, too)"
+        elif smallest.batch_size == max(last):
+            text += " (larger sizes were not searched)"
+        found.append(text)
     return found
+
+
+def _ended(attempt: Attempt) -> str:
+    return f"batch size {attempt.batch_size} ended in {attempt.outcome}: {attempt.message}"
 
 
 def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputPoint]) -> list[str]:
@@ -47,9 +60,49 @@ def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[
     if worst.fits and limit_bytes and high:
         left = max(0, limit_bytes - high) // worst.growth_bytes_per_step
         text += f": training would be out of memory some {worst.steps + left} steps from its start"
-    return [
-        f"{text} (something keeps what each step made: losses that are summed without .item(), or a list of outputs)"
-    ]
+    return [f"{text} ({_KEPT})"]
+
+
+def kept_warnings(checks: Sequence[Attempt], cut_short: Sequence[Attempt]) -> list[str]:
+    """One where every final check took about the same number of steps to fill the memory, whatever its batch size.
+
+    Args:
+        checks: all final checks.
+        cut_short: those that were out of memory before their last step.
+    """
+    sizes, steps = [each.batch_size for each in cut_short], [each.steps for each in cut_short]
+    if not sizes or len(checks) > len(sizes) or max(sizes) < _APART * min(sizes):
+        return []
+    if any(each.growth_bytes_per_step for each in checks):  # which says more
+        return []
+    if not 1 <= min(steps) <= max(steps) <= min(steps) + 1:
+        return []
+    after = f"{min(steps)} to {max(steps)}" if max(steps) > min(steps) else f"{min(steps)}"
+    text = f"memory grows from step to step whatever the batch size: from {max(sizes)} down to {min(sizes)}"
+    return [f"{text} every final check was out of it after {after} steps ({_KEPT})"]
+
+
+def evaluation_warnings(evaluated: Sequence[Attempt], largest_fit: int, tolerance: float) -> list[str]:
+    """One where memory ends later in training than in evaluation or saving.
+
+    Args:
+        evaluated: final checks that failed after all their training steps.
+        largest_fit: that passed its final check; 0: none did.
+        tolerance: a relative difference that is not worth a sentence.
+    """
+    trained = max((each.batch_size for each in evaluated), default=0)
+    if trained - largest_fit <= 2 * tolerance * trained:  # the largest fit may itself be one below where memory ends
+        return []
+    where = f"beyond {largest_fit}" if largest_fit else "at any size that was tried"
+    return [f"training alone fits {trained}, but evaluation or saving does not {where}: evaluate in smaller batches"]
+
+
+def mapping_warnings(attempts: Sequence[Attempt]) -> list[str]:
+    """One where the end of memory was that a file could not be mapped, which counts as memory only on a CPU."""
+    if not any(each.outcome == "oom" and (each.message or "").startswith("mapping a file: ") for each in attempts):
+        return []
+    text = "a file that is memory-mapped during training counts against a CPU's limit with its whole size"
+    return [f"{text}: map it at import, where it does not count, or raise --memory-limit by its size"]
 
 
 def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:

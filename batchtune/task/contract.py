@@ -117,6 +117,11 @@ class Task:
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = kind_of(optimizer)
             raise UserCodeError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
+        if _needs_arguments(optimizer.step):
+            raise UserCodeError(
+                f"{self.where}: build_optimizer returned {kind_of(optimizer)}, whose step() needs a closure; batchtune "
+                "trains with optimizers whose step() needs none, such as SGD or AdamW"
+            )
         return optimizer
 
     def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
@@ -262,6 +267,16 @@ def tensor_bytes(value: Any) -> int:
     if isinstance(value, int | float):
         return 8
     return int(getattr(value, "nbytes", 0))
+
+
+def _needs_arguments(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # compiled code does not tell
+        return False
+    return False
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

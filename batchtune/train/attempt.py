@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from batchtune.device.failures import classify, free_frames, leaves_device_usable
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import DeviceMemory, Peaks
 from batchtune.errors import UsageError
 from batchtune.results import Attempt
@@ -184,7 +184,7 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
     if outcome == "user_error":
         message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
     else:
-        message = _CPU_PREFIX.sub("", str(error).strip().split("\n")[0])[:300]
+        message = _CPU_PREFIX.sub("", message_of(error))
     usable = leaves_device_usable(error)
     free_frames(error)
     return outcome, message, usable

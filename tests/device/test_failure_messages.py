@@ -1,13 +1,18 @@
 """The messages of torch 2.9 to 2.13 and of the libraries below it, each with the outcome it stands for."""
 
+import mmap
+import platform
 from types import CodeType, ModuleType
 
+import numpy as np
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, ObservedException, Unsupported
 
-from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.failures import classify, leaves_device_usable, message_of
+from batchtune.device.host_memory import HostMemory
 
+GIB = 2**30
 AcceleratorError = torch.AcceleratorError
 DistBackendError = torch.distributed.DistBackendError if torch.distributed.is_available() else RuntimeError
 
@@ -17,6 +22,7 @@ OUT_OF_MEMORY = {
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)"
     ),
+    "the CPU allocator, in the last bytes there are": RuntimeError("[enforce fail a"),
     "the CUDA runtime": AcceleratorError(
         "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in the CUDA documentation for more.\n"
         "CUDA kernel errors might be asynchronously reported at some other API call"
@@ -87,6 +93,15 @@ USER_ERRORS = {
 }
 
 
+def chained(error, *, cause=None, context=None, inner=None):
+    error.__context__ = context  # as an except block sets it
+    if cause is not None:  # `raise … from`
+        error.__cause__ = cause
+    if inner is not None:
+        error.inner_exception = inner
+    return error
+
+
 @pytest.mark.parametrize("name", OUT_OF_MEMORY)
 def test_running_out_of_memory_is_oom_whoever_says_it(name):
     assert classify(OUT_OF_MEMORY[name]) == "oom"
@@ -117,6 +132,30 @@ def test_errors_that_torch_really_raises_here_are_typed(provoke, outcome):
     assert classify(caught.value) == outcome
 
 
+@pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere the system keeps no limit of address space")
+@pytest.mark.parametrize(
+    ("provoke", "maps"),
+    [
+        (lambda file: mmap.mmap(file.fileno(), GIB), True),
+        (lambda file: np.memmap(file, mode="r+"), True),
+        (lambda file: torch.from_file(file.name, size=GIB // 4), True),
+        (lambda _file: torch.empty(GIB), False),
+    ],
+    ids=["mmap", "numpy", "torch", "no file"],
+)
+def test_a_file_that_finds_no_room_is_an_oom_that_says_so(tmp_path, provoke, maps):
+    file, memory = (tmp_path / "tokens.bin").open("w+b"), HostMemory()
+    file.truncate(GIB)
+    memory.enforce(100 << 20)
+    try:
+        with file, pytest.raises((OSError, RuntimeError)) as caught:
+            provoke(file)
+    finally:
+        memory.lift()
+    assert classify(caught.value) == "oom"
+    assert message_of(caught.value).startswith("mapping a file: ") == maps
+
+
 def test_a_users_sentence_about_memory_is_no_oom():
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("CUDA error: out of memory")
@@ -136,6 +175,25 @@ def test_an_error_raised_while_handling_an_oom_is_that_oom():
     assert classify(error) == "oom"
 
 
+@pytest.mark.parametrize("name", ["the CPU allocator", "cuBLAS", "C++"])
+def test_so_is_one_of_any_library_and_its_words_are_what_is_told(name):
+    error = chained(ValueError("forward failed"), context=chained(KeyError("x"), context=OUT_OF_MEMORY[name]))
+    assert classify(error) == "oom"
+    assert message_of(error) == str(OUT_OF_MEMORY[name])
+
+
+def test_a_users_sentence_that_was_being_handled_is_no_oom():
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("CUDA error: out of memory")
+    error = chained(ValueError("failed"), context=caught.value)
+    assert (classify(error), message_of(error)) == ("user_error", "failed")
+
+
+def test_a_kernels_limit_that_was_being_handled_is_not_the_reason():
+    assert classify(chained(ValueError("failed"), context=KERNEL_LIMITS["a grid"])) == "user_error"
+    assert classify(chained(ValueError("failed"), cause=KERNEL_LIMITS["a grid"])) == "kernel_limit"
+
+
 def test_an_error_that_disowns_its_context_is_its_own():
     error = ValueError("failed")
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
@@ -146,6 +204,22 @@ def test_an_error_that_disowns_its_context_is_its_own():
 def test_what_a_compiler_met_counts():
     inner = torch.OutOfMemoryError("CUDA out of memory")
     assert classify(BackendCompilerFailed(lambda: None, inner, None)) == "oom"
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_what_a_compiler_hides_counts(name):
+    error = InternalTorchDynamoError(f"{type(OUT_OF_MEMORY[name])}: {OUT_OF_MEMORY[name]}")
+    hidden = chained(error, context=OUT_OF_MEMORY[name])
+    hidden.__suppress_context__ = True  # Dynamo raises it `from None`
+    assert classify(hidden) == "oom"
+
+
+def test_a_users_sentence_that_a_compiler_quotes_is_no_oom():
+    quoted = ObservedException("raised exception RuntimeError('CUDA error: out of memory')")
+    assert classify(chained(Unsupported("Observed exception: CUDA error: out of memory"), cause=quoted)) == "user_error"
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("CUDA error: out of memory")
+    assert classify(chained(InternalTorchDynamoError("RuntimeError: …"), context=caught.value)) == "user_error"
 
 
 def test_tritons_own_type_is_a_kernel_limit():
@@ -173,13 +247,6 @@ def test_a_failed_runtime_call_does_not(error):
 def test_once_onednn_had_no_memory_for_a_primitive_it_makes_no_other():
     assert not leaves_device_usable(OUT_OF_MEMORY["oneDNN"])
     assert leaves_device_usable(KERNEL_LIMITS["oneDNN"])
-
-
-def chained(error, *, cause=None, context=None, inner=None):
-    error.__cause__, error.__context__ = cause, context  # as `raise … from` and an except block set them
-    if inner is not None:
-        error.inner_exception = inner
-    return error
 
 
 POISON = AcceleratorError("CUDA error: an illegal memory access was encountered")

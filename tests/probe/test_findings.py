@@ -5,7 +5,14 @@ import platform
 import pytest
 
 from batchtune.probe.throughput import with_flops
-from batchtune.probe.warnings import allocator_warnings, busy_warnings, recompile_warnings, sharing_warnings
+from batchtune.probe.warnings import (
+    allocator_warnings,
+    attempt_warnings,
+    busy_warnings,
+    kept_warnings,
+    recompile_warnings,
+    sharing_warnings,
+)
 from batchtune.results import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
 
 GIB = 2**30
@@ -46,6 +53,51 @@ def test_free_memory_that_moved_either_way_is_told(after):
 )
 def test_a_device_of_ones_own_is_not_worth_a_sentence(found):
     assert sharing_warnings(found) == []
+
+
+def failed(size, outcome="oom", **more):
+    return Attempt(batch_size=size, outcome=outcome, message="no", **more)
+
+
+def test_above_the_largest_fit_the_first_failure_of_each_kind_is_told_and_how_many_more_there_were():
+    attempts = [
+        *(failed(size, "user_error") for size in (900, 1, 400, 2, 101)),
+        *(failed(size, "crash") for size in (300, 200)),
+        failed(150, "timeout"),
+        failed(120),
+        Attempt(batch_size=100, outcome="fit"),
+    ]
+    assert attempt_warnings(attempts, 100) == [
+        "batch size 1 ended in user_error: no (the search went on above it)",
+        "batch size 2 ended in user_error: no (the search went on above it)",
+        "batch size 101 ended in user_error: no (2 larger sizes failed so, too)",
+        "batch size 150 ended in timeout: no",
+        "batch size 200 ended in crash: no (1 larger size failed so, too)",
+    ]
+
+
+def test_that_larger_sizes_were_not_searched_is_said_where_it_is_true():
+    assert attempt_warnings([failed(9, "crash")], 8) == [
+        "batch size 9 ended in crash: no (larger sizes were not searched)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ({128: 3, 32: 3}, "after 3 steps"),
+        ({128: 3, 64: 4, 1: 4}, "after 3 to 4 steps"),
+        ({128: 3, 64: 3}, None),
+        ({128: 2, 1: 4}, None),
+        ({128: 0, 1: 1}, None),
+        ({}, None),
+    ],
+)
+def test_memory_that_grows_whatever_the_batch_size_is_told(steps, said):
+    checks = [failed(size, steps=count, purpose="verify") for size, count in steps.items()]
+    told = kept_warnings(checks, checks)
+    assert [said in each for each in told] == [True] * bool(said)
+    assert kept_warnings([*checks, Attempt(batch_size=1, outcome="fit")], checks) == []
 
 
 def limited(by, size=8):

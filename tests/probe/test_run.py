@@ -4,12 +4,15 @@ import json
 
 import pytest
 
+import batchtune
 from batchtune.device.sharing import Sharing
-from batchtune.errors import DeviceError, NothingFitsError, UserCodeError
+from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.probe import run
 from batchtune.probe.runner import ProbeOptions
 from batchtune.progress import Observer
-from batchtune.results import Attempt, LoaderPoint, ThroughputPoint
+from batchtune.result_file import load_result
+from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint
+from batchtune.run_folder import RunFolder
 from batchtune.train.worker import WorkerSettings
 
 MIB = 2**20
@@ -106,14 +109,14 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def probed(monkeypatch, recorded):
-    def probed(outcome, precisions=("fp32", "bf16"), **options):
+    def probed(outcome, precisions=("fp32", "bf16"), folder=None, **options):
         gpu = ScriptedGpu(outcome, precisions)
         monkeypatch.setattr(run, "Foresight", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
         monkeypatch.setattr(run, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(run, "_SETTLING_SECONDS", (0.0,))
         settings = WorkerSettings(task=__file__, device="cuda")
-        return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer())
+        return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer(), folder=folder)
 
     return probed
 
@@ -191,6 +194,35 @@ class TestPrecisions:
         assert (result.probe.precision, result.warnings) == ("fp32", [])
 
 
+class TestTheRunFolder:
+    """What stands in it once another probe there ended early."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return RunFolder("probe-x", tmp_path)
+
+    @pytest.mark.parametrize("earlier", [None, "garbled", "failed", "complete"])
+    @pytest.mark.parametrize("end", [KeyboardInterrupt(), NothingFitsError("no")])
+    def test_only_a_whole_result_outlives_only_an_interruption(self, probed, folder, earlier, end):
+        def ends(_precision, size, _verify):
+            if size > 2:
+                raise end
+            return "fit"
+
+        if earlier in {"failed", "complete"}:
+            folder.open()
+            folder.write_result(Result(kind="probe", status=earlier, name="earlier", task=TaskInfo(path="x.py")))
+            folder.close()
+        elif earlier:
+            folder.path.mkdir()
+            (folder.path / "result.json").write_text("{")
+        with pytest.raises((RunInterrupted, NothingFitsError)) as raised:
+            probed(ends, precisions=("fp32",), folder=folder)
+        assert raised.value.result.probe.max_batch_size in {1, 2, None}
+        stays = earlier == "complete" and isinstance(end, KeyboardInterrupt)
+        assert (load_result(folder.path).name == "earlier") == stays
+
+
 class TestContexts:
     @pytest.mark.parametrize("throughput", [True, False])
     def test_what_a_child_takes_beside_its_tensors_is_kept(self, probed, recorded, throughput):
@@ -240,3 +272,21 @@ def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
     page = cli("report", "half.json", "--format", "html", "-o", "half.html")
     assert (page.code, page.err) == (0, "")
     assert "half precision only" in (cli.folder / "half.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"task": None}, "the task is a NoneType; it must be a path"),
+        ({"timeout": None}, "--timeout None: must be seconds"),
+        ({"timeout": 0}, "--timeout 0: must be seconds greater than 0"),
+        ({"timeout": float("nan")}, "--timeout nan: must be seconds"),
+        ({"min": 1.5}, "--min 1.5: must be an int, not a float"),
+        ({"max": "100"}, "--max 100: must be an int, not a str"),
+        ({"verify_steps": "20"}, "--verify-steps 20: must be an int"),
+        ({"nproc_per_node": None}, "--nproc-per-node None: must be an int"),
+    ],
+)
+def test_options_of_the_library_that_make_no_sense_are_named(options, words):
+    with pytest.raises(UsageError, match=words):
+        batchtune.probe(**{"task": "model.py"} | options)

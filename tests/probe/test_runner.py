@@ -27,11 +27,25 @@ class ScriptedWorker:
         samples: of the data set.
         worn_bytes: what memory an attempt of the search takes more than a fresh process would.
         sample_seconds: of a step, for each sample; None: attempts tell no time.
+        failed_steps: that attempts do before they fail; None: all, so that evaluation is what fails.
+        words: of attempts that fail; None: outcome and size.
     """
 
-    def __init__(self, outcome, checked=None, *, limit=1000, samples=None, worn_bytes=0, sample_seconds=None):
+    def __init__(
+        self,
+        outcome,
+        checked=None,
+        *,
+        limit=1000,
+        samples=None,
+        worn_bytes=0,
+        sample_seconds=None,
+        failed_steps=0,
+        words=None,
+    ):
         self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
         self.worn_bytes, self.sample_seconds = worn_bytes, sample_seconds
+        self.failed_steps, self.words = failed_steps, words
         self.running = False
         self.device = "cpu"
         self.log, self.arguments = [], []
@@ -60,9 +74,14 @@ class ScriptedWorker:
             raise WorkerLost("oom" if outcome == "lost to memory" else outcome, LOST[outcome])
         if command == "time_steps":
             return ThroughputPoint(batch_size=batch_size, samples_per_second=9.0, step_seconds=1.0).model_dump()
-        fits, purpose, words = outcome == "fit", "verify" if verify else "search", f"{outcome} at {batch_size}"
+        fits, purpose, words = (
+            outcome == "fit",
+            "verify" if verify else "search",
+            self.words or f"{outcome} at {batch_size}",
+        )
         peak = batch_size + (0 if verify else self.worn_bytes)
-        memory = {"peak_reserved_bytes": peak, "steps": arguments["steps"]} if fits else {"message": words}
+        steps = arguments["steps"] if fits or self.failed_steps is None else self.failed_steps
+        memory = {"steps": steps} | ({"peak_reserved_bytes": peak} if fits else {"message": words})
         if fits and self.sample_seconds is not None:
             memory["step_seconds"] = self.sample_seconds * batch_size
         return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
@@ -228,6 +247,42 @@ class TestTheFinalCheck:
         assert min(size for _, size, *_ in worker.log) == 1
 
 
+class TestEvaluation:
+    """Memory may end there though training passes, and then far below what training alone fits."""
+
+    @pytest.mark.parametrize(("boundary", "most"), [(350, 12), (90, 14), (7, 16)])
+    def test_two_checks_that_failed_there_are_enough_to_go_on_by_halves(self, boundary, most):
+        worker = ScriptedWorker(up_to(700), up_to(boundary), failed_steps=None)
+        result = probe(worker).run()
+        assert_certified(result)
+        checks = sizes(result, "verify")
+        assert checks[2] == checks[1] - checks[1] // 2
+        assert len(checks) <= most
+        assert 0.98 * boundary <= result.max_batch_size <= boundary
+        assert ("attempt", result.max_batch_size, 20, "fresh") in [entry[:4] for entry in worker.log]
+
+    def test_that_it_is_the_limit_is_said_once(self):
+        found = probe(ScriptedWorker(up_to(700), up_to(90), failed_steps=None))
+        largest, (trained, *_) = found.run().max_batch_size, sizes(found.result(), "verify")
+        (said,) = found.warnings()
+        why = f"evaluation or saving does not beyond {largest}: evaluate in smaller batches"
+        assert said == f"training alone fits {trained}, but {why}"
+
+    @pytest.mark.parametrize(("boundary", "steps"), [(90, 19), (696, None)])
+    def test_it_is_not_where_training_fails_too_or_next_to_nothing_is_lost(self, boundary, steps):
+        found = probe(ScriptedWorker(up_to(700), up_to(boundary), failed_steps=steps))
+        found.run()
+        assert found.warnings() == []
+
+    def test_where_nothing_passes_it_the_remedy_is_to_evaluate_less_at_once(self):
+        with pytest.raises(
+            NothingFitsError, match=r"training alone fits \d+, but .* at any size that was tried: "
+        ) as no:
+            probe(ScriptedWorker(up_to(700), up_to(0), failed_steps=None)).run()
+        assert "evaluate in smaller batches" in str(no.value)
+        assert "smaller model" not in str(no.value)
+
+
 class TestFailures:
     @pytest.mark.parametrize("outcome", ["crash", "timeout", "kernel_limit"])
     def test_a_model_that_fails_above_300_otherwise_than_by_memory_has_the_answer_300(self, outcome):
@@ -274,6 +329,23 @@ class TestFailures:
             probe(ScriptedWorker(lambda _: outcome, limit=limit), minimum=4).run()
         assert f"nothing fits within 64 MiB: batch size 4 ended in {outcome} (" in str(raised.value)
         assert words in str(raised.value)
+
+    def test_memory_that_is_full_after_the_same_steps_at_any_size_is_kept_by_the_task(self):
+        found = probe(ScriptedWorker(up_to(700), up_to(0), failed_steps=3))
+        with pytest.raises(NothingFitsError) as raised:
+            found.run()
+        assert "whatever the batch size: from 700 " in str(raised.value)
+        assert "down to 1 every final check was out of it after 3 steps (something keeps what" in str(raised.value)
+        assert "smaller model" not in str(raised.value)
+        assert len(found.warnings()) == 1
+
+    def test_a_file_that_cannot_be_mapped_has_a_remedy_of_its_own(self):
+        words = "mapping a file: [Errno 12] Cannot allocate memory"
+        with pytest.raises(NothingFitsError) as raised:
+            probe(ScriptedWorker(up_to(0), words=words)).run()
+        assert f"ended in oom ({words}); a file that is memory-mapped during training counts" in str(raised.value)
+        assert "map it at import" in str(raised.value)
+        assert "smaller model" not in str(raised.value)
 
     def test_code_that_raises_at_every_size_is_the_users_fault_and_not_too_large(self):
         with pytest.raises(UserCodeError, match="user_error at 1"):

@@ -90,6 +90,11 @@ class TestRequirements:
             "build_optimizer returned a list, not a torch.optim.Optimizer",
         ),
         (
+            {"build_optimizer": lambda model, lr: torch.optim.LBFGS(model.parameters(), lr=lr)},
+            lambda task: task.optimizer(nn.Linear(1, 1), 0.1),
+            r"build_optimizer returned a LBFGS, whose step\(\) needs a closure; batchtune trains with .* SGD or AdamW",
+        ),
+        (
             {"build_scheduler": lambda _optimizer, _steps: 3},
             lambda task: task.scheduler(None, 9),
             r"build_scheduler returned an int, which has no step\(\)",
