@@ -62,7 +62,7 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 def message_of(error: BaseException) -> str:
     """What the error that decides the outcome says, in one line; that a file was to be mapped comes first."""
     link, _ = _deciding(error)
-    text = str(link).strip().split("\n")[0][:300]
+    text = str(link).strip().split("\n")[0][:300] or type(link).__name__
     return f"mapping a file: {text}" if _maps_file(link) else text
 
 

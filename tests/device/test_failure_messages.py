@@ -182,6 +182,10 @@ def test_so_is_one_of_any_library_and_its_words_are_what_is_told(name):
     assert message_of(error) == str(OUT_OF_MEMORY[name])
 
 
+def test_an_error_without_words_is_told_by_its_name():
+    assert message_of(MemoryError()) == "MemoryError"
+
+
 def test_a_users_sentence_that_was_being_handled_is_no_oom():
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError("CUDA error: out of memory")
