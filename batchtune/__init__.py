@@ -9,6 +9,7 @@ The functions here do what the commands of the same name do and return the same 
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -323,7 +324,7 @@ def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -
     for name, value in {"min": smallest, "max": largest, **counts}.items():
         if value is None and name == "max":
             continue
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise UsageError(f"--{name} {value}: must be an int, not {kind_of(value)}")
         if value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
@@ -341,7 +342,7 @@ def _require_shares(margin: float, tolerance: float) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _bytes(value: int | str | None) -> int | None:

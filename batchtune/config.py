@@ -261,7 +261,7 @@ def _argument_name(value: str) -> str:
 def meant_instead_of(argument: str) -> str | None:
     """What somebody who writes this under `space` has most likely misspelled; None where it is a name of its own."""
     near = difflib.get_close_matches(argument, _SEARCHED, n=1, cutoff=_MISSPELLED)
-    return near[0] if near and near[0] != argument else None
+    return near[0] if near and not argument.startswith(near[0]) else None
 
 
 class Budget(Section):
@@ -270,7 +270,9 @@ class Budget(Section):
     run: Seconds = Field(
         default=60.0, description="Training time of the longest single run; on fresh seeds up to twice as much."
     )
-    total: Seconds = Field(default=600.0, description="Wall-clock time of the whole study, restarts added up.")
+    total: Seconds = Field(
+        default=600.0, description="Wall-clock time of the whole study from its probe on, restarts added up."
+    )
     trials: Count = 64
 
     @model_validator(mode="after")

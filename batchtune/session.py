@@ -243,7 +243,7 @@ def _stdout() -> Iterator[TextIO]:
         raise
     except OSError as error:
         _discard_stdout()
-        remedy = "make room, or use --output FILE; what a run measured is kept, and 'batchtune report' prints it"
+        remedy = "make room, or use --output FILE; what a probe or tune measured 'batchtune report' prints again"
         raise UsageError(f"stdout cannot be written: {error.strerror}; {remedy}") from None
 
 

@@ -144,6 +144,9 @@ class TestProblems:
             "config.yaml:3: unknown key 'space.learning_rte'. Did you mean 'learning_rate'?"
         ]
 
+    def test_an_argument_that_only_begins_like_one_is_searched(self, load):
+        assert "learning_rate_d" in load("task: m.py\nspace: {learning_rate_d: {min: 0.1, max: 1.0}}").space
+
     def test_a_metric_at_its_best_has_no_target(self, problems):
         (line,) = problems("task: m.py\nobjective: {kind: best_metric, target: 0.1}")
         assert line.startswith("config.yaml:2: objective: best_metric has no target; leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import traceback
 import warnings
@@ -103,7 +104,7 @@ class _Search:
 
     def _run_steps(self, size: int, tracker: PeakTracker) -> tuple[str, str | None, int]:
         """Outcome, message and the steps that were done."""
-        done = 0
+        done, handled = 0, sys.exc_info()[1]
         try:
             for _ in range(self._steps):
                 tracker.start_phase()
@@ -112,6 +113,7 @@ class _Search:
                 tracker.end_phase(forward_backward=True)
                 done += 1
         except Exception as error:  # noqa: BLE001 - whatever the step raises is the outcome
+            _cut_off(error, handled)
             outcome, message = classify(error), message_of(error)
             usable = leaves_device_usable(error)
             if outcome == "user_error":
@@ -137,3 +139,12 @@ class _Search:
         return NothingFitsError(
             f"{reason}; the last attempt said: {self._attempts[-1].message}" if self._attempts else reason
         )
+
+
+def _cut_off(error: BaseException, handled: BaseException | None) -> None:
+    """Ends an error's chain before what the caller was handling already: that is not what the step has met."""
+    link: BaseException | None = error
+    while link is not None and handled is not None:
+        if link.__context__ is handled:
+            link.__context__ = None
+        link = link.__context__

@@ -113,10 +113,15 @@ def _probe(
 
 
 def _is_worth_keeping(result: Result, folder: RunFolder) -> bool:
-    """Whether an unfinished result takes the place of the one in the folder; an interrupted one not of a whole one."""
+    """Whether an unfinished result takes the place of the one in the folder; an interrupted one not of a whole one.
+
+    Of the same code, that is: what an older state of it, or another task of that name, came to is worth less.
+    """
     if result.status == "interrupted":
         with contextlib.suppress(UsageError):  # none, or none that can be read
-            if load_result(folder.path).status == "complete":
+            earlier = load_result(folder.path)
+            same = (earlier.kind, earlier.task.path, earlier.task.sha256)
+            if earlier.status == "complete" and same == (result.kind, result.task.path, result.task.sha256):
                 return False
     return result.probe is not None or not folder.has_result()
 

@@ -102,7 +102,7 @@ class Probe:
         self._started = time.perf_counter()
         self._verified: Attempt | None = None
         self._cut_short: list[Attempt] = []  # final checks that were out of memory before their last step
-        self._evaluated: list[Attempt] = []  # those that failed after it: in evaluation or saving
+        self._evaluated: list[Attempt] = []  # those that were after it: in evaluation or saving
         self._too_slow_above: int | None = None
         facts = worker.start()
         worker.prepare()  # the final check's
@@ -219,7 +219,7 @@ class Probe:
         return [
             *kept_warnings(checks, self._cut_short),
             *evaluation_warnings(self._evaluated, passed, self._options.tolerance),
-            *mapping_warnings(self.attempts),
+            *(mapping_warnings(self.attempts) if self._facts["device"] == "cpu" else []),
         ]
 
     def _limited_by(self, low: int, high: int | None) -> Any:
@@ -282,10 +282,8 @@ class Probe:
                 limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
-        if verify and not attempt.fits and attempt.steps == steps:
-            self._evaluated.append(attempt)
-        elif verify and attempt.outcome == "oom":
-            self._cut_short.append(attempt)
+        if verify and attempt.outcome == "oom":
+            (self._evaluated if attempt.steps == steps else self._cut_short).append(attempt)
         self._observer.attempted(attempt)
         return attempt
 
@@ -296,6 +294,7 @@ class Probe:
         than the tolerance, the gap is searched with attempts that evaluate and save, too.
         """
         unit, tolerance = self._options.multiple_of, self._options.tolerance
+        least = -(-max(unit, self._options.minimum) // unit) * unit
         size, failed, tries = bracket(self.attempts)[0], None, 0
         while not self._verify_at(size):
             if all((each.purpose, each.outcome) == ("verify", "timeout") for each in self.attempts[-_MOST_SILENCES:]):
@@ -304,9 +303,9 @@ class Probe:
             if self.attempts[-1].outcome == "timeout" or self.attempts[-2:] == self._evaluated[-2:]:
                 share = 0.5  # twice in evaluation: that needs more than training does, and nobody knows how much
             failed, tries = size, tries + 1
-            size = (size - max(unit, int(min(0.5, share) * size))) // unit * unit
-            if size < max(unit, self._options.minimum):
+            if failed <= least:
                 raise self._nothing_fits()
+            size = max(least, (size - max(unit, int(min(0.5, share) * size))) // unit * unit)
         if failed is not None and failed - size > max(unit, int(tolerance * failed)):
             proven = size
             self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)

@@ -86,7 +86,7 @@ def evaluation_warnings(evaluated: Sequence[Attempt], largest_fit: int, toleranc
     """One where memory ends later in training than in evaluation or saving.
 
     Args:
-        evaluated: final checks that failed after all their training steps.
+        evaluated: final checks that were out of memory after all their training steps.
         largest_fit: that passed its final check; 0: none did.
         tolerance: a relative difference that is not worth a sentence.
     """
@@ -99,7 +99,7 @@ def evaluation_warnings(evaluated: Sequence[Attempt], largest_fit: int, toleranc
 
 def mapping_warnings(attempts: Sequence[Attempt]) -> list[str]:
     """One where the end of memory was that a file could not be mapped, which counts as memory only on a CPU."""
-    if not any(each.outcome == "oom" and (each.message or "").startswith("mapping a file: ") for each in attempts):
+    if not any(each.outcome == "oom" and "mapping a file: " in (each.message or "") for each in attempts):
         return []
     text = "a file that is memory-mapped during training counts against a CPU's limit with its whole size"
     return [f"{text}: map it at import, where it does not count, or raise --memory-limit by its size"]

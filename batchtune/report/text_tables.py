@@ -174,6 +174,7 @@ def trials(result: Result) -> FittedTable:
     """The best runs of a study, those of the recommended configuration marked."""
     ran = [trial for trial in result.trials or [] if trial.state != "waiting"]
     key = objective(result)
+    key = key if any(score(trial, key) is not None for trial in ran) else VALUE  # nothing got there yet
     minimize = result.target is None or result.target.goal == "minimize"
 
     def rank(trial: Trial) -> float:

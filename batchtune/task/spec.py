@@ -42,10 +42,11 @@ def task_name(spec: str) -> str:
     Raises:
         UsageError: as `split_spec`.
     """
-    place, _ = split_spec(spec)
+    place, attribute = split_spec(spec)
     if isinstance(place, str):
         return place
-    return Path(spec).resolve().name if Path(spec).is_dir() else place.stem
+    folder = Path(spec.removesuffix(f":{attribute}") if attribute else spec)
+    return folder.resolve().name if folder.is_dir() else place.stem
 
 
 def file_hash(spec: str) -> str | None:

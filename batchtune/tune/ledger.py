@@ -59,7 +59,8 @@ class Ledger:
     def seconds_beside_training(self) -> float:
         """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
         ran = [trial.user_attrs for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
-        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in ran if "wall_seconds" in run]
+        whole = [run for run in ran if "wall_seconds" in run and "continues" not in run]
+        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in whole]
         return max(0.0, statistics.median(beside)) if beside else 0.0
 
     def finished(self, role: Role) -> list[FrozenTrial]:
@@ -127,7 +128,7 @@ class Ledger:
         """An optimizer step so made up: as recent runs had it, or foretold from runs of other sizes.
 
         Foretold is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
-        next smaller batch that ran, grown as the batch. For the fit does not know what loading data takes, and a run
+        next smaller batch that ran, grown as the batch. For the fit does not know all that training does, and a run
         whose steps were foretold too short would count as shorter than it was.
 
         Args:

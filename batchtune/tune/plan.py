@@ -24,7 +24,6 @@ class Plan:
         optimizer_defaults: what the arguments under `space` are today.
         prior: what the search starts from; None: what the baseline tells.
         checkpoints: the folder in which stopped runs are kept; None: they are not.
-        opening_seconds: that it took to open the task, of budget.total, too.
     """
 
     config: Config
@@ -35,4 +34,3 @@ class Plan:
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     prior: Prior | None = None
     checkpoints: Path | None = None
-    opening_seconds: float = 0.0

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.errors import UsageError
+from batchtune.report.units import number
 from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.tune.surface import Prior as SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
-_MEASURED_SPREAD = 0.3  # of log B_sat: training also loads data, which the timed steps did not
+_MEASURED_SPREAD = 0.3  # of log B_sat: runs are not just like timed steps and loading
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 _TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
@@ -117,12 +118,11 @@ def candidate_batch_sizes(
     regular |= {end for end in ends if all(max(end, size) >= _NEAR * min(end, size) for size in regular)}
     regular = {size for size in regular if lowest <= size <= highest}
     sizes = regular | ({baseline} if allowed and baseline <= (data_size or baseline) else set())
-    if not sizes and lowest > highest:
-        raise UsageError(
-            f"batch_size.min {minimum} leaves no batch size to search: {lowest}, the next in equal micro-batches, is "
-            f"more than {why}; lower it{'' if maximum else ', or set batch_size.max'}"
-        )
-    sizes = sizes or {lowest}
+    least = -(-low // multiple_of) * multiple_of
+    if not sizes and least > high:
+        or_max = ", or set batch_size.max" if maximum is None and high != data_size else ""
+        raise UsageError(f"batch_size.min {minimum} leaves no batch size to search: {least} > {why}; lower it{or_max}")
+    sizes = sizes or {least}
     start = f"a quarter of the saturation batch size {saturation:.0f}" if saturation and low == quarter else f"{low}"
     start = f"your minimum {low}" if 1 < low == minimum else start
     what = (
@@ -171,7 +171,7 @@ def loading_warnings(probe: ProbeResult, prior: Prior, *, overlaps: bool) -> lis
     if slower < _INPUT_BOUND:
         return []
     rate = f"{1 / seconds:,.0f} samples/s"
-    told = f"input-bound: loading data ({rate}) makes steps at batch {size} {slower:.2g} times as long"
+    told = f"input-bound: loading data ({rate}) makes steps at batch {size} {number(slower)} times as long"
     return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
 
 

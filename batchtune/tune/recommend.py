@@ -222,10 +222,13 @@ def _verdict(
         chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
         return chosen.model_copy(update={"reason": reason})
     gain = ratio_interval(scores[base], scores[winner])
-    gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in groups[base])})
+    scored = [trial for trial in groups[base] if trial.outcome not in _WORTHLESS]
+    gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in scored)})
     times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
-    least = min(seeds, len(groups[base]))
-    over = f"{_count(seeds)} each" if seeds == len(groups[base]) else f"{_count(seeds)}, baseline {len(groups[base])}"
+    least = min(seeds, len(scored))
+    over = f"{_count(seeds)} each" if seeds == len(scored) else f"{_count(seeds)}, baseline {len(scored)}"
+    if len(groups[base]) > len(scored):
+        but += f"; the baseline diverged on {len(groups[base]) - len(scored)} more"
     interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {over}{but}"
     if least == 1:  # two single runs differ by chance
         interval = f"over {over}, too few for an interval{but}"

@@ -150,7 +150,6 @@ class _Tuning:
         self._scaling: Scaling | None = None
         self.earlier: Result | None = None
         self._save_due = 0.0
-        self._started, self._opening_seconds = time.perf_counter(), 0.0
 
     def run(self) -> None:
         """Probe, then study."""
@@ -163,7 +162,6 @@ class _Tuning:
             if self._earlier_probe() is None:
                 worker.prepare()  # for the probe's final check
             self._facts = open_task(worker, self._config)
-            self._opening_seconds = time.perf_counter() - self._started
             crew.grow(self._facts)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
@@ -284,7 +282,6 @@ class _Tuning:
             optimizer_defaults=self._facts["optimizer_defaults"],
             prior=prior,
             checkpoints=self.folder.path.resolve() / _CHECKPOINTS,  # the user's code may change the folder
-            opening_seconds=self._opening_seconds,
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
@@ -302,7 +299,7 @@ class _Tuning:
             name=self._config.name,
             environment=environment,
             task=self._task.model_copy(update={"optimizer": self._facts.get("optimizer")}),
-            warnings=[*sharing_warnings(environment), *self._warnings(status, trials)],
+            warnings=list(dict.fromkeys([*sharing_warnings(environment), *self._warnings(status, trials)])),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
             prior=self._prior or (self.earlier.prior if self.earlier else None),
@@ -318,8 +315,7 @@ class _Tuning:
         if self._probe is None and self._probed is not None and self.earlier is not None:
             found = [warning for warning in self.earlier.warnings if not warning.startswith(_NOT_SEARCHED)]
         if self._probed is not None and self._prior is not None and self._facts:
-            told = loading_warnings(self._probed, self._prior, overlaps=loading_overlaps(self._facts["device"]))
-            found += [warning for warning in told if warning not in found]
+            found += loading_warnings(self._probed, self._prior, overlaps=loading_overlaps(self._facts["device"]))
         most, base = self._probed.max_batch_size if self._probed else None, self._config.baseline.batch_size
         if most is not None and self._probed and self._probed.limited_by == "max" and base > most:
             found.append(

@@ -135,8 +135,9 @@ class TimeToTargetSampler(BaseSampler):
             taken |= (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < decades)
         gain = np.where(taken, 0.0, gain)
         chosen = int(np.argmax(gain))
-        if not gain[chosen] and not taken.all():  # nothing promises more: the best of what has not been tried
-            chosen = int(np.argmin(np.where(taken, np.inf, surface.predict(grid_batch, grid_rate).mean(axis=0))))
+        if not gain[chosen]:  # nothing promises more: the best of what has not been tried, if anything
+            expected = surface.predict(grid_batch, grid_rate).mean(axis=0)
+            chosen = int(np.argmin(np.where(taken & ~taken.all(), np.inf, expected)))
         self.last_expected_improvement = float(gain[chosen])
         resumed = self._most_promising(surface, finished, search_space)
         if resumed is not None and resumed[0] >= max(float(gain[chosen]), _NOTHING):

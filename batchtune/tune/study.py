@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -96,7 +97,7 @@ class TuneStudy:
         )
         if plan.prior is not None and "prior" not in self.study.user_attrs:
             self.study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
-        self._seconds_before = plan.opening_seconds + plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0)
+        self._seconds_before = plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0)
         self._seconds_before += self._ledger.wall_seconds()
         self._started = time.perf_counter()
         self._revive()
@@ -300,7 +301,7 @@ class TuneStudy:
         one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
         runs = config.confirm.seeds * (1 + config.confirm.top) + (not self._ledger.finished("baseline")) + 1
-        needed += runs * self._ledger.seconds_beside_training()
+        needed += math.ceil(runs / self._at_once) * self._ledger.seconds_beside_training()
         if not self._ledger.finished("baseline"):
             needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)

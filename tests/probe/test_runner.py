@@ -274,6 +274,19 @@ class TestEvaluation:
         found.run()
         assert found.warnings() == []
 
+    @pytest.mark.parametrize(("unit", "minimum", "largest"), [(1, 64, 90), (8, 61, 88)])
+    def test_halves_stop_at_the_minimum(self, unit, minimum, largest):
+        worker = ScriptedWorker(up_to(100), up_to(90), failed_steps=None)
+        result = probe(worker, minimum=minimum, multiple_of=unit, tolerance=0.0).run()
+        assert result.max_batch_size == largest
+        assert min(sizes(result, "verify")) >= 64
+
+    def test_an_error_of_the_users_code_in_it_is_no_matter_of_memory(self):
+        failing = probe(ScriptedWorker(up_to(700), up_to(0, "user_error"), failed_steps=None))
+        with pytest.raises(UserCodeError):
+            failing.run()
+        assert not any("training alone fits" in said for said in failing.warnings())
+
     def test_where_nothing_passes_it_the_remedy_is_to_evaluate_less_at_once(self):
         with pytest.raises(
             NothingFitsError, match=r"training alone fits \d+, but .* at any size that was tried: "

@@ -158,6 +158,14 @@ def test_runs_of_a_study_of_energy_are_ranked_by_it(result_of):
     ]  # fmt: skip
 
 
+def test_where_no_run_got_there_the_best_metric_comes_first(result_of):
+    common = {"batch_size": 32, "learning_rate": 0.1, "precision": "bf16", "seed": 0, "state": "pruned"}
+    trials = [{"number": number, "value": value} | common for number, value in enumerate((0.5, 0.1, 0.3))]
+    target = {"metric": "val_loss", "goal": "minimize", "kind": "time_to_target", "value": 0.01}
+    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "0"]
+
+
 def test_joules_that_were_counted_besides_do_not_rank_the_runs(result_of):
     study = result_of("tune of energy")
     timed = study.target.model_copy(update={"kind": "time_to_target"})

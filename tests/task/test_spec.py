@@ -51,6 +51,7 @@ def test_what_names_neither_is_explained(spec):
     [
         ("model.py:Task", "model"),
         ("recipe", "recipe"),
+        ("recipe:make_trainer", "recipe"),
         ("recipe/model.py", "model"),
         ("package.module:attribute", "package.module"),
         ("package.other", "package.other"),

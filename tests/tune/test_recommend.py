@@ -206,6 +206,14 @@ def test_a_baseline_that_diverges_is_no_measure_of_a_contender_that_gets_there()
     assert found.reason == "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
 
 
+def test_a_baseline_that_diverges_on_one_seed_is_compared_on_the_others():
+    trials = confirmed(((32, 1e-3), (10.0, 11.0, None)), ((64, 1e-2), (4.0, 4.1, 4.2)))
+    trials[3] = trials[3].model_copy(update={"outcome": "diverged", "training_seconds": 0.1})
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert "over 3 fresh seeds, baseline 2; the baseline diverged on 1 more" in found.reason
+    assert not found.speedup_over_baseline.at_least
+
+
 def test_a_whole_run_of_the_baseline_that_missed_the_target_is_told():
     trials = confirmed(((32, 1e-3), (None, None)), ((64, 1e-2), (0.5, 0.5)))
     whole = {"time_to_target_seconds": None, "outcome": "finished", "training_seconds": 60.0}

@@ -488,13 +488,6 @@ def test_slow_evaluation_is_counted_in_what_confirmation_needs(tmp_path):
     assert tuned._reserve() == pytest.approx(before + 7.0 * (3 * (1 + 2) + 1))
 
 
-def test_opening_the_task_is_a_part_of_the_whole_time(tmp_path):
-    at_once = study(tmp_path / "a")._seconds_left()
-    assert study(tmp_path / "b", settled={"opening_seconds": 100.0})._seconds_left() == pytest.approx(
-        at_once - 100, abs=5
-    )
-
-
 class Wild(law.LawWorker):
     """Every run comes apart after its first evaluation."""
 
