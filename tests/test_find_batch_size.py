@@ -96,6 +96,16 @@ class TestTheSearch:
         assert found(step, memory, minimum=8, maximum=99, multiple_of=8) == 96
         assert all(8 <= size <= 99 and size % 8 == 0 for size in step.sizes)
 
+    def test_what_the_caller_was_handling_already_is_not_what_the_step_has_met(self, memory):
+        def refuses(_):
+            raise TypeError("no batch of this kind")
+
+        with pytest.raises(TypeError, match="no batch of this kind"):
+            try:
+                raise torch.OutOfMemoryError("an earlier one")
+            except torch.OutOfMemoryError:
+                found(refuses, memory)
+
     def test_without_risk_nothing_fails(self, memory):
         step = Step(memory)
         assert 100 <= found(step, memory, no_oom=True) <= 128
