@@ -73,6 +73,10 @@ def found(step, memory, *, limit=None, **bounds):
     )
 
 
+def allocate_too_much():
+    raise torch.OutOfMemoryError("an earlier one")
+
+
 @pytest.fixture
 def memory():
     return FakeMemory()
@@ -97,14 +101,12 @@ class TestTheSearch:
         assert all(8 <= size <= 99 and size % 8 == 0 for size in step.sizes)
 
     def test_what_the_caller_was_handling_already_is_not_what_the_step_has_met(self, memory):
-        def refuses(_):
-            raise TypeError("no batch of this kind")
-
-        with pytest.raises(TypeError, match="no batch of this kind"):
-            try:
-                raise torch.OutOfMemoryError("an earlier one")
-            except torch.OutOfMemoryError:
-                found(refuses, memory)
+        step = Step(memory, failures=dict.fromkeys(range(1, 200), TypeError("no batch of this kind")))
+        try:
+            allocate_too_much()
+        except torch.OutOfMemoryError:
+            with pytest.raises(TypeError, match="no batch of this kind"):
+                found(step, memory)
 
     def test_without_risk_nothing_fails(self, memory):
         step = Step(memory)

@@ -234,8 +234,8 @@ def affordable_noise_scale(batch_size: int, probe: ProbeResult, seconds: float) 
 def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: ProbeResult, seconds: float) -> int | str:
     """The steps of a range test at a batch size that stays within so many seconds, or why there is none.
 
-    It starts at today's learning rate, with which training is known to go well: below it there is nothing to find. Where
-    the user's least rate is higher, it starts there.
+    It starts at today's learning rate, with which training is known to go well: below it there is nothing to find; or
+    at the user's least rate, where that is higher.
     """
     fit, largest = probe.throughput_fit, probe.max_batch_size or 1
     if rates[0] > rates[1]:
