@@ -117,7 +117,7 @@ class Task:
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = kind_of(optimizer)
             raise UserCodeError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
-        if _needs_arguments(optimizer.step):
+        if _needs_closure(optimizer):
             raise UserCodeError(
                 f"{self.where}: build_optimizer returned {kind_of(optimizer)}, whose step() needs a closure; batchtune "
                 "trains with optimizers whose step() needs none, such as SGD or AdamW"
@@ -269,14 +269,13 @@ def tensor_bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-def _needs_arguments(function: Any) -> bool:
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class says so: a schedule puts something else in the place of the optimizer's own step()."""
     try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return True
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     except ValueError:  # compiled code does not tell
         return False
-    return False
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

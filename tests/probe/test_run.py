@@ -13,6 +13,7 @@ from batchtune.progress import Observer
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint
 from batchtune.run_folder import RunFolder
+from batchtune.task.spec import file_hash
 from batchtune.train.worker import WorkerSettings
 
 MIB = 2**20
@@ -201,7 +202,7 @@ class TestTheRunFolder:
     def folder(self, tmp_path):
         return RunFolder("probe-x", tmp_path)
 
-    @pytest.mark.parametrize("earlier", [None, "garbled", "failed", "complete"])
+    @pytest.mark.parametrize("earlier", [None, "garbled", "failed", "complete", "another's"])
     @pytest.mark.parametrize("end", [KeyboardInterrupt(), NothingFitsError("no")])
     def test_only_a_whole_result_outlives_only_an_interruption(self, probed, folder, earlier, end):
         def ends(_precision, size, _verify):
@@ -209,9 +210,11 @@ class TestTheRunFolder:
                 raise end
             return "fit"
 
-        if earlier in {"failed", "complete"}:
+        if earlier in {"failed", "complete", "another's"}:
+            status = "failed" if earlier == "failed" else "complete"
+            task = TaskInfo(path=__file__, sha256="0" * 64 if earlier == "another's" else file_hash(__file__))
             folder.open()
-            folder.write_result(Result(kind="probe", status=earlier, name="earlier", task=TaskInfo(path="x.py")))
+            folder.write_result(Result(kind="probe", status=status, name="earlier", task=task))
             folder.close()
         elif earlier:
             folder.path.mkdir()

@@ -106,16 +106,19 @@ def test_a_maximum_far_below_saturation_leaves_something_to_search(largest, maxi
 @pytest.mark.parametrize(
     ("bounds", "told"),
     [
-        ({"minimum": 1000}, "batch_size.min 1000 leaves no .*: 1008, .* more than 4 accumulated .*set batch_size.max"),
-        (
-            {"minimum": 41, "maximum": 41},
-            "batch_size.min 41 leaves no .*: 42, .* is more than your maximum 41; lower it$",
-        ),
+        ({"minimum": 1000}, r"batch_size.min 1000 leaves no .*: 1000 > 4 accumulated .*, or set batch_size.max$"),
+        ({"minimum": 41, "maximum": 47, "multiple_of": 8}, r"leaves no .*: 48 > your maximum 47; lower it$"),
+        ({"minimum": 41, "data_size": 40}, r"leaves no .*: 41 > the data set's 40 samples; lower it$"),
     ],
 )
 def test_bounds_that_leave_no_candidate_are_refused_by_their_key(bounds, told):
     with pytest.raises(UsageError, match=told):
         sizes(largest=16, **bounds)
+
+
+def test_a_batch_that_bounds_leave_alone_is_made_up_of_what_micro_batches_there_are():
+    assert sizes(largest=64, minimum=1000, maximum=1000).batch_sizes == (1000,)
+    assert sizes(largest=16, minimum=41, maximum=41).batch_sizes == (41,)
 
 
 def test_a_baseline_that_is_no_multiple_leaves_the_least_where_no_power_of_two_is_within_reach():
