@@ -81,8 +81,8 @@ def probe(
     """
     from batchtune.config import parse_seconds
     from batchtune.errors import UsageError, kind_of
+    from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
-    from batchtune.probe.runner import ProbeOptions
     from batchtune.progress import Observer
     from batchtune.run_folder import RunFolder
     from batchtune.task.spec import task_name

@@ -12,7 +12,8 @@ from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunI
 from batchtune.estimate.calibration import record
 from batchtune.estimate.foresight import Foresight
 from batchtune.probe.input_pipeline import measure_input_pipeline
-from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
 from batchtune.progress import Forwarder, Observer
 from batchtune.result_file import load_result

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
-from batchtune.probe.curve import SECONDS_PER_POINT, add_flops, measure_curve
+from batchtune.probe.curve import add_flops, measure_curve
+from batchtune.probe.final_check import Check, cut_short, evaluated, silence, size_below, steps_to_verify
 from batchtune.probe.memory_model import Prior
+from batchtune.probe.options import ProbeOptions
 from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
 from batchtune.probe.throughput import fit_step_time, sizes_to_time
@@ -27,51 +29,8 @@ from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-_BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # when the final check fails: the next size is so much smaller, then ever more
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
-_MOST_SILENCES = 2  # of the final check in a row, the second at half the size: then it is not that which takes long
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """What a probe is asked for; the command line's options under their own names.
-
-    Attributes:
-        minimum: smallest micro-batch size.
-        maximum: largest micro-batch size, or None for no cap but the data set's.
-        multiple_of: only multiples are tried.
-        steps: optimizer steps of one attempt.
-        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
-        timeout: seconds after which a silent attempt counts as hanging.
-        verify_steps: optimizer steps of the final check in a fresh process.
-        verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
-        verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
-        no_oom: try only sizes that are predicted to fit even at worst.
-        throughput: also time steps at several sizes.
-        timing_seconds: of each of them.
-        flops: count those of a sample even where the device's peak is not known.
-        accumulation_steps: micro-batches of one optimizer step.
-        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
-        useful_size: up to here sizes are of use however long their step takes.
-    """
-
-    minimum: int = 1
-    maximum: int | None = None
-    multiple_of: int = 1
-    steps: int = 3
-    tolerance: float = 0.01
-    timeout: float = 120.0
-    verify_steps: int = 20
-    verify_timeout: float | None = None
-    verify_seconds: float | None = None
-    no_oom: bool = False
-    throughput: bool = True
-    timing_seconds: float = SECONDS_PER_POINT
-    flops: bool = True
-    accumulation_steps: int = 1
-    max_step_seconds: float | None = None
-    useful_size: int = 1
 
 
 class Probe:
@@ -101,8 +60,7 @@ class Probe:
         self.throughput: list[ThroughputPoint] = []
         self._started = time.perf_counter()
         self._verified: Attempt | None = None
-        self._cut_short: list[Attempt] = []  # final checks that were out of memory before their last step
-        self._evaluated: list[Attempt] = []  # those that were after it: in evaluation or saving
+        self._checks: list[Check] = []
         self._too_slow_above: int | None = None
         facts = worker.start()
         worker.prepare()  # the final check's
@@ -214,11 +172,10 @@ class Probe:
 
     def _reasons(self) -> list[str]:
         """Why memory ended, where that is known and not the batch of a training step."""
-        checks = [each for each in self.attempts if each.purpose == "verify"]
         passed = self._verified.batch_size if self._verified else 0
         return [
-            *kept_warnings(checks, self._cut_short),
-            *evaluation_warnings(self._evaluated, passed, self._options.tolerance),
+            *kept_warnings([each.attempt for each in self._checks], cut_short(self._checks)),
+            *evaluation_warnings(evaluated(self._checks), passed, self._options.tolerance),
             *(mapping_warnings(self.attempts) if self._facts["device"] == "cpu" else []),
         ]
 
@@ -237,7 +194,7 @@ class Probe:
 
     def _search(self, bounds: Bounds, steps: int, *, verify: bool) -> None:
         while True:
-            counted = [each for each in self.attempts if each.purpose == "verify"] if verify else self.attempts
+            counted = [each.attempt for each in self._checks] if verify else self.attempts
             choice = next_size(counted, self._within_time(bounds), self._limit, self._prior)
             if choice.batch_size is None:
                 self._observer.note(choice.reason)
@@ -264,7 +221,7 @@ class Probe:
         try:
             answer = self._worker.call(
                 "attempt",
-                timeout=self._check_timeout if verify else self._options.timeout,
+                timeout=(verify and self._options.verify_timeout) or self._options.timeout,
                 batch_size=batch_size,
                 steps=steps,
                 precision=self._precision,
@@ -282,38 +239,32 @@ class Probe:
                 limiting_rank=lost.rank,
             )
         self.attempts.append(attempt)
-        if verify and attempt.outcome == "oom":
-            (self._evaluated if attempt.steps == steps else self._cut_short).append(attempt)
+        if verify:
+            self._checks.append(Check(attempt, steps))
         self._observer.attempted(attempt)
         return attempt
 
     def _verify(self) -> None:
         """Runs the answer in a fresh process; where it fails there, backs off until a size passes.
 
-        By halves where training passes and evaluation does not, else by little at first. When that left a gap wider
-        than the tolerance, the gap is searched with attempts that evaluate and save, too.
+        When that left a gap wider than the tolerance, it is searched with attempts that evaluate and save, too.
         """
-        unit, tolerance = self._options.multiple_of, self._options.tolerance
-        least = -(-max(unit, self._options.minimum) // unit) * unit
-        size, failed, tries = bracket(self.attempts)[0], None, 0
+        size, failed = bracket(self.attempts)[0], None
         while not self._verify_at(size):
-            if all((each.purpose, each.outcome) == ("verify", "timeout") for each in self.attempts[-_MOST_SILENCES:]):
-                raise self._silent_check()
-            share = max(tolerance / 2, _BACKOFF) * 2 ** max(0, tries + 1 - _EVEN_BACKOFFS)
-            if self.attempts[-1].outcome == "timeout" or self.attempts[-2:] == self._evaluated[-2:]:
-                share = 0.5  # twice in evaluation: that needs more than training does, and nobody knows how much
-            failed, tries = size, tries + 1
-            if failed <= least:
+            silent = silence(self._checks, self._options)
+            if silent is not None:
+                raise silent
+            smaller = size_below(self._checks, self._options)
+            if smaller is None:
                 raise self._nothing_fits()
-            size = max(least, (size - max(unit, int(min(0.5, share) * size))) // unit * unit)
-        if failed is not None and failed - size > max(unit, int(tolerance * failed)):
+            failed, size = size, smaller
+        if failed is None:
+            self._look_above()
+        elif failed - size > max(self._options.multiple_of, int(self._options.tolerance * failed)):
             proven = size
             self._search(replace(self._bounds, minimum=size), self._options.steps, verify=True)
-            checked = [each for each in self.attempts if each.purpose == "verify" and each.fits]
-            above = sorted({each.batch_size for each in checked if each.batch_size > proven}, reverse=True)
-            any(self._verify_at(size) for size in above)
-        elif failed is None:
-            self._look_above()
+            passed = {each.attempt.batch_size for each in self._checks if each.attempt.fits}
+            any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
 
     def _look_above(self) -> None:
         """Where the fresh process took much less than the search's, goes on above the answer, always in fresh ones."""
@@ -321,14 +272,14 @@ class Probe:
         least = max(self._options.tolerance / 2, _NOTICED) * (self._limit or 0)
         searched = as_in_fresh_process(self.attempts[:-1], self._verified, least)
         while searched is not None:
-            checked = [each for each in self.attempts if each.purpose == "verify"]
+            checked = [each.attempt for each in self._checks]
             choice = next_size([*searched, *checked], self._within_time(self._bounds), self._limit, self._prior)
             if choice.batch_size is None:
                 return
             self._verify_at(choice.batch_size)
 
     def _verify_at(self, size: int) -> bool:
-        steps = self._steps_to_verify()
+        steps = steps_to_verify(self.attempts, self._options)
         self._worker.renew()
         self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
         attempt = self._attempt(size, steps, verify=True)
@@ -339,26 +290,6 @@ class Probe:
         if attempt.fits:
             self._verified = attempt
         return attempt.fits
-
-    @property
-    def _check_timeout(self) -> float:
-        return self._options.verify_timeout or self._options.timeout
-
-    def _steps_to_verify(self) -> int:
-        """As many as asked for, or as there is time for by the slowest fit so far."""
-        most, seconds = self._options.verify_steps, self._options.verify_seconds
-        slowest = max((each.step_seconds or 0.0 for each in self.attempts if each.fits), default=0.0)
-        if seconds is None or not slowest:
-            return most
-        return max(min(self._options.steps, most), min(most, int(seconds / slowest)))
-
-    def _silent_check(self) -> NothingFitsError:
-        sizes = " and ".join(str(each.batch_size) for each in self.attempts[-_MOST_SILENCES:])
-        return NothingFitsError(
-            f"nothing passes the final check: it said nothing for {self._check_timeout:g} s at batch sizes {sizes}, "
-            "most likely in evaluation or saving, since the training steps of the search passed; "
-            "make evaluate() quicker, or raise --timeout of probe if that really takes so long"
-        )
 
     def _nothing_fits(self) -> BatchtuneError:
         failed = [attempt for attempt in self.attempts if not attempt.fits]

@@ -8,6 +8,7 @@ from typing import Literal
 from batchtune.results import CurvePoint, Trial
 
 Kind = Literal["time_to_target", "energy_to_target", "best_metric"]
+Goal = Literal["minimize", "maximize"]  # of the metric
 
 
 @dataclass(frozen=True, slots=True)

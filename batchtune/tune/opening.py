@@ -7,7 +7,7 @@ from typing import Any
 from batchtune.config import Config
 from batchtune.errors import DeviceError, UsageError
 from batchtune.probe.curve import SECONDS_PER_POINT
-from batchtune.probe.runner import ProbeOptions
+from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS
 from batchtune.progress import Observer
 from batchtune.task.spec import file_hash

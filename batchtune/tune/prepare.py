@@ -93,7 +93,7 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
     started = time.perf_counter()
     micro, micro_reason = _split(config, probe, worker)
     loading = _loader_seconds(config, probe, worker)
-    probe = with_loading(probe, loading, overlaps=loading_overlaps(facts["device"]))
+    probe = with_loading(probe, loading, facts["device"])
     chosen, base = candidates(config, probe, facts["train_size"]), config.baseline
     noise, test, start, skipped = _measure(config, probe, worker, chosen.batch_sizes)
     rate, decades, why = rate_belief(
@@ -122,11 +122,6 @@ def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: W
     believed = f"learning rate {rate:.2g} give or take {decades:.1f} decades"
     observer.note(f"start: batch {start}, {believed}: {prior.learning_rate_reason}")
     return prior
-
-
-def loading_overlaps(device: str) -> bool:
-    """Whether a device works while the process that trains loads the next batch."""
-    return not device.startswith("cpu")
 
 
 def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float | None:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.errors import UsageError
-from batchtune.report.units import number
-from batchtune.results import NoiseScale, Prior, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
+from batchtune.results import NoiseScale, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.tune.surface import Prior as SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
 _MEASURED_SPREAD = 0.3  # of log B_sat: runs are not just like timed steps and loading
-_INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 _TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
 _MEASURED_RATE_SPREAD = 0.3  # …and between the share of the range test's rate and the best
@@ -138,41 +136,21 @@ def _even(batch_size: int, largest: int, multiple_of: int) -> int:
     return batch_size // (steps * multiple_of) * steps * multiple_of
 
 
-def with_loading(probe: ProbeResult, loader_seconds: float | None, *, overlaps: bool) -> ProbeResult:
+def with_loading(probe: ProbeResult, loader_seconds: float | None, device: str) -> ProbeResult:
     """The probe with the step time of training on data that must be loaded: t(B) = alpha + beta * B with another beta.
 
     Args:
         probe: whose steps were timed on a batch that was there.
         loader_seconds: to load a sample in the process that trains; None: not known.
-        overlaps: the device works while the next batch is loaded, as a GPU does; a CPU does one after the other.
+        device: of the training: a CPU loads and then trains, any other works while the next batch is loaded.
     """
     fit = probe.throughput_fit
     if fit is None or not loader_seconds:
         return probe
     step = fit.beta_seconds_per_sample
-    beta = max(step, loader_seconds) if overlaps else step + loader_seconds
+    beta = step + loader_seconds if device.startswith("cpu") else max(step, loader_seconds)
     loaded = {"beta_seconds_per_sample": beta, "saturation_batch_size": fit.alpha_seconds / beta}
     return probe.model_copy(update={"throughput_fit": fit.model_copy(update=loaded)})
-
-
-def loading_warnings(probe: ProbeResult, prior: Prior, *, overlaps: bool) -> list[str]:
-    """One where steps at the batch size that the search starts with wait for their data for most of the time.
-
-    Args:
-        probe: whose steps were timed on a batch that was there.
-        prior: what was measured of loading.
-        overlaps: as in `with_loading`.
-    """
-    alone, size, seconds = probe.throughput_fit, prior.start_batch_size, prior.loader_seconds_per_sample
-    loaded = with_loading(probe, seconds, overlaps=overlaps).throughput_fit
-    if alone is None or loaded is None or not seconds or not size:
-        return []
-    slower = step_seconds(loaded, size) / max(step_seconds(alone, size), 1e-9)
-    if slower < _INPUT_BOUND:
-        return []
-    rate = f"{1 / seconds:,.0f} samples/s"
-    told = f"input-bound: loading data ({rate}) makes steps at batch {size} {number(slower)} times as long"
-    return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
 
 
 def step_seconds(fit: ThroughputFit, batch_size: int) -> float:

@@ -9,7 +9,6 @@ from optuna import Study
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.tune.recommend import time_to_value
 from batchtune.tune.sampler import require_minimizing
 
 MILLISECOND = 1e-3
@@ -99,5 +98,5 @@ class TimeToValuePruner(BasePruner):
             return math.inf
         reached = min(self._sign * value for value in trial.intermediate_values.values())
         curve = [(step * self._step, self._sign * value) for step, value in sorted(best.intermediate_values.items())]
-        same = time_to_value(curve, reached)
+        same = next((seconds for seconds, value in curve if value <= reached), None)
         return 0.0 if same is None else trial.last_step * self._step / max(same, curve[0][0], MILLISECOND)

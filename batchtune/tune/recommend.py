@@ -1,60 +1,22 @@
-"""From trials to a recommendation: the target, the finalists, intervals over seeds, and an honest sentence."""
+"""From trials to a recommendation: the finalists, the winner among them, and an honest sentence."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from batchtune.results import CurvePoint, Interval, Recommendation, Trial, Value
-from batchtune.tune.cost import JOULES, SECONDS, Cost, Kind, cost_of
+from batchtune.results import Interval, Recommendation, Trial, Value
+from batchtune.tune.cost import JOULES, SECONDS, Cost, Goal, Kind, cost_of
+from batchtune.tune.intervals import CONFIDENCE, median_interval, ratio_interval
 from batchtune.tune.records import FAILED, FAILED_FOR_GOOD
 
-LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
-TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
-CONFIDENCE = 0.9
 LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
-_RESAMPLES = 4000
 _WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
-_MAX_ENUMERATED = 5**5
-Goal = Literal["minimize", "maximize"]
 Config = tuple[int, float, str, tuple[tuple[str, Value], ...]]
 Expected = Mapping[Config, float]  # logarithm of what a configuration costs on average, by all runs together
-
-
-def time_to_value(curve: Sequence[tuple[float, float]], value: float) -> float | None:
-    """The first time at which a curve of (seconds, value), lower is better, is at or below `value`."""
-    return next((seconds for seconds, at in curve if at <= value), None)
-
-
-def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:
-    """The target that the baseline's own run sets: what it reached, with a little room for other seeds.
-
-    The value held at 80 % of the time at which the run was best, but from 1 % to 5 % of the whole improvement short of
-    that best. The first serves curves that still fall, the bounds those that level off or were seldom looked at.
-
-    Returns:
-        The value and the sentence why; None where the run never improved on its start.
-    """
-    sign = 1.0 if goal == "minimize" else -1.0
-    falling = [(point.seconds, sign * point.value) for point in curve if point.value is not None]
-    if len(falling) < 2:  # noqa: PLR2004 - a start and nothing after it
-        return None
-    start = falling[0][1]
-    best_at, best = min(falling, key=lambda point: point[1])
-    if not best < start:
-        return None
-    early = [value for seconds, value in falling if seconds <= TARGET_TIME * best_at]
-    slack = (min(early, default=best) - best) / (start - best)
-    target = best + min(max(slack, LEAST_SLACK), MOST_SLACK) * (start - best)
-    reached = (start - target) / (start - best)
-    reason = f"{reached:.1%} of the way from {sign * start:.4g} to {sign * best:.4g}, the best that"
-    return sign * target, f"{reason} the baseline reached in its budget"
 
 
 def config_of(trial: Trial) -> Config:
@@ -110,38 +72,6 @@ def _worth(trial: Trial, expected: Expected | None, *, kind: Kind, goal: Goal) -
         return expected.get(config_of(trial), math.inf)
     value = score(trial, kind=kind, goal=goal)
     return math.inf if value is None else value
-
-
-def median_interval(values: Sequence[float]) -> Interval:
-    """The median of a few runs with its bootstrap interval."""
-    return _interval(statistics.median(values), [statistics.median(each) for each in _resamples(values)])
-
-
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """The ratio of two medians with its bootstrap interval over both."""
-    above = [statistics.median(each) for each in _resamples(numerators)]
-    below = [statistics.median(each) for each in _resamples(denominators)]
-    generator = random.Random(0)
-    pairs = (
-        list(itertools.product(above, below))
-        if len(above) * len(below) <= _MAX_ENUMERATED
-        else [(generator.choice(above), generator.choice(below)) for _ in range(_RESAMPLES)]
-    )
-    return _interval(statistics.median(numerators) / statistics.median(denominators), [a / b for a, b in pairs])
-
-
-def _resamples(values: Sequence[float]) -> list[tuple[float, ...]]:
-    """Every resample where they can be counted out, else a fixed number drawn with a fixed seed."""
-    if len(values) ** len(values) <= _MAX_ENUMERATED:
-        return list(itertools.product(values, repeat=len(values)))
-    generator = random.Random(0)
-    return [tuple(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
-
-
-def _interval(median: float, resampled: list[float]) -> Interval:
-    ordered = sorted(resampled)
-    cut = int((1 - CONFIDENCE) / 2 * len(ordered))
-    return Interval(median=median, low=min(median, ordered[cut]), high=max(median, ordered[-1 - cut]))
 
 
 def recommend(

@@ -33,17 +33,17 @@ from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.crew import Crew, OneAtATime, require_executor
 from batchtune.tune.opening import identity_of, open_task, probe_options, worker_settings
-from batchtune.tune.prepare import loading_overlaps, prepare
-from batchtune.tune.prior import Candidates, loading_warnings, with_loading
+from batchtune.tune.prepare import prepare
+from batchtune.tune.prior import Candidates, with_loading
 from batchtune.tune.scaling import can_scale, scaling, split
 from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import Plan, TuneStudy
+from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, loading_warnings, search_warnings
 
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
 _Kind = TypeVar("_Kind", bound=BaseException)
-_NOT_SEARCHED = "no other configuration was tried"
 
 
 def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = ROOT) -> Result:
@@ -272,10 +272,9 @@ class _Tuning:
         return self._probe.run()
 
     def _plan(self, probe: ProbeResult, prior: Prior, precisions: list[str]) -> Plan:
-        overlaps = loading_overlaps(self._facts["device"])
         return Plan(
             config=self._config,
-            probe=with_loading(probe, prior.loader_seconds_per_sample, overlaps=overlaps),
+            probe=with_loading(probe, prior.loader_seconds_per_sample, self._facts["device"]),
             candidates=Candidates(tuple(prior.batch_sizes), prior.batch_sizes_reason),
             precisions=precisions,
             optimizer=self._facts["optimizer"],
@@ -313,15 +312,9 @@ class _Tuning:
     def _warnings(self, status: str, trials: list[Trial]) -> list[str]:
         found = self._probe.warnings() if self._probe else []
         if self._probe is None and self._probed is not None and self.earlier is not None:
-            found = [warning for warning in self.earlier.warnings if not warning.startswith(_NOT_SEARCHED)]
+            found = [warning for warning in self.earlier.warnings if not warning.startswith(NOT_SEARCHED)]
         if self._probed is not None and self._prior is not None and self._facts:
-            found += loading_warnings(self._probed, self._prior, overlaps=loading_overlaps(self._facts["device"]))
-        most, base = self._probed.max_batch_size if self._probed else None, self._config.baseline.batch_size
-        if most is not None and self._probed and self._probed.limited_by == "max" and base > most:
-            found.append(
-                f"the baseline's batch {base} is above what batch_size allows ({most} at once): it was measured in "
-                "accumulated micro-batches, which may be slower than what you run today"
-            )
-        if status == "complete" and not any(trial.role == "search" and trial.outcome for trial in trials):
-            found.append(f"{_NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again")
-        return found
+            found += loading_warnings(self._probed, self._prior, self._facts["device"])
+        if self._probed is not None:
+            found += baseline_warnings(self._probed, self._config.baseline.batch_size)
+        return found + (search_warnings(trials) if status == "complete" else [])

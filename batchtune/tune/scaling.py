@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.results import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
-from batchtune.tune.recommend import TIED, Config, config_of, median_interval
+from batchtune.tune.intervals import median_interval
+from batchtune.tune.recommend import TIED, Config, config_of
 
 WORLD_SIZES = (1, 2, 4, 8)
 

@@ -33,7 +33,7 @@ from batchtune.progress import Observer
 from batchtune.results import Recommendation, Result, Trial
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker, WorkerSettings
-from batchtune.tune.recommend import median_interval, ratio_interval
+from batchtune.tune.intervals import median_interval, ratio_interval
 from batchtune.tune.workers import TrialRun, run_trial
 
 FIVE_MINUTES = ("charlm", ["budget.total=5m", "budget.run=30s", "objective.target=2.1"])  # no recipe takes as long

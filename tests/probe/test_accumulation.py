@@ -2,7 +2,8 @@
 
 import pytest
 
-from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.runner import Probe
 from batchtune.progress import Observer
 from batchtune.results import Attempt, ThroughputPoint
 

@@ -5,7 +5,8 @@ import importlib
 import pytest
 
 from batchtune.estimate.foresight import Foreseen
-from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.runner import Probe
 from batchtune.progress import Observer
 from batchtune.results import Attempt
 from batchtune.train.worker import WorkerSettings

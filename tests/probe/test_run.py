@@ -8,7 +8,7 @@ import batchtune
 from batchtune.device.sharing import Sharing
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.probe import run
-from batchtune.probe.runner import ProbeOptions
+from batchtune.probe.options import ProbeOptions
 from batchtune.progress import Observer
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint

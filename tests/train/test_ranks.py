@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batchtune.probe.runner import Probe, ProbeOptions
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.runner import Probe
 from batchtune.progress import Observer
 from batchtune.train.ranks import RankGroup
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings

@@ -11,11 +11,11 @@ from batchtune.tune.prepare import (
     PRIOR_SHARE,
     affordable_noise_scale,
     affordable_range_test,
-    loading_overlaps,
     prepare,
     require,
 )
-from batchtune.tune.prior import loading_warnings, with_loading
+from batchtune.tune.prior import with_loading
+from batchtune.tune.warnings import loading_warnings
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {
@@ -98,15 +98,15 @@ def test_data_that_is_slow_to_load_makes_small_batches_worth_trying():
 
 @pytest.mark.parametrize(("device", "per_sample"), [("cpu", BETA + 1 / 500), ("cuda:0", 1 / 500)])
 def test_a_step_on_loaded_data_takes_longer_and_a_gpu_works_meanwhile(device, per_sample):
-    loaded = with_loading(probe(), 1 / 500, overlaps=loading_overlaps(device)).throughput_fit
+    loaded = with_loading(probe(), 1 / 500, device).throughput_fit
     assert (loaded.alpha_seconds, loaded.beta_seconds_per_sample) == (ALPHA, pytest.approx(per_sample))
     assert loaded.saturation_batch_size == pytest.approx(ALPHA / per_sample)
-    assert with_loading(probe(), None, overlaps=False) == probe()
+    assert with_loading(probe(), None, "cpu") == probe()
 
 
 def test_runs_that_mostly_wait_for_their_data_are_warned_of():
     def warned(loads):
-        return loading_warnings(probe(), prepared(Answers(loads=loads), run=3600.0), overlaps=False)
+        return loading_warnings(probe(), prepared(Answers(loads=loads), run=3600.0), "cpu")
 
     (told,) = warned(500.0)
     assert told.startswith("input-bound: loading data (500 samples/s) makes steps at batch 4 6.71 times as long")

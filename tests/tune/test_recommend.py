@@ -2,15 +2,8 @@ import math
 
 import pytest
 
-from batchtune.results import CurvePoint, Trial
-from batchtune.tune.recommend import (
-    automatic_target,
-    config_of,
-    finalists,
-    median_interval,
-    ratio_interval,
-    recommend,
-)
+from batchtune.results import Trial
+from batchtune.tune.recommend import config_of, finalists, recommend
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):
@@ -36,36 +29,6 @@ def confirmed(*groups):
     for (batch, rate), times in groups:
         trials += [trial(len(trials) + n, "confirm", batch, rate, seconds) for n, seconds in enumerate(times)]
     return trials
-
-
-def curve(*values):
-    return [CurvePoint(seconds=float(n), samples=n * 10, value=value) for n, value in enumerate(values)]
-
-
-def test_a_falling_curve_sets_the_value_it_held_at_80_percent_of_the_time():
-    target, _ = automatic_target(curve(10, 6, 4, 2, 1, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0), "minimize")
-    assert target == 0.2
-
-
-def test_a_curve_that_was_looked_at_twice_still_sets_a_hard_target():
-    target, _ = automatic_target(curve(10, 9, 0), "minimize")
-    assert target == pytest.approx(0.5)
-
-
-def test_a_level_curve_sets_its_best_less_one_percent_of_the_improvement():
-    target, _ = automatic_target(curve(10, 1, 0.5, 0.02, 0.01, 0.005, 0.004, 0.003, 0.002, 0.0), "minimize")
-    assert target == pytest.approx(0.1)
-
-
-def test_accuracy_sets_a_target_from_above():
-    target, reason = automatic_target(curve(0.1, 0.5, 0.9, 0.95, 0.96, 0.96), "maximize")
-    assert 0.9 <= target < 0.96
-    assert "0.1 to 0.96" in reason
-
-
-@pytest.mark.parametrize("values", [(2.0,), (2.0, 2.0, 2.0), (2.0, 3.0, None)])
-def test_a_run_that_never_improves_sets_no_target(values):
-    assert automatic_target(curve(*values), "minimize") is None
 
 
 def test_finalists_are_the_fastest_distinct_configurations_without_the_baseline():
@@ -235,20 +198,6 @@ def test_one_fresh_seed_each_must_tell_more_than_chance_does(contender, size):
 def test_the_seeds_of_either_side_are_counted():
     trials = confirmed(((32, 1e-3), (10.0, 11.0)), ((64, 1e-2), (4.0, 4.1, 4.2)))
     assert "over 3 fresh seeds, baseline 2" in recommend(trials, kind="time_to_target", goal="minimize")[0].reason
-
-
-def test_intervals_hold_their_median_and_widen_with_the_spread():
-    narrow, wide = median_interval([1.0, 1.1, 1.2]), median_interval([0.5, 1.1, 2.0])
-    assert narrow.low <= narrow.median <= narrow.high
-    assert wide.high - wide.low > narrow.high - narrow.low
-    assert ratio_interval([2.0], [1.0]).median == 2.0
-
-
-def test_many_seeds_are_resampled_without_counting_every_case():
-    values = [1 + 0.01 * n for n in range(12)]
-    first, second = ratio_interval(values, values), ratio_interval(values, values)
-    assert first == second
-    assert first.low < 1 < first.high
 
 
 def with_misses(*, misses=0, divergences=0, failures=0, reached=(4.0, 4.5, 5.0)):

@@ -1,0 +1,48 @@
+"""What a probe is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchtune.probe.curve import SECONDS_PER_POINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What a probe is asked for; the command line's options under their own names.
+
+    Attributes:
+        minimum: smallest micro-batch size.
+        maximum: largest micro-batch size, or None for no cap but the data set's.
+        multiple_of: only multiples are tried.
+        steps: optimizer steps of one attempt.
+        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
+        timeout: seconds after which a silent attempt counts as hanging.
+        verify_steps: optimizer steps of the final check in a fresh process.
+        verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
+        verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
+        no_oom: try only sizes that are predicted to fit even at worst.
+        throughput: also time steps at several sizes.
+        timing_seconds: of each of them.
+        flops: count those of a sample even where the device's peak is not known.
+        accumulation_steps: micro-batches of one optimizer step.
+        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+        useful_size: up to here sizes are of use however long their step takes.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    multiple_of: int = 1
+    steps: int = 3
+    tolerance: float = 0.01
+    timeout: float = 120.0
+    verify_steps: int = 20
+    verify_timeout: float | None = None
+    verify_seconds: float | None = None
+    no_oom: bool = False
+    throughput: bool = True
+    timing_seconds: float = SECONDS_PER_POINT
+    flops: bool = True
+    accumulation_steps: int = 1
+    max_step_seconds: float | None = None
+    useful_size: int = 1
