@@ -122,10 +122,14 @@ class Stopwatch(Observer):
         self._started = time.perf_counter()
         self.first_run: float | None = None
         self.last_run = 0.0
+        self.timing: float | None = None  # when the probe began to time steps, which prior and first run follow
 
     @property
     def now(self) -> float:
         return time.perf_counter() - self._started
+
+    def stage(self, name: str) -> None:
+        self.timing = self.now if name == "timing steps" else self.timing
 
     def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
         self.first_run = self.now if self.first_run is None else self.first_run
@@ -145,15 +149,16 @@ def overhead(result: Result, watch: Stopwatch) -> str:
     evaluating = sum(trial.evaluation_seconds or 0.0 for trial in trials)
     around = watch.first_run + wall_seconds - watch.last_run
     each = (wall_seconds - around - training - evaluating) / len(trials)
-    steps = sum(attempt.seconds for attempt in probe.attempts) + (prior.seconds if prior else 0.0)
+    steps = sum(attempt.seconds for attempt in probe.attempts)  # those of the prior are within what follows
+    steps += watch.first_run - (watch.timing if watch.timing is not None else watch.first_run)
     rest = wall_seconds - training - evaluating
     parts = {"training": training, "evaluation": evaluating, "neither": rest}
     shares = ", ".join(f"{what} {part:.1f} s ({part / wall_seconds:.1%})" for what, part in parts.items())
     return (
         f"Study: {wall_seconds:.0f} s of wall clock, {len(trials)} runs, {sum(len(trial.curve) for trial in trials)} "
         f"evaluations: {shares} (goal: neither for at most 5 % of 5 minutes). That is {around:.1f} s before the first "
-        f"and after the last run, of which attempts, noise scale and range test trained for {steps:.1f} s, and "
-        f"{each:.2f} s with each run, its warm-up steps included."
+        f"and after the last run, of which attempts, timed steps, noise scale and range test trained for {steps:.1f} s "
+        f"({(rest - steps) / wall_seconds:.1%} without these), and {each:.2f} s with each run, its warm-up steps included."
     )
 
 
