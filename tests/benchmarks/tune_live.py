@@ -140,7 +140,7 @@ class Stopwatch(Observer):
 
 def overhead(result: Result, watch: Stopwatch) -> str:
     """Where the study's wall clock went."""
-    wall_seconds, trials, probe, prior = watch.now, result.trials or [], result.probe, result.prior
+    wall_seconds, trials, probe = watch.now, result.trials or [], result.probe
     assert probe is not None
     assert watch.first_run is not None
     seconds = [trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials]
@@ -152,13 +152,14 @@ def overhead(result: Result, watch: Stopwatch) -> str:
     steps = sum(attempt.seconds for attempt in probe.attempts)  # those of the prior are within what follows
     steps += watch.first_run - (watch.timing if watch.timing is not None else watch.first_run)
     rest = wall_seconds - training - evaluating
+    without = f"{(rest - steps) / wall_seconds:.1%} without these"
     parts = {"training": training, "evaluation": evaluating, "neither": rest}
     shares = ", ".join(f"{what} {part:.1f} s ({part / wall_seconds:.1%})" for what, part in parts.items())
     return (
         f"Study: {wall_seconds:.0f} s of wall clock, {len(trials)} runs, {sum(len(trial.curve) for trial in trials)} "
         f"evaluations: {shares} (goal: neither for at most 5 % of 5 minutes). That is {around:.1f} s before the first "
         f"and after the last run, of which attempts, timed steps, noise scale and range test trained for {steps:.1f} s "
-        f"({(rest - steps) / wall_seconds:.1%} without these), and {each:.2f} s with each run, its warm-up steps included."
+        f"({without}), and {each:.2f} s with each run, its warm-up steps included."
     )
 
 
