@@ -25,6 +25,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from batchtune.errors import without_passwords
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
+Goal = Literal["minimize", "maximize"]  # of the metric
+Kind = Literal["time_to_target", "energy_to_target", "best_metric"]  # of the objective
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _UNIT_BYTES = {"": 1, "b": 1} | {
@@ -198,12 +200,12 @@ class Baseline(Section):
 class Objective(Section):
     """What makes one configuration better than another."""
 
-    kind: Literal["time_to_target", "energy_to_target", "best_metric"] = Field(
+    kind: Kind = Field(
         default="time_to_target",
         description="What is least: training seconds or joules until the target; or the best value within budget.run.",
     )
     metric: Annotated[str, Field(min_length=1)] = "val_loss"
-    goal: Literal["minimize", "maximize"] = "minimize"
+    goal: Goal = "minimize"
     target: Annotated[float, Field(allow_inf_nan=False), NoSwitch] | Literal["auto"] = Field(
         default="auto", description="auto: what the baseline reaches within budget.run."
     )

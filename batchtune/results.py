@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune import __version__
+from batchtune.config import Goal, Kind
 from batchtune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -319,8 +320,8 @@ class Target(Record):
     """The metric value that counts as solved."""
 
     metric: Text
-    goal: Literal["minimize", "maximize"]
-    kind: Literal["time_to_target", "energy_to_target", "best_metric"] | None = Field(
+    goal: Goal
+    kind: Kind | None = Field(
         default=None, description="What the study wants the least of until there, or the best metric."
     )
     value: Figure = None

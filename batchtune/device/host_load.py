@@ -1,4 +1,4 @@
-"""How much of the host's processors other programs used while something was timed."""
+"""The host's processors: how many there are for us, and how much of them other programs used meanwhile."""
 
 from __future__ import annotations
 
@@ -50,3 +50,8 @@ def _busy_seconds() -> float | None:
         return sum(int(fields[index]) for index in _BUSY) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+
+
+def processors() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

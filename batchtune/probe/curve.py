@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from batchtune.device.gpus import peak_flops
 from batchtune.errors import UserCodeError
-from batchtune.probe.throughput import with_flops
+from batchtune.probe.throughput import SECONDS_PER_POINT, with_flops
 from batchtune.progress import Observer
 from batchtune.results import ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
-
-SECONDS_PER_POINT = 1.0
 
 
 def measure_curve(

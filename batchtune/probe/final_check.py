@@ -1,4 +1,4 @@
-"""The final check in a fresh process: how long it is, and which size comes next when one did not pass it."""
+"""The final check in a fresh process: how long it is, which size is next when one did not pass, when to give up."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cut_short(checks: Sequence[Check]) -> list[Attempt]:
     return [each.attempt for each in checks if each.attempt.outcome == "oom" and each.attempt.steps < each.steps]
 
 
-def evaluated(checks: Sequence[Check]) -> list[Attempt]:
+def out_in_evaluation(checks: Sequence[Check]) -> list[Attempt]:
     """Those that were out of memory after their last step: in evaluation or saving."""
     return [each.attempt for each in checks if each.attempt.outcome == "oom" and each.attempt.steps == each.steps]
 
@@ -61,18 +61,18 @@ def size_below(checks: Sequence[Check], options: ProbeOptions) -> int | None:
     if failed.batch_size <= least:
         return None
     share = max(options.tolerance / 2, _BACKOFF) * 2 ** max(0, len(checks) - _EVEN_BACKOFFS)
-    if failed.outcome == "timeout" or len(evaluated(checks[-2:])) == 2:  # noqa: PLR2004 - twice in a row
+    if failed.outcome == "timeout" or len(out_in_evaluation(checks[-2:])) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
     smaller = failed.batch_size - max(unit, int(min(_HALF, share) * failed.batch_size))
     return max(least, smaller // unit * unit)
 
 
-def silence(checks: Sequence[Check], options: ProbeOptions) -> NothingFitsError | None:
+def silent_twice(checks: Sequence[Check], options: ProbeOptions) -> NothingFitsError | None:
     """The error where the check fell silent again at half the size."""
     last = [each.attempt for each in checks[-_MOST_SILENCES:]]
     if len(last) < _MOST_SILENCES or any(each.outcome != "timeout" for each in last):
         return None
-    sizes, seconds = " and ".join(str(each.batch_size) for each in last), options.verify_timeout or options.timeout
+    sizes, seconds = " and ".join(str(each.batch_size) for each in last), options.check_timeout
     return NothingFitsError(
         f"nothing passes the final check: it said nothing for {seconds:g} s at batch sizes {sizes}, most likely in "
         "evaluation or saving, since the training steps of the search passed; make evaluate() quicker, or raise "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from batchtune.device.host_load import processors
 from batchtune.errors import UserCodeError
 from batchtune.progress import Observer
 from batchtune.report.units import number
@@ -72,11 +72,6 @@ def _time(worker: Worker, batch_size: int, setting: Setting, timeout: float) -> 
     except (WorkerLost, UserCodeError) as error:
         return LoaderPoint(**setting._asdict(), message=str(error))
     return LoaderPoint.model_validate(answer)
-
-
-def processors() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def batch_to_feed(probe: ProbeResult) -> tuple[ThroughputPoint, str]:

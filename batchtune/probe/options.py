@@ -1,15 +1,15 @@
-"""What a probe is asked for."""
+"""What a probe is asked for, by the command line or by a study, and what holds where nothing is said."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchtune.probe.curve import SECONDS_PER_POINT
+from batchtune.probe.throughput import SECONDS_PER_POINT
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What a probe is asked for; the command line's options under their own names.
+    """What a probe is asked for; where the command line has it as an option, under the same name.
 
     Attributes:
         minimum: smallest micro-batch size.
@@ -46,3 +46,8 @@ class ProbeOptions:
     accumulation_steps: int = 1
     max_step_seconds: float | None = None
     useful_size: int = 1
+
+    @property
+    def check_timeout(self) -> float:
+        """Seconds after which a silent final check counts as hanging."""
+        return self.verify_timeout or self.timeout

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.probe.curve import add_flops, measure_curve
-from batchtune.probe.final_check import Check, cut_short, evaluated, silence, size_below, steps_to_verify
+from batchtune.probe.final_check import Check, cut_short, out_in_evaluation, silent_twice, size_below, steps_to_verify
 from batchtune.probe.memory_model import Prior
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.scaling import Times, data_parallel, measure_times
@@ -41,7 +41,7 @@ class Probe:
         options: what to search for.
         precision: bf16, fp16, fp32 or tf32.
         observer: told of every attempt.
-        known: attempts of an earlier, interrupted start.
+        known: attempts of the search in an earlier, interrupted start.
         prior: peak reserved bytes by batch size as estimated; it chooses where to look, never the answer.
     """
 
@@ -175,7 +175,7 @@ class Probe:
         passed = self._verified.batch_size if self._verified else 0
         return [
             *kept_warnings([each.attempt for each in self._checks], cut_short(self._checks)),
-            *evaluation_warnings(evaluated(self._checks), passed, self._options.tolerance),
+            *evaluation_warnings(out_in_evaluation(self._checks), passed, self._options.tolerance),
             *(mapping_warnings(self.attempts) if self._facts["device"] == "cpu" else []),
         ]
 
@@ -221,7 +221,7 @@ class Probe:
         try:
             answer = self._worker.call(
                 "attempt",
-                timeout=(verify and self._options.verify_timeout) or self._options.timeout,
+                timeout=self._options.check_timeout if verify else self._options.timeout,
                 batch_size=batch_size,
                 steps=steps,
                 precision=self._precision,
@@ -251,7 +251,7 @@ class Probe:
         """
         size, failed = bracket(self.attempts)[0], None
         while not self._verify_at(size):
-            silent = silence(self._checks, self._options)
+            silent = silent_twice(self._checks, self._options)
             if silent is not None:
                 raise silent
             smaller = size_below(self._checks, self._options)

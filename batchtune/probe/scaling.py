@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchtune.errors import BatchtuneError, UserCodeError
-from batchtune.probe.curve import SECONDS_PER_POINT
+from batchtune.probe.throughput import SECONDS_PER_POINT
 from batchtune.progress import Observer
 from batchtune.results import Attempt, DataParallel, ThroughputPoint
 from batchtune.train.ranks import RankGroup

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from batchtune.results import ThroughputFit, ThroughputPoint
 
 MAX_POINTS = 8
+SECONDS_PER_POINT = 1.0
 _APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
 _SAME_FLOPS = 0.001

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from batchtune.config import Goal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class RunSpec:
     precision: str
     seed: int
     metric: str
-    goal: Literal["minimize", "maximize"]
+    goal: Goal
     target: float | None
     limit_seconds: float
     evaluate_every: float | None

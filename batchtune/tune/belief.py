@@ -8,7 +8,7 @@ from optuna.trial import FrozenTrial
 
 from batchtune.tune.plan import Plan
 from batchtune.tune.prior import rate_belief, surface_prior
-from batchtune.tune.recommend import Config, config_of
+from batchtune.tune.recommend import Configuration, config_of
 from batchtune.tune.records import to_record
 from batchtune.tune.sampler import TimeToTargetSampler
 from batchtune.tune.surface import Prior, Surface
@@ -33,7 +33,7 @@ def belief(plan: Plan) -> Prior:
 
 def expected_costs(
     sampler: TimeToTargetSampler, trials: Sequence[FrozenTrial], *, seed: int
-) -> dict[Config, float] | None:
+) -> dict[Configuration, float] | None:
     """What all runs together tell of the cost of each configuration that ran, as a logarithm.
 
     Args:

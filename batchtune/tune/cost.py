@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from batchtune.config import Kind
 from batchtune.results import CurvePoint, Trial
-
-Kind = Literal["time_to_target", "energy_to_target", "best_metric"]
-Goal = Literal["minimize", "maximize"]  # of the metric
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,93 +1,24 @@
-"""Several children that train at once, each on a device of its own: which device is whose, and how they share work."""
+"""Several children that train at once, each on a device of its own, and how they share work."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
 
-from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
+from batchtune.device.host_load import processors
+from batchtune.errors import BatchtuneError, RunInterrupted
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.tune.seats import count_workers, seats
 
 _LOOK_SECONDS = 0.2
 STOPPED = "stopped with the others"
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one worker trains: its device, and what its environment says of that."""
-
-    device: str
-    environment: Mapping[str, str]
-
-
-def count_workers(
-    asked: int | Literal["auto"], device: str, *, devices: int, processors: int, visible: str | None
-) -> int:
-    """How many workers there are to be.
-
-    Args:
-        asked: in the configuration.
-        device: the first worker's, as torch names it.
-        devices: of this kind that one process sees.
-        processors: that this process may use.
-        visible: `CUDA_VISIBLE_DEVICES`.
-
-    Raises:
-        DeviceError: there are fewer devices: two runs on one would slow each other down.
-        UsageError: the CPU has fewer processors.
-    """
-    if device == "cpu":
-        if asked != "auto" and asked > processors:
-            raise UsageError(f"workers {asked}: more than the {processors} processors here, so runs would share them")
-        return 1 if asked == "auto" else asked
-    here = max(devices, len(_entries(visible)))
-    if asked != "auto" and asked > here:
-        raise DeviceError(f"workers {asked}: there are only {here} devices, and runs that share one cannot be timed")
-    return here if asked == "auto" else asked
-
-
-def seats(device: str, count: int, *, devices: int, visible: str | None) -> list[Seat]:
-    """A place for each worker, the first one's first.
-
-    Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
-
-    Args:
-        device: the first worker's, as torch names it.
-        count: of workers.
-        devices: of this kind that one process sees.
-        visible: `CUDA_VISIBLE_DEVICES`.
-    """
-    kind, _, first = device.partition(":")
-    entries = _entries(visible) if kind == "cuda" else []
-    if kind == "cpu":
-        return [Seat("cpu", {})] * count
-    here = max(devices, len(entries), count)
-    numbers = [(int(first or 0) + number) % here for number in range(count)]
-    if len(entries) >= here:
-        return [Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
-    return [Seat(f"{kind}:{number}", {}) for number in numbers]
-
-
-def _entries(visible: str | None) -> list[str]:
-    return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
-
-
-def require_executor(executor: Literal["local", "ray"]) -> None:
-    """Refuses an executor that is not installed.
-
-    Raises:
-        UsageError: with the command that installs it.
-    """
-    if executor == "ray" and importlib.util.find_spec("ray") is None:
-        raise UsageError('executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"')
 
 
 class Member(Worker):
@@ -280,8 +211,3 @@ def work_alone(worker: Worker, step: Callable[[Worker], bool]) -> None:
     """Calls `step` until it says that there is nothing more to do."""
     while step(worker):
         pass
-
-
-def processors() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,8 +9,8 @@ from batchtune.train.run_spec import RunSpec
 from batchtune.tune.cost import JOULES, SECONDS, cost_of
 from batchtune.tune.ledger import Ledger, Role
 from batchtune.tune.plan import Plan
-from batchtune.tune.prior import split_batch
 from batchtune.tune.space import Space
+from batchtune.tune.steps import split_batch
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did

@@ -1,18 +1,16 @@
-"""What a study's configuration says: how its task is opened and probed, and what must not change while it goes on."""
+"""What a study's configuration says of how its task is opened and probed."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from typing import Any, Literal
 
 from batchtune.config import Config
 from batchtune.errors import DeviceError, UsageError
-from batchtune.probe.curve import SECONDS_PER_POINT
 from batchtune.probe.options import ProbeOptions
-from batchtune.probe.throughput import MAX_POINTS
+from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
 from batchtune.progress import Observer
-from batchtune.task.spec import file_hash
 from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
-from batchtune.tune.crew import require_executor
 from batchtune.tune.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
@@ -20,8 +18,15 @@ MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get 
 VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
 _LEAST_TIMING_SECONDS = 0.1  # of each size
 
-# More of the same may be measured under these.
-_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
+
+def require_executor(executor: Literal["local", "ray"]) -> None:
+    """Refuses an executor that is not installed.
+
+    Raises:
+        UsageError: with the command that installs it.
+    """
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise UsageError('executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"')
 
 
 def check(config: Config, observer: Observer) -> dict[str, Any]:
@@ -78,15 +83,3 @@ def probe_options(config: Config) -> ProbeOptions:
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         flops=False,
     )
-
-
-def identity_of(config: Config) -> dict[str, Any]:
-    """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, Any] = {"task": config.task, "the task's code": file_hash(config.task)}
-    for key, value in config.model_dump(mode="json").items():
-        if key == "budget":
-            flat["budget.run"] = value["run"]
-        elif key not in _FREE_TO_CHANGE:
-            sections = value if isinstance(value, dict) else {"": value}
-            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
-    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.errors import UsageError
-from batchtune.results import NoiseScale, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
-from batchtune.tune.surface import Prior as SurfacePrior
+from batchtune.results import NoiseScale, ProbeResult, RangeTest
+from batchtune.tune.surface import Prior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
 _LEAST_SATURATION = 0.1  # samples; a step without any fixed time is measurement error
 _MEASURED_SPREAD = 0.3  # of log B_sat: runs are not just like timed steps and loading
-_MOST_SPLITS = 4  # of a fixed global batch are timed
 _TODAY_SPREAD = 0.7  # decades between today's learning rate, doubled, and the best
 _MEASURED_RATE_SPREAD = 0.3  # …and between the share of the range test's rate and the best
 _OPEN_EDGE_SPREAD = 0.6  # …where the edge lies beyond the rates searched
@@ -30,47 +29,6 @@ class Candidates:
 
     batch_sizes: tuple[int, ...]
     reason: str
-
-
-def split_batch(batch_size: int, max_micro_batch_size: int) -> tuple[int, int]:
-    """(micro-batch size, accumulation steps) with the fewest steps whose micro-batches fit and divide evenly."""
-    for steps in range(math.ceil(batch_size / max_micro_batch_size), batch_size + 1):
-        if batch_size % steps == 0:
-            return batch_size // steps, steps
-    return 1, batch_size
-
-
-def splits_to_time(batch_size: int, probe: ProbeResult) -> list[int]:
-    """The micro-batch sizes worth timing for a fixed global batch, largest first.
-
-    The largest divisor that fits wins where a step's fixed time counts, a smaller one where caches do: so it is the
-    largest, and those down to an octave below the size with the best measured throughput.
-    """
-    largest = min(probe.max_batch_size or 1, batch_size)
-    fitting = [size for size in range(largest, 0, -1) if batch_size % size == 0]
-    best = max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
-    if best is None:
-        return fitting[:1]
-    return fitting[:1] + [size for size in fitting[1:_MOST_SPLITS] if 2 * size >= best.batch_size]
-
-
-def fastest_split(batch_size: int, timed: Sequence[ThroughputPoint]) -> tuple[int, str]:
-    """The micro-batch size that trains a fixed global batch fastest, and why; of two within 1 % the larger.
-
-    Args:
-        batch_size: the global batch size.
-        timed: whole optimizer steps of it, one point for each micro-batch size; samples a second are what counts.
-    """
-    best = max(point.samples_per_second for point in timed)
-    chosen = max(
-        (point for point in timed if point.samples_per_second >= 0.99 * best), key=lambda point: point.batch_size
-    )
-    speeds = ", ".join(
-        f"{point.samples_per_second:.4g} samples/s as {point.batch_size} x {batch_size // point.batch_size}"
-        for point in sorted(timed, key=lambda point: -point.samples_per_second)
-    )
-    reason = f"global batch {batch_size} is kept; measured {speeds}"
-    return chosen.batch_size, reason
 
 
 def candidate_batch_sizes(
@@ -136,28 +94,6 @@ def _even(batch_size: int, largest: int, multiple_of: int) -> int:
     return batch_size // (steps * multiple_of) * steps * multiple_of
 
 
-def with_loading(probe: ProbeResult, loader_seconds: float | None, device: str) -> ProbeResult:
-    """The probe with the step time of training on data that must be loaded: t(B) = alpha + beta * B with another beta.
-
-    Args:
-        probe: whose steps were timed on a batch that was there.
-        loader_seconds: to load a sample in the process that trains; None: not known.
-        device: of the training: a CPU loads and then trains, any other works while the next batch is loaded.
-    """
-    fit = probe.throughput_fit
-    if fit is None or not loader_seconds:
-        return probe
-    step = fit.beta_seconds_per_sample
-    beta = step + loader_seconds if device.startswith("cpu") else max(step, loader_seconds)
-    loaded = {"beta_seconds_per_sample": beta, "saturation_batch_size": fit.alpha_seconds / beta}
-    return probe.model_copy(update={"throughput_fit": fit.model_copy(update=loaded)})
-
-
-def step_seconds(fit: ThroughputFit, batch_size: int) -> float:
-    """The fitted time of a step, t(B) = alpha + beta * B."""
-    return fit.alpha_seconds + fit.beta_seconds_per_sample * batch_size
-
-
 def start_batch_size(probe: ProbeResult, batch_sizes: Sequence[int], noise: NoiseScale | None) -> int:
     """The batch size at which the least time is expected before anything has run.
 
@@ -205,11 +141,11 @@ def rate_belief(
 
 def surface_prior(
     probe: ProbeResult, *, batch_size: int, rate: float, spread_decades: float, noise: NoiseScale | None = None
-) -> SurfacePrior:
+) -> Prior:
     """The response surface's prior: the measured step time and noise scale, and the belief about the rate at a size."""
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
     critical = {} if noise is None or not noise.samples else {"critical_batch_size": noise.samples}
-    return SurfacePrior(
+    return Prior(
         saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
         saturation_spread=_MEASURED_SPREAD if saturation is not None else 1.2,
         anchor_batch_size=batch_size,

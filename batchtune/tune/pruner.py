@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from optuna import Study
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.config import Goal
 from batchtune.tune.sampler import require_minimizing
 
 MILLISECOND = 1e-3
@@ -37,7 +37,7 @@ class TimeToValuePruner(BasePruner):
 
     def __init__(
         self,
-        goal: Literal["minimize", "maximize"],
+        goal: Goal,
         *,
         target: float | None = None,
         longest: float | None = None,

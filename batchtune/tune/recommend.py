@@ -6,8 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from batchtune.config import Goal, Kind
 from batchtune.results import Interval, Recommendation, Trial, Value
-from batchtune.tune.cost import JOULES, SECONDS, Cost, Goal, Kind, cost_of
+from batchtune.tune.cost import JOULES, SECONDS, Cost, cost_of
 from batchtune.tune.intervals import CONFIDENCE, median_interval, ratio_interval
 from batchtune.tune.records import FAILED, FAILED_FOR_GOOD
 
@@ -15,11 +16,11 @@ LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 _WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
-Config = tuple[int, float, str, tuple[tuple[str, Value], ...]]
-Expected = Mapping[Config, float]  # logarithm of what a configuration costs on average, by all runs together
+Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...]]
+Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
 
 
-def config_of(trial: Trial) -> Config:
+def config_of(trial: Trial) -> Configuration:
     """What makes two trials the same configuration, whatever their seed."""
     return trial.batch_size, trial.learning_rate, trial.precision, tuple(sorted(trial.optimizer_arguments.items()))
 
@@ -49,7 +50,7 @@ def finalists(
     rates next to one another at the same size are nearly the same answer, and to confirm both tells little.
     """
     base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
-    best: dict[Config, Trial] = {}
+    best: dict[Configuration, Trial] = {}
     for trial in trials:
         value = score(trial, kind=kind, goal=goal)
         if trial.role != "search" or trial.state != "complete" or value is None or config_of(trial) == base:
@@ -90,7 +91,7 @@ def recommend(
     """
     today = next((trial for trial in trials if trial.role == "baseline"), None)
     base = config_of(today) if today is not None else None
-    groups: dict[Config, list[Trial]] = {}
+    groups: dict[Configuration, list[Trial]] = {}
     for trial in trials:
         failed = trial.outcome in FAILED_FOR_GOOD
         if trial.role == "confirm" and (trial.state in {"complete", "pruned"} or failed):
@@ -120,7 +121,7 @@ def recommend(
     return _verdict(groups, scores, winner, base, today=today, kind=kind, goal=goal), baseline
 
 
-def _winner(usable: Mapping[Config, Sequence[float]], expected: Expected | None) -> Config:
+def _winner(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
     """The best of the confirmed configurations; of those that are level the one with the smallest batch."""
     if expected is not None and all(config in expected for config in usable):
         least = min(expected[config] for config in usable)
@@ -132,10 +133,10 @@ def _winner(usable: Mapping[Config, Sequence[float]], expected: Expected | None)
 
 
 def _verdict(
-    groups: dict[Config, list[Trial]],
-    scores: dict[Config, list[float]],
-    winner: Config,
-    base: Config | None,
+    groups: dict[Configuration, list[Trial]],
+    scores: dict[Configuration, list[float]],
+    winner: Configuration,
+    base: Configuration | None,
     *,
     today: Trial | None,
     kind: Kind,

@@ -31,14 +31,17 @@ from batchtune.results import (
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
-from batchtune.tune.crew import Crew, OneAtATime, require_executor
-from batchtune.tune.opening import identity_of, open_task, probe_options, worker_settings
+from batchtune.tune.crew import Crew, OneAtATime
+from batchtune.tune.identity import identity_of
+from batchtune.tune.opening import open_task, probe_options, require_executor, worker_settings
+from batchtune.tune.plan import Plan
 from batchtune.tune.prepare import prepare
-from batchtune.tune.prior import Candidates, with_loading
+from batchtune.tune.prior import Candidates
 from batchtune.tune.scaling import can_scale, scaling, split
 from batchtune.tune.shared import Agreement, delete_study
+from batchtune.tune.steps import with_loading
 from batchtune.tune.storage import open_storage
-from batchtune.tune.study import Plan, TuneStudy
+from batchtune.tune.study import TuneStudy
 from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, loading_warnings, search_warnings
 
 _CHECKPOINTS = "checkpoints"

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from batchtune.results import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.tune.intervals import median_interval
-from batchtune.tune.recommend import TIED, Config, config_of
+from batchtune.tune.recommend import TIED, Configuration, config_of
+from batchtune.tune.steps import split_batch
 
 WORLD_SIZES = (1, 2, 4, 8)
 
@@ -32,8 +33,7 @@ def split(batch_size: int, world_size: int, largest: int) -> tuple[int, int] | N
     each, rest = divmod(batch_size, world_size)
     if rest or not each:
         return None
-    steps = next(steps for steps in range(-(-each // largest), each + 1) if each % steps == 0)
-    return each // steps, steps
+    return split_batch(each, largest)
 
 
 def can_scale(found: Recommendation, probe: ProbeResult) -> bool:
@@ -106,11 +106,11 @@ class _Step:
         return (self._measured.communication_seconds or 0.0) * share
 
 
-def _times(trials: Sequence[Trial]) -> dict[Config, list[float]]:
+def _times(trials: Sequence[Trial]) -> dict[Configuration, list[float]]:
     """Seconds to the target of each configuration: on fresh seeds where it ran on those, or else in the search."""
-    times: dict[Config, list[float]] = {}
+    times: dict[Configuration, list[float]] = {}
     for roles in ({"confirm"}, {"search", "baseline"}):
-        found: dict[Config, list[float]] = {}
+        found: dict[Configuration, list[float]] = {}
         for trial in trials:
             if trial.role in roles and trial.state == "complete" and trial.time_to_target_seconds is not None:
                 found.setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
@@ -118,7 +118,7 @@ def _times(trials: Sequence[Trial]) -> dict[Config, list[float]]:
     return times
 
 
-def _point(config: Config, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
+def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
     batch_size, rate, precision, arguments = config
     alone, here = split(batch_size, 1, step.largest), split(batch_size, world_size, step.largest)
     if alone is None or here is None:

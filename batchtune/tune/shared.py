@@ -10,7 +10,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna import Study
@@ -18,11 +18,11 @@ from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.config import Config
+from batchtune.config import Config, Goal
 from batchtune.errors import UsageError
 from batchtune.results import Prior, ProbeResult
 from batchtune.tune.cost import cost_of
-from batchtune.tune.opening import identity_of
+from batchtune.tune.identity import identity_of
 
 _BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written
@@ -131,7 +131,7 @@ class Agreement:
     def _settled(self, begun: dict[str, Any] | None) -> Any:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         name, objective = self._config.name, self._config.objective
-        direction: Literal["minimize", "maximize"] = "minimize" if cost_of(objective.kind) else objective.goal
+        direction: Goal = "minimize" if cost_of(objective.kind) else objective.goal
         try:
             study = optuna.create_study(
                 study_name=name, storage=self._storage, direction=direction, load_if_exists=True

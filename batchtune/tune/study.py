@@ -27,16 +27,13 @@ from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
 from batchtune.tune.paused import Paused
 from batchtune.tune.plan import Plan
 from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.recommend import Config as Configuration
-from batchtune.tune.recommend import finalists, recommend
+from batchtune.tune.recommend import Configuration, finalists, recommend
 from batchtune.tune.records import FAILED_FOR_GOOD, NO_TIME_LEFT
 from batchtune.tune.sampler import RoundingSampler, TimeToTargetSampler
 from batchtune.tune.shared import Machines, requeue
 from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
 from batchtune.tune.trials import Trials
-
-__all__ = ["Plan", "TuneStudy"]
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10

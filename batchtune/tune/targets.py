@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from optuna import Study
 
-from batchtune.config import Config
+from batchtune.config import Config, Goal
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.results import CurvePoint, Target
-from batchtune.tune.cost import Goal, cost_of
+from batchtune.tune.cost import cost_of
 from batchtune.tune.ledger import Ledger
 from batchtune.tune.records import NO_TIME_LEFT, meets
 

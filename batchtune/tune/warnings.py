@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from batchtune.report.units import number
 from batchtune.results import Prior, ProbeResult, Trial
-from batchtune.tune.prior import step_seconds, with_loading
+from batchtune.tune.steps import step_seconds, with_loading
 
-INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
+_INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 NOT_SEARCHED = "no other configuration was tried"
 
 
@@ -25,7 +25,7 @@ def loading_warnings(probe: ProbeResult, prior: Prior, device: str) -> list[str]
     if alone is None or loaded is None or not seconds or not size:
         return []
     slower = step_seconds(loaded, size) / max(step_seconds(alone, size), 1e-9)
-    if slower < INPUT_BOUND:
+    if slower < _INPUT_BOUND:
         return []
     rate = f"{1 / seconds:,.0f} samples/s"
     told = f"input-bound: loading data ({rate}) makes steps at batch {size} {number(slower)} times as long"

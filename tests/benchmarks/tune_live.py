@@ -158,8 +158,8 @@ def overhead(result: Result, watch: Stopwatch) -> str:
     return (
         f"Study: {wall_seconds:.0f} s of wall clock, {len(trials)} runs, {sum(len(trial.curve) for trial in trials)} "
         f"evaluations: {shares} (goal: neither for at most 5 % of 5 minutes). That is {around:.1f} s before the first "
-        f"and after the last run, of which attempts, timed steps, noise scale and range test trained for {steps:.1f} s "
-        f"({without}), and {each:.2f} s with each run, its warm-up steps included."
+        f"and after the last run, of which attempts, timed steps, loading, noise scale and range test took {steps:.1f} "
+        f"s ({without}), and {each:.2f} s with each run, its warm-up steps included."
     )
 
 

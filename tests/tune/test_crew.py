@@ -1,17 +1,16 @@
-"""Workers side by side: whose device is whose, how they share work, and how they stop together."""
+"""Workers side by side: how they share processors and work, and how they stop together."""
 
 import threading
 import time
 
 import pytest
 
-from batchtune.errors import DeviceError, RunInterrupted, UsageError
+from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.progress import Observer
 from batchtune.train.worker import WorkerSettings
 from batchtune.tune import crew as crew_module
-from batchtune.tune.crew import Crew, Member, Seat, count_workers, seats
+from batchtune.tune.crew import Crew, Member
 
-HERE = {"devices": 4, "processors": 8, "visible": None}
 SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
 FACTS = {"device": "cpu", "device_count": 1}
 
@@ -22,24 +21,6 @@ def crew(monkeypatch):
     with Crew(SETTINGS, 3, Observer()) as crew:
         crew.grow(FACTS)
         yield crew
-
-
-class TestHowMany:
-    def test_auto_takes_every_device_and_on_the_cpu_one(self):
-        assert count_workers("auto", "cuda:0", **HERE) == 4
-        assert count_workers("auto", "cpu", **HERE) == 1
-
-    def test_slices_that_are_listed_count_though_a_process_sees_only_one(self):
-        assert count_workers("auto", "cuda:0", devices=1, processors=8, visible="MIG-a, MIG-b,MIG-c") == 3
-
-    def test_devices_are_not_shared(self):
-        with pytest.raises(DeviceError, match="workers 5: there are only 4 devices"):
-            count_workers(5, "cuda:0", **HERE)
-
-    def test_processors_are_split_but_not_shared(self):
-        assert count_workers(8, "cpu", **HERE) == 8
-        with pytest.raises(UsageError, match="workers 9: more than the 8 processors"):
-            count_workers(9, "cpu", **HERE)
 
 
 def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
@@ -56,23 +37,7 @@ def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
         member.start()
 
 
-class TestSeats:
-    def test_each_has_the_device_of_its_number(self):
-        assert seats("cuda:0", 2, devices=2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
-
-    def test_of_the_devices_listed_each_sees_its_own_alone(self):
-        found = seats("cuda:0", 2, devices=1, visible="3,MIG-b")
-        assert found == [
-            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
-            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
-        ]
-
-    def test_none_has_the_device_that_the_first_was_given_by_its_number(self):
-        assert [seat.device for seat in seats("cuda:1", 3, devices=4, visible=None)] == ["cuda:1", "cuda:2", "cuda:3"]
-        assert [seat.device for seat in seats("xpu:1", 2, devices=2, visible=None)] == ["xpu:1", "xpu:0"]
-        listed = seats("cuda:1", 2, devices=2, visible="5,7")
-        assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in listed] == ["7", "5"]
-
+class TestThreads:
     def test_on_the_cpu_all_workers_have_their_share_of_the_threads(self, crew):
         assert len(crew) == 3
         assert {worker._environment()["OMP_NUM_THREADS"] for worker in crew._all} == {"2"}

@@ -14,7 +14,7 @@ from batchtune.tune.prepare import (
     prepare,
     require,
 )
-from batchtune.tune.prior import with_loading
+from batchtune.tune.steps import with_loading
 from batchtune.tune.warnings import loading_warnings
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds

@@ -2,7 +2,8 @@ import pytest
 
 from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, ThroughputFit
-from batchtune.tune.prior import candidate_batch_sizes, split_batch
+from batchtune.tune.prior import candidate_batch_sizes
+from batchtune.tune.steps import split_batch
 
 
 def probe(largest, limited_by="memory", saturation=64.0):
@@ -32,15 +33,6 @@ def test_what_was_not_limited_by_memory_is_not_exceeded_by_accumulation():
 def test_the_baseline_is_a_candidate_whatever_else_is():
     assert 48 in sizes(baseline=48).batch_sizes
     assert 7 in sizes(baseline=7).batch_sizes
-
-
-def test_micro_batches_fit_and_divide_evenly():
-    for batch in (1, 7, 96, 1000, 1024, 997):
-        micro, steps = split_batch(batch, 100)
-        assert micro * steps == batch
-        assert micro <= 100
-    assert split_batch(1024, 300) == (256, 4)
-    assert split_batch(64, 64) == (64, 1)
 
 
 def test_the_reason_names_what_ends_the_range():

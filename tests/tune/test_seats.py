@@ -1,0 +1,44 @@
+"""How many workers there are, and whose device is whose."""
+
+import pytest
+
+from batchtune.errors import DeviceError, UsageError
+from batchtune.tune.seats import Seat, count_workers, seats
+
+HERE = {"devices": 4, "processors": 8, "visible": None}
+
+
+class TestHowMany:
+    def test_auto_takes_every_device_and_on_the_cpu_one(self):
+        assert count_workers("auto", "cuda:0", **HERE) == 4
+        assert count_workers("auto", "cpu", **HERE) == 1
+
+    def test_slices_that_are_listed_count_though_a_process_sees_only_one(self):
+        assert count_workers("auto", "cuda:0", devices=1, processors=8, visible="MIG-a, MIG-b,MIG-c") == 3
+
+    def test_devices_are_not_shared(self):
+        with pytest.raises(DeviceError, match="workers 5: there are only 4 devices"):
+            count_workers(5, "cuda:0", **HERE)
+
+    def test_processors_are_split_but_not_shared(self):
+        assert count_workers(8, "cpu", **HERE) == 8
+        with pytest.raises(UsageError, match="workers 9: more than the 8 processors"):
+            count_workers(9, "cpu", **HERE)
+
+
+class TestSeats:
+    def test_each_has_the_device_of_its_number(self):
+        assert seats("cuda:0", 2, devices=2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
+
+    def test_of_the_devices_listed_each_sees_its_own_alone(self):
+        found = seats("cuda:0", 2, devices=1, visible="3,MIG-b")
+        assert found == [
+            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
+            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+        ]
+
+    def test_none_has_the_device_that_the_first_was_given_by_its_number(self):
+        assert [seat.device for seat in seats("cuda:1", 3, devices=4, visible=None)] == ["cuda:1", "cuda:2", "cuda:3"]
+        assert [seat.device for seat in seats("xpu:1", 2, devices=2, visible=None)] == ["xpu:1", "xpu:0"]
+        listed = seats("cuda:1", 2, devices=2, visible="5,7")
+        assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in listed] == ["7", "5"]

@@ -1,0 +1,36 @@
+import pytest
+
+from batchtune.results import ProbeResult, Trial
+from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, search_warnings
+
+
+def probe(largest, limited_by):
+    return ProbeResult(precision="fp32", max_batch_size=largest, limited_by=limited_by)
+
+
+def test_a_baseline_above_what_the_users_bounds_let_the_probe_try_was_accumulated():
+    (told,) = baseline_warnings(probe(64, "max"), 256)
+    assert "the baseline's batch 256 is above what batch_size allows (64 at once)" in told
+
+
+@pytest.mark.parametrize(("largest", "limited_by"), [(64, "memory"), (256, "max"), (512, "max"), (None, None)])
+def test_a_baseline_that_memory_or_nothing_split_needs_no_sentence(largest, limited_by):
+    assert baseline_warnings(probe(largest, limited_by), 256) == []
+
+
+def trial(role, outcome):
+    return Trial(
+        number=0,
+        state="complete",
+        role=role,
+        batch_size=8,
+        learning_rate=0.1,
+        precision="fp32",
+        seed=0,
+        outcome=outcome,
+    )
+
+
+def test_a_study_that_had_time_for_its_baseline_alone_says_so():
+    assert search_warnings([trial("baseline", "finished"), trial("search", None)])[0].startswith(NOT_SEARCHED)
+    assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")]) == []
