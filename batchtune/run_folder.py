@@ -108,7 +108,8 @@ class RunFolder:
         """Refuses to mix: what decides the meaning of earlier measurements must be what it was.
 
         Args:
-            identity: dotted configuration keys (and the task's hash) with their values.
+            identity: dotted configuration keys (and the task's hash, the device) with their values; what earlier
+                starts said besides is kept.
 
         Raises:
             UsageError: a value differs from that of the folder, naming it.
@@ -127,7 +128,7 @@ class RunFolder:
                     f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
                     "mix. Use --fresh to start over, or another 'name' to keep both"
                 )
-        self.write(file.name, json.dumps(now, indent=2))
+        self.write(file.name, json.dumps((before if isinstance(before, dict) else {}) | now, indent=2))
 
     def forget_attempts(self) -> None:
         """Those kept so far are of an earlier search; a new one begins.

@@ -1,5 +1,6 @@
 """Whatever is wrong with what a user gives, they get one clear line with the remedy and the documented exit code."""
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -318,6 +319,7 @@ def answers(new_cli, pool):
     [
         (("learning_rate.max=0.5",), "learning_rate.max = 1.0, now 0.5"),
         (("objective.kind=best_metric",), 'objective.kind = "time_to_target", now "best_metric"'),
+        (("space.momentum.min=0.5", "space.momentum.max=0.9"), 'space = {}, now {"momentum": '),
         ((), "the task's code = "),
     ],
 )
@@ -332,6 +334,19 @@ def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_change
     assert "Use --fresh to start over, or another 'name' to keep both" in answer.err
     assert len(answer.err.splitlines()) == 1
     assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
+
+
+def test_a_study_does_not_go_on_on_another_device(tuned, cli):
+    tuned.copy_to(cli)
+    file = cli.run_folder() / "identity.json"
+    known = json.loads(file.read_text())
+    assert known["the device"] == tuned.document["environment"]["device"]
+    file.write_text(json.dumps(known | {"the device": "NVIDIA A100"}))
+    result = (cli.run_folder() / "result.json").read_bytes()
+    answer = cli("tune", "config.yaml", "baseline.learning_rate=0.01")
+    assert answer.code == 2
+    assert 'measured with the device = "NVIDIA A100", now ' in answer.err
+    assert (cli.run_folder() / "result.json").read_bytes() == result
 
 
 def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, cli):

@@ -110,9 +110,11 @@ class TestIdentity:
                 folder.check_identity({"seed": 1})
         folder.check_identity({"seed": 0})
 
-    def test_keys_of_another_version_do_not_matter(self, folder):
+    def test_keys_of_another_version_do_not_matter_and_are_kept(self, folder):
         folder.check_identity({"seed": 0, "old": 1})
         folder.check_identity({"seed": 0, "new": 2})
+        with pytest.raises(UsageError, match="measured with old = 1, now 2"):
+            folder.check_identity({"old": 2})
 
     def test_long_values_are_cut_in_the_message(self, folder):
         folder.check_identity({"task": "a" * 500})

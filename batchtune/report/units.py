@@ -60,6 +60,8 @@ def interval(value: Interval | None, unit: str = "") -> str:
     median, low, high = _alike([value.median, value.low, value.high])
     if value.at_least:
         return f"at least {low}{unit}"
+    if value.low == value.high:  # of one run, or of runs that are all alike: there is nothing in between
+        return f"{median}{unit}"
     return f"{median}{unit} ({low} to {high})"
 
 

@@ -18,7 +18,7 @@ class StepClock:
     included, or what the caller expects where that is less.
 
     Args:
-        shape: what has a pace of its own: micro-batch size, accumulation steps and precision.
+        shape: what has a pace of its own: see `RunSpec.shape`.
         expected_step_seconds: seconds of an optimizer step as foretold from other sizes; None: nothing is.
     """
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
@@ -75,19 +75,20 @@ def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
 def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> float:
     task = trainer.task
     data: Any = task.val_data
-    loader: DataLoader[Any] = DataLoader(
-        data, batch_size=batch_size, collate_fn=task.collate if task.has("collate") else None
+    collate = task.collate if task.has("collate") else default_collate
+    loader: DataLoader[Any] = (
+        DataLoader(  # here, so that the samples of a batch can be counted as they are put together
+            data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found))
+        )
     )
-    began = time.monotonic()
-    total, samples, left = torch.zeros((), device=trainer.device), 0, len(data) if hasattr(data, "__len__") else None
-    for batch in itertools.islice(loader, max_batches):
-        size = batch_size if left is None else min(batch_size, left)
-        left = None if left is None else left - size
+    began, has_end = time.monotonic(), hasattr(data, "__len__")
+    total, samples = torch.zeros((), device=trainer.device), 0
+    for size, batch in itertools.islice(loader, max_batches):
         with trainer.precision.autocast():
             total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
         samples += size
         got_on()
-        if left is None and time.monotonic() - began > ENDLESS_SECONDS:
+        if not has_end and time.monotonic() - began > ENDLESS_SECONDS:
             raise UserCodeError(
                 f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "
                 "give it an end, or write evaluate()"

@@ -67,7 +67,7 @@ def train(
     """
     compiles = forget_compiled()
     memory.release()
-    clock = StepClock((spec.micro_batch_size, spec.accumulation_steps, spec.precision), spec.expected_step_seconds)
+    clock = StepClock(spec.shape, spec.expected_step_seconds)
     if compiles or not clock.knows_pace:  # else this process has trained at this size before
         _warm_up(task, memory, spec, clock)
     horizon = spec.horizon_seconds or spec.limit_seconds

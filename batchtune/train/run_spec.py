@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from batchtune.config import Goal
+
+
+def pace_kind(optimizer_arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What of the optimizer's arguments may change how long a step takes: names, switches, counts; no other number."""
+    return tuple(sorted((name, each) for name, each in optimizer_arguments.items() if not isinstance(each, float)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,11 @@ class RunSpec:
     total_steps: int | None = None
     checkpoint: str | None = None
     resume: bool = False
+
+    @property
+    def shape(self) -> Hashable:
+        """What has a pace of its own."""
+        return self.micro_batch_size, self.accumulation_steps, self.precision, pace_kind(self.optimizer_arguments)
 
     @property
     def batch_size(self) -> int:

@@ -67,7 +67,6 @@ class RemoteMember(Member):
 
     Attributes:
         actor: that one.
-        device_name: of the study, once it is known: a run on another kind of device would not compare.
     """
 
     def __init__(
@@ -76,23 +75,11 @@ class RemoteMember(Member):
         super().__init__(settings, stopping, {}, observer)
         self._observer = observer
         self.actor = Actor(resources, stopping)
-        self.device_name: str | None = None
 
-    def start(self) -> dict[str, Any]:
-        """As any worker's.
-
-        Raises:
-            DeviceError: there is no room for it, or only on another kind of device.
-            PlaceLost: its place was lost again at once.
-        """
-        facts = super().start()
-        name = facts["environment"]["device"]
-        if self.device_name not in {None, name}:
-            raise DeviceError(
-                f"Ray has placed a worker on {name}, but the study is of {self.device_name}, and times on different "
-                "devices do not compare; name nodes of one kind, e.g. ray.resources={'accelerator_type:A100': 0.001}"
-            )
-        return facts
+    def _unlike(self, name: str) -> str:
+        where = f"Ray has placed a worker on {name}, but the study is of {self.device_name}"
+        remedy = "name nodes of one kind, e.g. ray.resources={'accelerator_type:A100': 0.001}"
+        return f"{where}, and times on different devices do not compare; {remedy}"
 
     def call(self, command: str, **arguments: Any) -> dict[str, Any]:
         """As any worker's; what is no run of the study is done again where its place was lost.

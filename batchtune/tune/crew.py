@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from batchtune.device.host_load import processors
-from batchtune.errors import BatchtuneError, RunInterrupted
+from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
@@ -22,14 +22,35 @@ STOPPED = "stopped with the others"
 
 
 class Member(Worker):
-    """A worker of a crew: a run that is cut off because the crew stops is no crash."""
+    """A worker of a crew: a run that is cut off because the crew stops is no crash.
+
+    Attributes:
+        device_name: of the study, once it is known: a run on another kind of device would not compare.
+    """
 
     def __init__(
         self, settings: WorkerSettings, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
     ) -> None:
         super().__init__(settings, observer.printed)
         self.stopping, self.own_environment = stopping, environment
+        self.device_name: str | None = None
         self._warming: threading.Thread | None = None
+
+    def start(self) -> dict[str, Any]:
+        """As any worker's.
+
+        Raises:
+            DeviceError: it is on another kind of device than the study.
+        """
+        facts = super().start()
+        if self.device_name is not None and facts["environment"]["device"] != self.device_name:
+            raise DeviceError(self._unlike(facts["environment"]["device"]))
+        return facts
+
+    def _unlike(self, name: str) -> str:
+        where = f"workers: {self.facts['device']} is a {name}, but the study is of {self.device_name}"
+        remedy = "list devices of one kind in CUDA_VISIBLE_DEVICES, or set workers: 1"
+        return f"{where}, and times on different devices do not compare; {remedy}"
 
     def warm_up(self) -> None:
         """Starts the child in the background; what is wrong with it is told when there is work."""
@@ -125,6 +146,7 @@ class Crew:
         for seat in seats(device, count, devices=facts["device_count"], visible=visible)[1:]:
             settings = replace(self.first.settings, device=seat.device)
             self._all.append(self._member(settings, self._threads | dict(seat.environment)))
+            self._all[-1].device_name = facts["environment"]["device"]
 
     def warm_up(self) -> None:
         """Starts the others' children beside what the first one does, so that the search need not wait for them."""

@@ -17,6 +17,8 @@ def identity_of(config: Config) -> dict[str, Any]:
     for key, value in config.model_dump(mode="json").items():
         if key == "budget":
             flat["budget.run"] = value["run"]
+        elif key == "space":  # as a whole: an argument that comes or goes is a change, too
+            flat[key] = value
         elif key not in _FREE_TO_CHANGE:
             sections = value if isinstance(value, dict) else {"": value}
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}

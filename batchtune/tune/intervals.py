@@ -1,11 +1,11 @@
-"""How sure a median over a few seeds is: its bootstrap interval, and that of a ratio of two."""
+"""How sure a median over a few seeds is: its bootstrap interval, and that of the ratio or difference of two."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchtune.results import Interval
 
@@ -21,15 +21,24 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """The ratio of two medians with its bootstrap interval over both."""
-    above = [statistics.median(each) for each in _resamples(numerators)]
-    below = [statistics.median(each) for each in _resamples(denominators)]
+    return _compared(numerators, denominators, lambda above, below: above / below)
+
+
+def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """By how much one median exceeds another, with its bootstrap interval over both."""
+    return _compared(values, others, lambda value, other: value - other)
+
+
+def _compared(values: Sequence[float], others: Sequence[float], compare: Callable[[float, float], float]) -> Interval:
+    left = [statistics.median(each) for each in _resamples(values)]
+    right = [statistics.median(each) for each in _resamples(others)]
     generator = random.Random(0)
     pairs = (
-        list(itertools.product(above, below))
-        if len(above) * len(below) <= _MAX_ENUMERATED
-        else [(generator.choice(above), generator.choice(below)) for _ in range(_RESAMPLES)]
+        list(itertools.product(left, right))
+        if len(left) * len(right) <= _MAX_ENUMERATED
+        else [(generator.choice(left), generator.choice(right)) for _ in range(_RESAMPLES)]
     )
-    return _interval(statistics.median(numerators) / statistics.median(denominators), [a / b for a, b in pairs])
+    return _interval(compare(statistics.median(values), statistics.median(others)), [compare(*pair) for pair in pairs])
 
 
 def _resamples(values: Sequence[float]) -> list[tuple[float, ...]]:

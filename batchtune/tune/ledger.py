@@ -12,6 +12,7 @@ from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.results import ThroughputFit, Trial
+from batchtune.train.run_spec import pace_kind
 from batchtune.tune.cost import Cost
 from batchtune.tune.records import is_settled, to_record
 
@@ -107,9 +108,10 @@ class Ledger:
         outcomes = [trial.outcome for trial in self.records() if trial.role == role and trial.outcome is not None]
         return outcomes[-1] if outcomes else None
 
-    def user_errors(self) -> int:
-        """Runs of the search in which the user's code raised."""
-        return sum(1 for trial in self.records() if trial.role == "search" and trial.outcome == "user_error")
+    def user_errors(self) -> list[str]:
+        """What the user's code raised in runs of the search."""
+        raised = [trial for trial in self.records() if trial.role == "search" and trial.outcome == "user_error"]
+        return [trial.message or "" for trial in raised]
 
     def out_of_memory(self, precision: str) -> int | None:
         """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
@@ -123,7 +125,12 @@ class Ledger:
         return min((size for size in failed if size is not None and size > came_through), default=None)
 
     def step_seconds(
-        self, micro_batch_size: int, accumulation_steps: int, precision: str, fit: ThroughputFit | None
+        self,
+        micro_batch_size: int,
+        accumulation_steps: int,
+        precision: str,
+        fit: ThroughputFit | None,
+        kind: tuple[tuple[str, Any], ...] = (),
     ) -> float | None:
         """An optimizer step so made up: as recent runs had it, or foretold from runs of other sizes.
 
@@ -136,14 +143,15 @@ class Ledger:
             accumulation_steps: of the run.
             precision: of the run; runs of another tell nothing.
             fit: the probe's.
+            kind: of the run's optimizer arguments, see `pace_kind`; runs of another tell nothing.
 
         Returns:
-            Seconds; None where nothing ran in this precision, or there is no fit.
+            Seconds; None where nothing of this kind ran in this precision, or there is no fit.
         """
         paces: dict[tuple[int, int], list[float]] = defaultdict(list)
         for trial in self.records()[-_RECENT:]:
             pace = _pace(trial)
-            if trial.precision == precision and pace is not None:
+            if (trial.precision, pace_kind(trial.optimizer_arguments)) == (precision, kind) and pace is not None:
                 micro, steps = trial.micro_batch_size or trial.batch_size, trial.gradient_accumulation_steps or 1
                 paces[micro, steps].append(pace)
         medians = {shape: statistics.median(each) for shape, each in paces.items()}

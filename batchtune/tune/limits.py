@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchtune.train.run_spec import RunSpec
+from batchtune.train.run_spec import RunSpec, pace_kind
 from batchtune.tune.cost import JOULES, SECONDS, cost_of
 from batchtune.tune.ledger import Ledger, Role
 from batchtune.tune.plan import Plan
@@ -47,7 +47,7 @@ class Limits:
         too_large = self._ledger.out_of_memory(precision)
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         micro, steps = split_batch(params["batch_size"], min(chosen or most, most))
-        cap = self._cap(params, role)
+        cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
             micro_batch_size=micro,
@@ -62,8 +62,8 @@ class Limits:
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
-            expected_step_seconds=self._ledger.step_seconds(micro, steps, precision, probe.throughput_fit),
-            optimizer_arguments=self._space.optimizer_arguments(params),
+            expected_step_seconds=self._ledger.step_seconds(micro, steps, precision, fit, pace_kind(arguments)),
+            optimizer_arguments=arguments,
             horizon_seconds=config.budget.run,
             total_steps=self._ledger.total_steps(params),
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from batchtune.config import Goal, Kind
 from batchtune.results import Interval, Recommendation, Trial, Value
 from batchtune.tune.cost import JOULES, SECONDS, Cost, cost_of
-from batchtune.tune.intervals import CONFIDENCE, median_interval, ratio_interval
+from batchtune.tune.intervals import CONFIDENCE, difference_interval, median_interval, ratio_interval
 from batchtune.tune.records import FAILED, FAILED_FOR_GOOD
 
 LEVEL = 1.02  # closer than this nothing is a difference
@@ -82,9 +82,9 @@ def recommend(
 
     The figures are those of fresh seeds. Which configuration is the best is told by all runs together where `expected`
     has that, since three seeds cannot tell two good ones apart, and otherwise by the median of the fresh seeds. Of
-    those that are level the one with the smallest batch is taken. One that came to a result on all of its fresh seeds
-    goes before one that did not, and one that did so on half of them or fewer is out. Where none beats the baseline
-    beyond noise, the baseline is recommended, and the reason says so.
+    those that are level the one with the smallest batch is taken. One that beats the baseline beyond noise goes before
+    one that does not, one that came to a result on all of its fresh seeds before one that did not, and one that did so
+    on half of them or fewer is out. Where none beats the baseline, that is recommended, and the reason says so.
 
     Returns:
         (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
@@ -111,7 +111,9 @@ def recommend(
         reason = "no other configuration came to a result on most of its fresh seeds"
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason), None
     held = {config: usable[config] for config in usable if _missed(groups[config], kind=kind, goal=goal) == 0}
-    winner = _winner(held or usable, expected)
+    ours = scores[base]
+    better = {config: each for config, each in (held or usable).items() if ours and _beats(each, ours, kind)}
+    winner = _winner(better or held or usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
@@ -132,6 +134,15 @@ def _winner(usable: Mapping[Configuration, Sequence[float]], expected: Expected 
     return min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
 
 
+def _beats(contender: Sequence[float], baseline: Sequence[float], kind: Kind) -> bool:
+    """Whether a contender is better beyond noise: the interval says so, or with a single run of either `TIED`."""
+    single = min(len(contender), len(baseline)) == 1  # two single runs differ by chance
+    if cost_of(kind) is not None:
+        return ratio_interval(baseline, contender).low > (TIED if single else 1.0)
+    least = (TIED - 1) * abs(statistics.median(baseline)) if single else 0.0
+    return difference_interval(baseline, contender).low > least
+
+
 def _verdict(
     groups: dict[Configuration, list[Trial]],
     scores: dict[Configuration, list[float]],
@@ -143,39 +154,32 @@ def _verdict(
     goal: Goal,
 ) -> Recommendation:
     assert base is not None  # noqa: S101 - the caller has its runs
-    seeds, cost = len(groups[winner]), cost_of(kind)
-    found = _of(groups[winner], scores[winner], kind=kind, goal=goal, reason="")
-    missed = _missed(groups[winner], kind=kind, goal=goal)
-    but = f"; {missed} of its {seeds} runs came to no result" if missed else ""
-    if cost is None:
-        better = statistics.median(scores[winner]) < min(scores[base])
-        reason = f"best median over {_count(seeds)}{but}" if better else "the baseline does as well on fresh seeds"
-        chosen = found if better else _of(groups[base], scores[base], kind=kind, goal=goal, reason="")
-        return chosen.model_copy(update={"reason": reason})
-    gain = ratio_interval(scores[base], scores[winner])
-    scored = [trial for trial in groups[base] if trial.outcome not in _WORTHLESS]
-    gain = gain.model_copy(update={"at_least": any(cost.of(trial) is None for trial in scored)})
-    times = f"{gain.median:.2f} times as {cost.adverb} as the baseline"
-    least = min(seeds, len(scored))
-    over = f"{_count(seeds)} each" if seeds == len(scored) else f"{_count(seeds)}, baseline {len(scored)}"
-    if len(groups[base]) > len(scored):
-        but += f"; the baseline diverged on {len(groups[base]) - len(scored)} more"
-    interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {over}{but}"
-    if least == 1:  # two single runs differ by chance
-        interval = f"over {over}, too few for an interval{but}"
-    if gain.at_least:
-        times = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
-        whole = _whole(today, scores[winner], cost)
-        interval = f"{over}, on which the baseline was cut off{whole}{but}"
-    if gain.low <= (TIED if least == 1 else 1.0):
-        reason = f"no better than your baseline beyond noise: the best contender got there {times} ({interval})"
-        return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason)
-    reason = f"reaches the target {times} ({interval})"
-    return found.model_copy(update={cost.gain: gain, "reason": reason})
-
-
-def _count(seeds: int) -> str:
-    return f"{seeds} fresh seed{'s' if seeds > 1 else ''}"
+    theirs, ours, cost = scores[winner], scores[base], cost_of(kind)
+    gain = None if cost is None else ratio_interval(ours, theirs)
+    missed, lost = _missed(groups[winner], kind=kind, goal=goal), len(groups[base]) - len(ours)
+    but = f"; {missed} of its {len(theirs)} runs came to no result" if missed else ""
+    but += f"; the baseline diverged on {lost} more" if lost else ""
+    seeds = f"{len(theirs)} fresh seed{'s' if len(theirs) > 1 else ''}"
+    over = f"over {seeds} each" if len(theirs) == len(ours) else f"over {seeds}, baseline {len(ours)}"
+    few = ", too few for an interval" if min(len(theirs), len(ours)) == 1 else ""
+    if cost is None or gain is None:
+        best, today_s = (abs(statistics.median(each)) for each in (theirs, ours))
+        told = f"{best:.4g} against {today_s:.4g} of the baseline, median {over}{few}{but}"
+    elif any(cost.of(trial) is None for trial in groups[base] if trial.outcome not in _WORTHLESS):
+        gain = gain.model_copy(update={"at_least": True})
+        whole = _whole(today, theirs, cost)
+        told = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
+        told += f" ({over.removeprefix('over ')}, on which the baseline was cut off{whole}{but})"
+    else:
+        interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} {over}"
+        told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({f'{over}{few}' if few else interval}{but})"
+    if not _beats(theirs, ours, kind):
+        reason = f"no better than your baseline beyond noise: the best contender {{}} {told}"
+        return _of(groups[base], ours, kind=kind, goal=goal, reason=reason.format("got there" if cost else "came to"))
+    reason = f"reaches the target {told}" if cost else f"comes to {told}"
+    return _of(groups[winner], theirs, kind=kind, goal=goal, reason=reason).model_copy(
+        update={cost.gain: gain} if cost else {}
+    )
 
 
 def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:

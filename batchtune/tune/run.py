@@ -42,7 +42,7 @@ from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.steps import with_loading
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
-from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, loading_warnings, search_warnings
+from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, loading_warnings, search_warnings, uneven_warnings
 
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
@@ -165,6 +165,7 @@ class _Tuning:
             if self._earlier_probe() is None:
                 worker.prepare()  # for the probe's final check
             self._facts = open_task(worker, self._config)
+            self.folder.check_identity({"the device": self._facts["environment"]["device"]})  # whatever 'auto' was
             crew.grow(self._facts)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
@@ -215,7 +216,7 @@ class _Tuning:
             kind = self._facts["device"].partition(":")[0]
             settings = replace(worker_settings(self._config), device=kind, metric=None)
             measured = time_group(settings, count, *sizes, found.precision, self._observer)
-        return scaling(study.records(), found, probe, measured) if measured else None
+        return scaling(study.records(), found, probe, measured, study.expected()) if measured else None
 
     def _crew(self, settings: WorkerSettings) -> Crew:
         if self._config.executor == "local":
@@ -295,13 +296,14 @@ class _Tuning:
             recommendation, baseline = study.recommendation()
         if recommendation is not None and self._scaling is not None:
             recommendation = recommendation.model_copy(update={"scaling": self._scaling})
+        told = self._warnings(status, trials, recommendation)
         return Result(
             kind="tune",
             status=status,
             name=self._config.name,
             environment=environment,
             task=self._task.model_copy(update={"optimizer": self._facts.get("optimizer")}),
-            warnings=list(dict.fromkeys([*sharing_warnings(environment), *self._warnings(status, trials)])),
+            warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
             prior=self._prior or (self.earlier.prior if self.earlier else None),
@@ -312,7 +314,7 @@ class _Tuning:
             baseline=baseline,
         )
 
-    def _warnings(self, status: str, trials: list[Trial]) -> list[str]:
+    def _warnings(self, status: str, trials: list[Trial], recommended: Recommendation | None) -> list[str]:
         found = self._probe.warnings() if self._probe else []
         if self._probe is None and self._probed is not None and self.earlier is not None:
             found = [warning for warning in self.earlier.warnings if not warning.startswith(NOT_SEARCHED)]
@@ -320,4 +322,5 @@ class _Tuning:
             found += loading_warnings(self._probed, self._prior, self._facts["device"])
         if self._probed is not None:
             found += baseline_warnings(self._probed, self._config.baseline.batch_size)
+        found += uneven_warnings(trials, recommended)
         return found + (search_warnings(trials) if status == "complete" else [])

@@ -9,11 +9,13 @@ optimal all-reduce algorithms for clusters of workstations).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from batchtune.results import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.tune.intervals import median_interval
-from batchtune.tune.recommend import TIED, Configuration, config_of
+from batchtune.tune.recommend import TIED, Configuration, Expected, config_of
+from batchtune.tune.records import FAILED_FOR_GOOD
 from batchtune.tune.steps import split_batch
 
 WORLD_SIZES = (1, 2, 4, 8)
@@ -43,24 +45,30 @@ def can_scale(found: Recommendation, probe: ProbeResult) -> bool:
 
 
 def scaling(
-    trials: Sequence[Trial], found: Recommendation, probe: ProbeResult, measured: DataParallel
+    trials: Sequence[Trial],
+    found: Recommendation,
+    probe: ProbeResult,
+    measured: DataParallel,
+    expected: Expected | None = None,
 ) -> Scaling | None:
     """The best configuration on 1, 2, 4 and 8 ranks, of those that reached the target on one.
 
-    Another than the recommended one is named where its estimate is better by more than can be told apart.
+    Another than the recommended one is named where its estimate is better by more than can be told apart. What was not
+    run on fresh seeds counts with what all runs together tell of it, for the least of many single runs was lucky.
 
     Args:
         trials: of the study.
         found: the recommendation for one device.
         probe: with the fitted step time and the largest micro-batch of one device.
         measured: a group of ranks that ran.
+        expected: see `recommend`; None: each run counts as it was.
 
     Returns:
         None where no time to target is known, or steps were not timed.
     """
-    times = _times(trials)
     if not can_scale(found, probe):
         return None
+    times = _times(trials, found, expected)
     step = _Step(probe, measured)
     points = []
     for world_size in WORLD_SIZES:
@@ -106,15 +114,34 @@ class _Step:
         return (self._measured.communication_seconds or 0.0) * share
 
 
-def _times(trials: Sequence[Trial]) -> dict[Configuration, list[float]]:
-    """Seconds to the target of each configuration: on fresh seeds where it ran on those, or else in the search."""
-    times: dict[Configuration, list[float]] = {}
-    for roles in ({"confirm"}, {"search", "baseline"}):
-        found: dict[Configuration, list[float]] = {}
-        for trial in trials:
-            if trial.role in roles and trial.state == "complete" and trial.time_to_target_seconds is not None:
-                found.setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
-        times = found | times
+def _times(
+    trials: Sequence[Trial], found: Recommendation, expected: Expected | None
+) -> dict[Configuration, list[float]]:
+    """Seconds to the target of each configuration that may be named.
+
+    Those of fresh seeds where it ran on such, unless it came to nothing on half of them; else the recommended one's
+    times in the proportion in which all runs together expect the two.
+    """
+    ended: dict[str, dict[Configuration, list[float | None]]] = {"confirm": {}, "search": {}}
+    for trial in trials:
+        counts = trial.state in {"complete", "pruned"} or trial.outcome in FAILED_FOR_GOOD
+        if counts:
+            role = "confirm" if trial.role == "confirm" else "search"
+            ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
+    times = {}
+    for config, each in ended["confirm"].items():
+        reached = [seconds for seconds in each if seconds is not None]
+        if 2 * len(reached) > len(each):
+            times[config] = reached
+    arguments = tuple(sorted(found.optimizer_arguments.items()))
+    ours = found.global_batch_size, found.learning_rate, found.precision, arguments
+    for config, each in ended["search"].items():
+        reached = [seconds for seconds in each if seconds is not None]
+        if config in ended["confirm"] or not reached:
+            continue
+        if expected is not None and ours in times and {ours, config} <= expected.keys():
+            reached = [seconds * math.exp(expected[config] - expected[ours]) for seconds in times[ours]]
+        times[config] = reached
     return times
 
 

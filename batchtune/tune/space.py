@@ -22,7 +22,7 @@ class Space:
 
     Attributes:
         distributions: by the name of the parameter.
-        searched: of batch size and learning rate what may be searched, which is the same or less.
+        searched: what of a parameter's values may be searched, where that may be less.
         learning_rates: the smallest and the largest to search.
         baseline: the parameters of what the user runs today.
     """
@@ -47,6 +47,9 @@ class Space:
         self._arguments = argument_distributions(plan.config, plan.optimizer_defaults)
         self.distributions |= self._arguments
         self.baseline |= {name: plan.optimizer_defaults[name] for name in self._arguments}
+        for name, each in plan.config.space.items():
+            if each.min is not None and each.max is not None:
+                self.searched[name] = FloatDistribution(each.min, each.max, log=each.log)
 
     @property
     def has_other_parameters(self) -> bool:

@@ -15,6 +15,7 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.errors import UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
@@ -37,6 +38,7 @@ from batchtune.tune.trials import Trials
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10
+USER_ERRORS = 3  # runs of the search in which the user's code raises (on a NaN, say) end it
 _LOOK_SECONDS = 0.5  # between two looks at what other machines do
 _QUIET = 2  # such proposals in a row end the search: twice is no accident
 MOST_RESERVED = 0.5  # of budget.total, for confirmation: a slow baseline must leave room to search
@@ -189,7 +191,7 @@ class TuneStudy:
     def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
         """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
         objective = self._plan.config.objective
-        return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self._expected())
+        return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self.expected())
 
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""
@@ -206,7 +208,8 @@ class TuneStudy:
         runs = [run for _, run in sampler.runs(self._finished())]
         return landscape(sampler.prior, runs, sizes, self._space.learning_rates, seed=config.seed)
 
-    def _expected(self) -> dict[Configuration, float] | None:
+    def expected(self) -> dict[Configuration, float] | None:
+        """Logarithm of what each configuration costs on average, by all runs together; None where that is not told."""
         if not isinstance(self._sampler, TimeToTargetSampler) or self._space.has_other_parameters:
             return None
         return expected_costs(self._sampler, self._finished(), seed=self._plan.config.seed)
@@ -259,6 +262,8 @@ class TuneStudy:
         self._work(self._search_on)
         if self._quiet >= _QUIET:
             self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
+        elif len(raised := self._ledger.user_errors()) >= USER_ERRORS:
+            self._observer.note(f"the search ends: the task raised an error in {len(raised)} of its runs: {raised[-1]}")
         elif self._ledger.searched() < self._plan.config.budget.trials:
             self._observer.note("the search ends: what is left of budget.total is for confirmation")
 
@@ -270,6 +275,7 @@ class TuneStudy:
         with self._lock:
             gain = getattr(self._sampler, "last_expected_improvement", None)
             settled = gain is not None and len(self._ledger.finished("search")) >= MIN_SEARCH_TRIALS and gain < ENOUGH
+            settled = settled and not self._space.has_other_parameters  # of which the surface expects nothing
             self._quiet = self._quiet + 1 if settled else 0
         return True
 
@@ -278,6 +284,10 @@ class TuneStudy:
             return False
         if self._machines.several and self._has_searched():
             return False  # another machine has found that it was enough
+        if len(raised := self._ledger.user_errors()) >= USER_ERRORS:
+            if not self._ledger.finished("search"):
+                raise UserCodeError(raised[-1])
+            return False
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return self._ledger.searched() + len(running) < self._plan.config.budget.trials
 
@@ -351,7 +361,7 @@ class TuneStudy:
             config.confirm.top,
             kind=objective.kind,
             goal=objective.goal,
-            expected=self._expected(),
+            expected=self.expected(),
         )
         planned = [self._space.of(trial) for trial in chosen] + [self._space.baseline]
         self.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})

@@ -29,7 +29,6 @@ from batchtune.tune.space import Space
 from batchtune.tune.targets import Targets
 from batchtune.tune.workers import TrialRun, run_trial
 
-MAX_USER_ERRORS = 2  # runs of the search in which the user's code may raise (on a NaN, say) before the study stops
 MOST_RETRIES = 2  # of a run whose place was lost
 
 
@@ -76,10 +75,9 @@ class Trials:
         record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
         self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
         race = _Race(self, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
-        tolerant = role == "confirm" or (role == "search" and self.ledger.user_errors() < MAX_USER_ERRORS)
         try:
             with self.machines.sign_of_life(trial):
-                run = run_trial(worker, spec, race.goes_on, tolerant=tolerant)
+                run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
             with self.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
                 self.paused.tidy()

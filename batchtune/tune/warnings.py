@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.report.units import number
-from batchtune.results import Prior, ProbeResult, Trial
+from batchtune.results import Prior, ProbeResult, Recommendation, Trial
 from batchtune.tune.steps import step_seconds, with_loading
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
+UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 NOT_SEARCHED = "no other configuration was tried"
 
 
@@ -46,3 +47,20 @@ def search_warnings(trials: Sequence[Trial]) -> list[str]:
     if any(trial.role == "search" and trial.outcome for trial in trials):
         return []
     return [f"{NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again"]
+
+
+def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:
+    """One where runs of the recommendation or the baseline took much longer than they count.
+
+    Stretches that are far slower than the usual pace count as if they were not: mostly it is another program that slows
+    them, but batches of very unequal length look the same.
+    """
+    ours = None if found is None else (found.global_batch_size, found.learning_rate)
+    shown = [each for each in trials if each.role != "search" or (each.batch_size, each.learning_rate) == ours]
+    counted = sum(each.training_seconds or 0.0 for each in shown)
+    took = sum(each.measured_training_seconds or each.training_seconds or 0.0 for each in shown)
+    if took <= (1 + UNEVEN) * counted:
+        return []
+    text = f"training took {took / counted - 1:.0%} longer than it counts: stretches far slower than the usual pace"
+    rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
+    return [f"{text} are put down to other programs on this machine; {rest}"]

@@ -97,6 +97,15 @@ class TestMeanLoss:
         streaming = trainer(val_dataset=Stream, compute_loss=lambda _model, batch: batch[0].mean())
         assert metric_value(streaming, "val_loss", 4) == pytest.approx(1.0)
 
+    def test_the_last_samples_of_a_stream_count_as_many_as_they_are(self, trainer):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return ((torch.full((4,), float(number)), torch.ones(1)) for number in range(10))
+
+        streaming = trainer(val_dataset=Stream, compute_loss=lambda _model, batch: batch[0].mean())
+        for batch_size in (1, 4, 8, 100):
+            assert metric_value(streaming, "val_loss", batch_size) == pytest.approx(4.5)
+
     def test_any_other_metric_needs_an_evaluate(self, trainer):
         with pytest.raises(
             UsageError, match=r"'accuracy': model.py has no evaluate\(\), so the only metric is 'val_loss'"

@@ -12,7 +12,7 @@ from batchtune.tune import crew as crew_module
 from batchtune.tune.crew import Crew, Member
 
 SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
-FACTS = {"device": "cpu", "device_count": 1}
+FACTS = {"device": "cpu", "device_count": 1, "environment": {"device": "a processor"}}
 
 
 @pytest.fixture
@@ -35,6 +35,19 @@ def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
     monkeypatch.setattr(member, "_open", busy)
     with pytest.raises(RunInterrupted):
         member.start()
+
+
+def test_a_member_on_another_kind_of_device_is_refused(crew, monkeypatch):
+    def opened(name):
+        second = crew._all[1]
+        second.facts = {"device": "cuda:1", "environment": {"device": name}}
+        monkeypatch.setattr(second, "_process", object())
+        return second.start()
+
+    assert opened("a processor")["device"] == "cuda:1"
+    with pytest.raises(DeviceError, match=r"workers: cuda:1 is a T4, but the study is of a processor.*CUDA_VISIB"):
+        opened("T4")
+    monkeypatch.setattr(crew._all[1], "_process", None)
 
 
 class TestThreads:

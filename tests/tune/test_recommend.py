@@ -257,7 +257,46 @@ def test_what_a_run_that_failed_did_not_settle_is_taken_from_those_that_trained(
     trials = confirmed(((32, 1e-3), (10, 11, 12)))
     horizon = {"total_steps": 700}
     trials.append(trial(9, "confirm", 64, 1e-2, None, state="fail").model_copy(update={"outcome": "crash"}))
-    trials += [trial(10 + n, "confirm", 64, 1e-2, None, value=0.01).model_copy(update=horizon) for n in range(2)]
+    trials += [trial(10 + n, "confirm", 64, 1e-2, None, value=0.01).model_copy(update=horizon) for n in range(6)]
     found, _ = recommend(trials, kind="best_metric", goal="minimize")
     assert found.global_batch_size == 64
     assert found.total_steps == 700
+
+
+def test_a_contender_that_beats_the_baseline_goes_before_one_that_only_seems_the_best():
+    trials = confirmed(((32, 1e-3), (20, 21, 22)), ((64, 1e-2), (9, 12, 21)), ((128, 2e-2), (10, 10.5, 11)))
+    logs = {config_of(each): {32: 3.0, 64: 2.3, 128: 2.4}[each.batch_size] for each in trials}
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize", expected=logs)
+    assert found.global_batch_size == 128
+    assert found.speedup_over_baseline.low > 1
+
+
+def of_metric(*groups):
+    trials = confirmed(*groups)
+    return [each.model_copy(update={"value": each.time_to_target_seconds}) for each in trials]
+
+
+class TestTheBestMetric:
+    def test_single_runs_that_are_nearly_alike_are_no_reason_to_change(self):
+        trials = of_metric(((32, 1e-3), (0.9001,)), ((64, 1e-2), (0.9003,)), ((128, 1e-2), (0.8998,)))
+        found, _ = recommend(trials, kind="best_metric", goal="maximize")
+        assert found.global_batch_size == 32
+        assert found.reason == (
+            "no better than your baseline beyond noise: the best contender came to 0.9003 against 0.9001 of the "
+            "baseline, median over 1 fresh seed each, too few for an interval"
+        )
+        clear = of_metric(((32, 1e-3), (0.80,)), ((64, 1e-2), (0.90,)))
+        assert recommend(clear, kind="best_metric", goal="maximize")[0].global_batch_size == 64
+
+    def test_runs_that_lie_apart_are_a_difference_however_small(self):
+        trials = of_metric(((32, 1e-3), (0.940, 0.941, 0.942)), ((64, 1e-2), (0.950, 0.952, 0.948)))
+        found, _ = recommend(trials, kind="best_metric", goal="maximize")
+        assert found.global_batch_size == 64
+        assert found.reason == "comes to 0.95 against 0.941 of the baseline, median over 3 fresh seeds each"
+        mixed = of_metric(((32, 1e-3), (0.940, 0.941, 0.949)), ((64, 1e-2), (0.950, 0.952, 0.948)))
+        assert recommend(mixed, kind="best_metric", goal="maximize")[0].global_batch_size == 32
+
+    def test_one_that_is_level_with_the_best_but_not_above_the_baseline_does_not_hide_it(self):
+        base, small = ((32, 1e-3), (0.940, 0.941, 0.942)), ((16, 1e-2), (0.9390, 0.9385, 0.9388))
+        trials = of_metric(base, ((256, 1e-2), (0.950, 0.952, 0.943)), small)
+        assert recommend(trials, kind="best_metric", goal="maximize")[0].global_batch_size == 256

@@ -1,5 +1,7 @@
 """What several ranks would make of a study: how its batches split, and times from compute and communication."""
 
+import math
+
 import pytest
 
 from batchtune.results import (
@@ -11,6 +13,7 @@ from batchtune.results import (
     ThroughputPoint,
     Trial,
 )
+from batchtune.tune.recommend import config_of
 from batchtune.tune.scaling import scaling, split
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
@@ -106,6 +109,22 @@ class TestTimes:
         close = ran(32, 41.5, rate=0.2, role="search", number=9)
         points = scaling([*TRIALS, close], FOUND, PROBE, ranks()).points
         assert {point.learning_rate for point in points} == {0.1}
+
+    def test_a_lucky_run_of_the_search_counts_with_what_all_runs_tell_of_it(self):
+        lucky = ran(32, 30.0, rate=0.2, role="search", number=9)
+        assert {point.learning_rate for point in scaling([*TRIALS, lucky], FOUND, PROBE, ranks()).points[1:]} == {0.2}
+        logs = {config_of(TRIALS[0]): math.log(42.0), config_of(lucky): math.log(43.0)}
+        told = scaling([*TRIALS, lucky], FOUND, PROBE, ranks(), logs).points
+        assert {point.learning_rate for point in told} == {0.1}
+        logs[config_of(lucky)] = math.log(21.0)
+        better = scaling([*TRIALS, lucky], FOUND, PROBE, ranks(), logs).points[1]
+        half = told[1].time_to_target_seconds.median / 2
+        assert (better.learning_rate, better.time_to_target_seconds.median) == (0.2, pytest.approx(half))
+
+    def test_what_came_to_nothing_on_fresh_seeds_is_not_named(self):
+        once = [ran(256, 10.0, number=7), ran(256, None, number=8).model_copy(update={"state": "pruned"})]
+        points = scaling([*TRIALS, *once, ran(256, 9.0, role="search", number=9)], FOUND, PROBE, ranks()).points
+        assert {point.global_batch_size for point in points} == {32}
 
     def test_the_interval_is_widened_by_the_error_of_the_fit(self):
         second = scaling(TRIALS, FOUND, PROBE, ranks()).points[1]

@@ -75,6 +75,7 @@ def test_the_baseline_has_the_defaults_of_the_users_optimizer():
 def test_a_range_is_widened_to_hold_today():
     found = space(today={"decay": 0.5}, decay={"min": 1e-4, "max": 0.1, "log": True})
     assert found.distributions["decay"] == FloatDistribution(1e-4, 0.5, log=True)
+    assert found.searched["decay"] == FloatDistribution(1e-4, 0.1, log=True)  # and not searched beyond
 
 
 @pytest.mark.parametrize(

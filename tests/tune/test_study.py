@@ -13,6 +13,7 @@ from batchtune.config import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
+from batchtune.train.run_spec import pace_kind
 from batchtune.train.worker import PlaceLost, WorkerLost
 from batchtune.tune import study as study_module
 from batchtune.tune.cost import SECONDS
@@ -155,6 +156,7 @@ class Saying(law.LawWorker):
 
 
 SHORT = Budget(run=5.0, total=3600.0, trials=2)
+SHORT_SEARCH, ROLES = Budget(run=120.0, total=3600.0, trials=12), ("baseline", "search")
 
 
 @pytest.mark.parametrize("kind", ["time_to_target", "best_metric"])
@@ -173,7 +175,10 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
     tuned.run()
     found, base = tuned.recommendation()
     assert (found.global_batch_size, found.value.median) == (base.global_batch_size, 0.5)
-    assert found.reason == "the baseline does as well on fresh seeds"
+    assert found.reason == (
+        "no better than your baseline beyond noise: the best contender came to 0.5 against 0.5 of the baseline, median "
+        "over 3 fresh seeds each"
+    )
 
 
 def test_the_best_metric_within_a_budget_can_be_the_objective(tmp_path):
@@ -342,6 +347,52 @@ def test_arguments_of_the_optimizer_are_searched_recorded_and_confirmed(tmp_path
     assert found.optimizer_arguments["nesterov"] is True
     assert base.optimizer_arguments == records[0].optimizer_arguments
     assert tuned.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
+    searched = [record for record in records if record.role == "search"]
+    assert all(1e-3 <= record.optimizer_arguments["weight_decay"] <= 1.0 for record in searched)
+    assert len(searched) == 30  # budget.trials: what the surface expects says nothing of these
+
+
+def test_an_argument_is_not_searched_beyond_the_users_bounds(tmp_path):
+    space = {"momentum": {"min": 0.8, "max": 0.99}}
+    tuned = study(tmp_path, space=space, settled={"optimizer_defaults": {"momentum": 0.0}}, budget=SHORT_SEARCH)
+    tuned.run()
+    found = {role: [t.optimizer_arguments["momentum"] for t in tuned.records() if t.role == role] for role in ROLES}
+    assert set(found["baseline"]) == {0.0}
+    assert len(set(found["search"])) > 5
+    assert all(0.8 <= each <= 0.99 for each in found["search"])
+
+
+class Raising(law.LawWorker):
+    """The user's code raises in these runs of the study; the first is run 0."""
+
+    def __init__(self, runs):
+        super().__init__(noise=0.05)
+        self._raising = set(runs)
+
+    def call(self, command, *, on_event, **spec):
+        if len(self.specs) in self._raising:
+            self.specs.append(spec)
+            raise UserCodeError("compute_loss raised AssertionError")
+        return super().call(command, on_event=on_event, **spec)
+
+
+def test_a_task_that_raises_again_and_again_ends_the_search_and_what_got_there_is_confirmed(tmp_path):
+    tuned = study(tmp_path, Raising({2, 4, 5}))
+    tuned.run()
+    roles = [(trial.role, trial.outcome) for trial in tuned.records()]
+    assert roles[:6].count(("search", "user_error")) == 3
+    assert {role for role, _ in roles[6:]} == {"confirm"}
+    assert tuned.recommendation()[0].speedup_over_baseline is not None
+    again = study(tmp_path, worker := Raising(()))
+    again.run()
+    assert worker.specs == []
+
+
+def test_a_search_in_which_nothing_but_errors_comes_ends_with_the_error_and_so_it_stays(tmp_path):
+    for worker in (Raising(range(1, 40)), Raising(())):
+        with pytest.raises(UserCodeError, match="compute_loss raised AssertionError"):
+            study(tmp_path, worker).run()
+        assert len(worker.specs) in {4, 0}
 
 
 def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_path):
@@ -663,19 +714,26 @@ class TestPace:
     def ledger(self):
         return Ledger(optuna.create_study(), SECONDS)
 
-    def ran(self, ledger, micro, step_seconds, *, precision="bf16", steps=1):
+    def ran(self, ledger, micro, step_seconds, *, precision="bf16", steps=1, **arguments):
         sizes = {
             "batch_size": optuna.distributions.IntDistribution(1, 10**6),
             "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
         }
         batch_size = micro * steps
-        ledger._study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1})
+        sizes |= {name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in arguments}
+        ledger._study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1} | arguments)
         trial = ledger._study.ask(sizes)
         curve = [CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
         made_up = {"micro_batch_size": micro, "gradient_accumulation_steps": steps, "precision": precision}
         for key, value in (made_up | {"curve": curve_attribute(curve), "outcome": "reached"}).items():
             trial.set_user_attr(key, value)
         ledger._study.tell(trial, 1.0)
+
+    def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, ledger):
+        self.ran(ledger, 64, 1e-3, decay=0.01)
+        assert ledger.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1e-3)
+        assert ledger.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
+        assert pace_kind({"kind": "sgd"}) != pace_kind({"kind": "shampoo"}) != pace_kind({"foreach": True})
 
     def test_runs_of_another_precision_tell_nothing(self, ledger):
         self.ran(ledger, 64, 1e-3)

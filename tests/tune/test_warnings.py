@@ -1,7 +1,7 @@
 import pytest
 
 from batchtune.results import ProbeResult, Trial
-from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, search_warnings
+from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, search_warnings, uneven_warnings
 
 
 def probe(largest, limited_by):
@@ -34,3 +34,13 @@ def trial(role, outcome):
 def test_a_study_that_had_time_for_its_baseline_alone_says_so():
     assert search_warnings([trial("baseline", "finished"), trial("search", None)])[0].startswith(NOT_SEARCHED)
     assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")]) == []
+
+
+def test_runs_that_took_much_longer_than_they_count_are_told_of():
+    slowed = trial("confirm", "reached").model_copy(update={"training_seconds": 4.0, "measured_training_seconds": 7.0})
+    (told,) = uneven_warnings([slowed], None)
+    assert told.startswith("training took 75% longer than it counts")
+    a_little = slowed.model_copy(update={"measured_training_seconds": 4.4})
+    assert uneven_warnings([a_little], None) == []
+    assert uneven_warnings([slowed.model_copy(update={"role": "search"})], None) == []
+    assert uneven_warnings([], None) == []
