@@ -163,7 +163,8 @@ def _verdict(
     over = f"over {seeds} each" if len(theirs) == len(ours) else f"over {seeds}, baseline {len(ours)}"
     few = ", too few for an interval" if min(len(theirs), len(ours)) == 1 else ""
     if cost is None or gain is None:
-        best, today_s = (abs(statistics.median(each)) for each in (theirs, ours))
+        sign = 1 if goal == "minimize" else -1
+        best, today_s = (sign * statistics.median(each) for each in (theirs, ours))
         told = f"{best:.4g} against {today_s:.4g} of the baseline, median {over}{few}{but}"
     elif any(cost.of(trial) is None for trial in groups[base] if trial.outcome not in _WORTHLESS):
         gain = gain.model_copy(update={"at_least": True})

@@ -288,6 +288,14 @@ class TestTheBestMetric:
         clear = of_metric(((32, 1e-3), (0.80,)), ((64, 1e-2), (0.90,)))
         assert recommend(clear, kind="best_metric", goal="maximize")[0].global_batch_size == 64
 
+    @pytest.mark.parametrize("goal", ["minimize", "maximize"])
+    def test_a_negative_metric_is_said_as_it_is(self, goal):
+        better = (-4.0, -4.1, -4.2) if goal == "minimize" else (-2.0, -2.1, -2.2)
+        trials = of_metric(((32, 1e-3), (-3.0, -3.1, -3.2)), ((64, 1e-2), better))
+        found, _ = recommend(trials, kind="best_metric", goal=goal)
+        assert found.reason.startswith(f"comes to {better[1]:g} against -3.1 of the baseline")
+        assert found.value.median == better[1]
+
     def test_runs_that_lie_apart_are_a_difference_however_small(self):
         trials = of_metric(((32, 1e-3), (0.940, 0.941, 0.942)), ((64, 1e-2), (0.950, 0.952, 0.948)))
         found, _ = recommend(trials, kind="best_metric", goal="maximize")
