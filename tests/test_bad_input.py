@@ -319,7 +319,7 @@ def answers(new_cli, pool):
     [
         (("learning_rate.max=0.5",), "learning_rate.max = 1.0, now 0.5"),
         (("objective.kind=best_metric",), 'objective.kind = "time_to_target", now "best_metric"'),
-        (("space.momentum.min=0.5", "space.momentum.max=0.9"), 'space = {}, now {"momentum": '),
+        (("space.momentum.min=0.5", "space.momentum.max=0.9"), 'the arguments under space = [], now ["momentum"]'),
         ((), "the task's code = "),
     ],
 )

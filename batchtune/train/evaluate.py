@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
@@ -75,15 +76,9 @@ def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
 def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> float:
     task = trainer.task
     data: Any = task.val_data
-    collate = task.collate if task.has("collate") else default_collate
-    loader: DataLoader[Any] = (
-        DataLoader(  # here, so that the samples of a batch can be counted as they are put together
-            data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found))
-        )
-    )
     began, has_end = time.monotonic(), hasattr(data, "__len__")
     total, samples = torch.zeros((), device=trainer.device), 0
-    for size, batch in itertools.islice(loader, max_batches):
+    for size, batch in itertools.islice(_batches(task, batch_size), max_batches):
         with trainer.precision.autocast():
             total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
         samples += size
@@ -96,3 +91,17 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     if not samples:
         raise UserCodeError(f"{task.where}: val_dataset yields no samples")
     return float(total) / samples
+
+
+def _batches(task: Task, batch_size: int) -> Iterator[tuple[int, Any]]:
+    """The batches of the validation set, each with the number of its samples."""
+    data: Any = task.val_data
+    collate: Callable[[Any], Any] = task.collate if task.has("collate") else default_collate
+    if isinstance(data, IterableDataset):  # only whoever puts a batch together knows how large it is
+        yield from DataLoader(data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found)))
+        return
+    left = len(data)
+    for batch in DataLoader(data, batch_size=batch_size, collate_fn=collate):
+        size = min(batch_size, left)
+        left -= size
+        yield size, batch

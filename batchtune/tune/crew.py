@@ -48,8 +48,9 @@ class Member(Worker):
         return facts
 
     def _unlike(self, name: str) -> str:
-        where = f"workers: {self.facts['device']} is a {name}, but the study is of {self.device_name}"
-        remedy = "list devices of one kind in CUDA_VISIBLE_DEVICES, or set workers: 1"
+        which = self.own_environment.get("CUDA_VISIBLE_DEVICES", self.facts["device"])
+        where = f"workers: device {which} is a {name}, but the study is of {self.device_name}"
+        remedy = "list devices of one kind in CUDA_VISIBLE_DEVICES, or start over with --workers 1 --fresh"
         return f"{where}, and times on different devices do not compare; {remedy}"
 
     def warm_up(self) -> None:

@@ -17,9 +17,10 @@ def identity_of(config: Config) -> dict[str, Any]:
     for key, value in config.model_dump(mode="json").items():
         if key == "budget":
             flat["budget.run"] = value["run"]
-        elif key == "space":  # as a whole: an argument that comes or goes is a change, too
-            flat[key] = value
-        elif key not in _FREE_TO_CHANGE:
+            continue
+        if key == "space":
+            flat["the arguments under space"] = sorted(value)  # one that comes or goes is a change, too
+        if key not in _FREE_TO_CHANGE:
             sections = value if isinstance(value, dict) else {"": value}
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
     return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}

@@ -108,11 +108,6 @@ class Ledger:
         outcomes = [trial.outcome for trial in self.records() if trial.role == role and trial.outcome is not None]
         return outcomes[-1] if outcomes else None
 
-    def user_errors(self) -> list[str]:
-        """What the user's code raised in runs of the search."""
-        raised = [trial for trial in self.records() if trial.role == "search" and trial.outcome == "user_error"]
-        return [trial.message or "" for trial in raised]
-
     def out_of_memory(self, precision: str) -> int | None:
         """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
 

@@ -112,8 +112,9 @@ def recommend(
         return _of(groups[base], scores[base], kind=kind, goal=goal, reason=reason), None
     held = {config: usable[config] for config in usable if _missed(groups[config], kind=kind, goal=goal) == 0}
     ours = scores[base]
-    better = {config: each for config, each in (held or usable).items() if ours and _beats(each, ours, kind)}
-    winner = _winner(better or held or usable, expected)
+    better = {config: each for config, each in usable.items() if ours and _beats(each, ours, kind)}
+    both = {config: each for config, each in better.items() if config in held}
+    winner = _winner(both or better or held or usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
@@ -162,6 +163,7 @@ def _verdict(
     seeds = f"{len(theirs)} fresh seed{'s' if len(theirs) > 1 else ''}"
     over = f"over {seeds} each" if len(theirs) == len(ours) else f"over {seeds}, baseline {len(ours)}"
     few = ", too few for an interval" if min(len(theirs), len(ours)) == 1 else ""
+    few += f" (a difference would be {TIED - 1:.0%} or more)" if few and not _beats(theirs, ours, kind) else ""
     if cost is None or gain is None:
         sign = 1 if goal == "minimize" else -1
         best, today_s = (sign * statistics.median(each) for each in (theirs, ours))

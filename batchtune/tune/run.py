@@ -31,6 +31,7 @@ from batchtune.results import (
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.crew import Crew, OneAtATime
 from batchtune.tune.identity import identity_of
 from batchtune.tune.opening import open_task, probe_options, require_executor, worker_settings
@@ -42,7 +43,7 @@ from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.steps import with_loading
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
-from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, loading_warnings, search_warnings, uneven_warnings
+from batchtune.tune.warnings import OURS, baseline_warnings, loading_warnings, search_warnings, uneven_warnings
 
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
@@ -216,7 +217,8 @@ class _Tuning:
             kind = self._facts["device"].partition(":")[0]
             settings = replace(worker_settings(self._config), device=kind, metric=None)
             measured = time_group(settings, count, *sizes, found.precision, self._observer)
-        return scaling(study.records(), found, probe, measured, study.expected()) if measured else None
+        expected = study.expected() if cost_of(self._config.objective.kind) is SECONDS else None
+        return scaling(study.records(), found, probe, measured, expected) if measured else None
 
     def _crew(self, settings: WorkerSettings) -> Crew:
         if self._config.executor == "local":
@@ -240,8 +242,10 @@ class _Tuning:
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
         """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
         result = self._document(status, error)
-        if self._study is None and self.earlier is not None and self.earlier.trials:
-            return self.earlier.model_copy(update={"status": status, "error": result.error})
+        earlier = self.earlier
+        nothing_new = earlier is not None and (earlier.trials or (earlier.probe and not (self._probed or self._probe)))
+        if self._study is None and earlier is not None and nothing_new:
+            return earlier.model_copy(update={"status": status, "error": result.error})
         self.folder.write_result(result)
         return result
 
@@ -317,7 +321,7 @@ class _Tuning:
     def _warnings(self, status: str, trials: list[Trial], recommended: Recommendation | None) -> list[str]:
         found = self._probe.warnings() if self._probe else []
         if self._probe is None and self._probed is not None and self.earlier is not None:
-            found = [warning for warning in self.earlier.warnings if not warning.startswith(NOT_SEARCHED)]
+            found = [warning for warning in self.earlier.warnings if not warning.startswith(OURS)]
         if self._probed is not None and self._prior is not None and self._facts:
             found += loading_warnings(self._probed, self._prior, self._facts["device"])
         if self._probed is not None:

@@ -128,20 +128,18 @@ def _times(
         if counts:
             role = "confirm" if trial.role == "confirm" else "search"
             ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
-    times = {}
-    for config, each in ended["confirm"].items():
-        reached = [seconds for seconds in each if seconds is not None]
-        if 2 * len(reached) > len(each):
-            times[config] = reached
     arguments = tuple(sorted(found.optimizer_arguments.items()))
-    ours = found.global_batch_size, found.learning_rate, found.precision, arguments
-    for config, each in ended["search"].items():
+    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments
+    times: dict[Configuration, list[float]] = {}
+    for config, each in (ended["search"] | ended["confirm"]).items():
         reached = [seconds for seconds in each if seconds is not None]
-        if config in ended["confirm"] or not reached:
-            continue
-        if expected is not None and ours in times and {ours, config} <= expected.keys():
-            reached = [seconds * math.exp(expected[config] - expected[ours]) for seconds in times[ours]]
-        times[config] = reached
+        if reached and (config not in ended["confirm"] or 2 * len(reached) > len(each)):
+            times[config] = reached
+    one = times.get(ours) or ([found.time_to_target_seconds.median] if found.time_to_target_seconds else [])
+    told = expected or {}
+    for config in times.keys() - ended["confirm"].keys() - {ours}:
+        if {ours, config} <= told.keys():
+            times[config] = [seconds * math.exp(told[config] - told[ours]) for seconds in one]
     return times
 
 

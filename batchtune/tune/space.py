@@ -50,6 +50,7 @@ class Space:
         for name, each in plan.config.space.items():
             if each.min is not None and each.max is not None:
                 self.searched[name] = FloatDistribution(each.min, each.max, log=each.log)
+                self.baseline[name] = float(self.baseline[name])  # 0 is written 0.0 there
 
     @property
     def has_other_parameters(self) -> bool:

@@ -15,7 +15,6 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.errors import UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
@@ -262,7 +261,7 @@ class TuneStudy:
         self._work(self._search_on)
         if self._quiet >= _QUIET:
             self._observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
-        elif len(raised := self._ledger.user_errors()) >= USER_ERRORS:
+        elif len(raised := self._trials.raised) >= USER_ERRORS:
             self._observer.note(f"the search ends: the task raised an error in {len(raised)} of its runs: {raised[-1]}")
         elif self._ledger.searched() < self._plan.config.budget.trials:
             self._observer.note("the search ends: what is left of budget.total is for confirmation")
@@ -284,9 +283,9 @@ class TuneStudy:
             return False
         if self._machines.several and self._has_searched():
             return False  # another machine has found that it was enough
-        if len(raised := self._ledger.user_errors()) >= USER_ERRORS:
-            if not self._ledger.finished("search"):
-                raise UserCodeError(raised[-1])
+        if len(raised := self._trials.raised) >= USER_ERRORS:
+            if not self._ledger.finished("search") and not self._has(TrialState.RUNNING, role="search"):
+                raise raised[-1]
             return False
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return self._ledger.searched() + len(running) < self._plan.config.budget.trials
@@ -358,7 +357,7 @@ class TuneStudy:
         objective = config.objective
         chosen = finalists(
             self._ledger.records(),
-            config.confirm.top,
+            self._affordable_contenders(),
             kind=objective.kind,
             goal=objective.goal,
             expected=self.expected(),
@@ -366,3 +365,14 @@ class TuneStudy:
         planned = [self._space.of(trial) for trial in chosen] + [self._space.baseline]
         self.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
         return planned
+
+    def _affordable_contenders(self) -> int:
+        """How many are confirmed: as asked for, or where every run takes all of budget.run, as all seeds allow."""
+        config, most = self._plan.config, self._plan.config.confirm.top
+        if cost_of(config.objective.kind) is not None:
+            return most
+        each = config.confirm.seeds * (config.budget.run + self._ledger.seconds_beside_training()) / self._at_once
+        count = max(1, min(most, int(self._seconds_left() / each) - 1))
+        if count < most:
+            self._observer.note(f"{count} of {most} contenders on fresh seeds: budget.total has room for no more")
+        return count

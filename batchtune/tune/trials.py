@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna import Study
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from batchtune.errors import UserCodeError
 from batchtune.progress import Observer
 from batchtune.results import CurvePoint
 from batchtune.results import Trial as TrialRecord
@@ -40,6 +41,7 @@ class Trials:
         seconds_left: of budget.total.
         lock: held while a trial is chosen or told, for several workers may run trials at once.
         machines: that share the study.
+        raised: by the user's code in runs of the search, since this start.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class Trials:
     seconds_left: Callable[[], float]
     lock: AbstractContextManager[Any]
     machines: Machines
+    raised: list[UserCodeError] = field(default_factory=list)
 
     def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
         """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
@@ -81,6 +84,8 @@ class Trials:
             with self.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
                 self.paused.tidy()
+                if role == "search" and run.error is not None:
+                    self.raised.append(run.error)
                 self.targets.check_start(self.ledger)
         except UpdateFinishedTrialError:
             self.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")

@@ -11,6 +11,9 @@ from batchtune.tune.steps import step_seconds, with_loading
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 NOT_SEARCHED = "no other configuration was tried"
+RAISED = "the task raised an error"
+LONGER = "training took longer than it counts"
+OURS = (NOT_SEARCHED, RAISED, LONGER)  # how those begin that may be others by the next start
 
 
 def loading_warnings(probe: ProbeResult, prior: Prior, device: str) -> list[str]:
@@ -43,10 +46,14 @@ def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
 
 
 def search_warnings(trials: Sequence[Trial]) -> list[str]:
-    """One where a study that has ended never came to search."""
-    if any(trial.role == "search" and trial.outcome for trial in trials):
+    """One where a study that has ended never came to search, or where the task raised errors in it."""
+    searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
+    if not searched:
+        return [f"{NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again"]
+    raised = [trial.message for trial in searched if trial.outcome == "user_error"]
+    if not raised:
         return []
-    return [f"{NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again"]
+    return [f"{RAISED} in {len(raised)} of {len(searched)} runs of the search, which tell nothing: {raised[-1]}"]
 
 
 def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:
@@ -61,6 +68,8 @@ def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> li
     took = sum(each.measured_training_seconds or each.training_seconds or 0.0 for each in shown)
     if took <= (1 + UNEVEN) * counted:
         return []
-    text = f"training took {took / counted - 1:.0%} longer than it counts: stretches far slower than the usual pace"
+    text = (
+        f"{LONGER} by {took / counted - 1:.0%}: stretches far slower than the usual pace are put down to other programs"
+    )
     rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
-    return [f"{text} are put down to other programs on this machine; {rest}"]
+    return [f"{text} on this machine; {rest}"]

@@ -17,7 +17,7 @@ Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """What one trial came to. `wall_seconds` counts evaluation, too. For the last three see `RunEnd`."""
+    """What one trial came to. `wall_seconds` counts evaluation, too; `error`: the user's code's; else see `RunEnd`."""
 
     outcome: Outcome
     curve: list[CurvePoint]
@@ -26,6 +26,7 @@ class TrialRun:
     total_steps: int | None = None
     kept: bool = False
     evaluation_seconds: float | None = None
+    error: UserCodeError | None = None
 
     @property
     def training_seconds(self) -> float:
@@ -50,6 +51,7 @@ def run_trial(
 
     timeout = max(LONG_SILENCE_SECONDS, 2 * spec.limit_seconds)
     message: str | None = None
+    raised: UserCodeError | None = None
     end: dict[str, Any] = {}
     try:
         end = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))
@@ -59,5 +61,5 @@ def run_trial(
     except UserCodeError as error:
         if not tolerant:
             raise
-        outcome, message = "user_error", str(error)
-    return TrialRun(outcome, curve, time.perf_counter() - started, message, **end)
+        outcome, message, raised = "user_error", str(error), error
+    return TrialRun(outcome, curve, time.perf_counter() - started, message, error=raised, **end)

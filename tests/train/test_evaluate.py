@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.train import evaluate
@@ -105,6 +105,27 @@ class TestMeanLoss:
         streaming = trainer(val_dataset=Stream, compute_loss=lambda _model, batch: batch[0].mean())
         for batch_size in (1, 4, 8, 100):
             assert metric_value(streaming, "val_loss", batch_size) == pytest.approx(4.5)
+
+    @pytest.mark.parametrize("of", [lambda batch: batch, lambda batch: (row for row in zip(*batch, strict=True))])
+    def test_a_data_set_that_gives_whole_batches_is_weighted_by_its_samples(self, trainer, of):
+        class Whole(Dataset):
+            inputs, targets = torch.arange(10.0).repeat(4, 1).T, torch.ones(10, 1)
+
+            def __len__(self):
+                return 10
+
+            def __getitem__(self, index):
+                return self.inputs[index], self.targets[index]
+
+            def __getitems__(self, indices):
+                return of((self.inputs[indices], self.targets[indices]))
+
+        def collate(found):
+            return found if torch.is_tensor(found[0]) else default_collate(found)
+
+        whole = trainer(val_dataset=Whole, collate=collate, compute_loss=lambda _model, batch: batch[0].mean())
+        for batch_size in (1, 4, 8, 100):
+            assert metric_value(whole, "val_loss", batch_size) == pytest.approx(4.5)
 
     def test_any_other_metric_needs_an_evaluate(self, trainer):
         with pytest.raises(

@@ -45,7 +45,7 @@ def test_a_member_on_another_kind_of_device_is_refused(crew, monkeypatch):
         return second.start()
 
     assert opened("a processor")["device"] == "cuda:1"
-    with pytest.raises(DeviceError, match=r"workers: cuda:1 is a T4, but the study is of a processor.*CUDA_VISIB"):
+    with pytest.raises(DeviceError, match=r"workers: device cuda:1 is a T4, but the study is of a processor.*--fresh"):
         opened("T4")
     monkeypatch.setattr(crew._all[1], "_process", None)
 

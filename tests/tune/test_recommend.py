@@ -283,7 +283,7 @@ class TestTheBestMetric:
         assert found.global_batch_size == 32
         assert found.reason == (
             "no better than your baseline beyond noise: the best contender came to 0.9003 against 0.9001 of the "
-            "baseline, median over 1 fresh seed each, too few for an interval"
+            "baseline, median over 1 fresh seed each, too few for an interval (a difference would be 5% or more)"
         )
         clear = of_metric(((32, 1e-3), (0.80,)), ((64, 1e-2), (0.90,)))
         assert recommend(clear, kind="best_metric", goal="maximize")[0].global_batch_size == 64

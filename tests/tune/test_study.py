@@ -181,6 +181,16 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
     )
 
 
+@pytest.mark.parametrize(("total", "contenders"), [(20.0, 1), (3600.0, 2)])
+def test_fewer_contenders_for_the_best_metric_are_confirmed_on_all_seeds(tmp_path, total, contenders):
+    """Runs of the law take no time, so that what is left when confirmation begins is about what there was."""
+    budget = Budget(run=2.5, total=total, trials=8)
+    tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=budget)
+    tuned.run()
+    confirmed = {(t.batch_size, t.learning_rate) for t in tuned.records() if t.role == "confirm"}
+    assert len(confirmed) == 1 + contenders
+
+
 def test_the_best_metric_within_a_budget_can_be_the_objective(tmp_path):
     tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=Budget(run=5.0, total=3600.0, trials=12))
     tuned.run()
@@ -388,11 +398,26 @@ def test_a_task_that_raises_again_and_again_ends_the_search_and_what_got_there_i
     assert worker.specs == []
 
 
-def test_a_search_in_which_nothing_but_errors_comes_ends_with_the_error_and_so_it_stays(tmp_path):
-    for worker in (Raising(range(1, 40)), Raising(())):
+def test_a_search_in_which_nothing_but_errors_comes_ends_with_the_error_and_the_next_start_tries_again(tmp_path):
+    for runs in (range(1, 40), range(40)):  # the baseline has run when it starts again
+        worker = Raising(runs)
         with pytest.raises(UserCodeError, match="compute_loss raised AssertionError"):
             study(tmp_path, worker).run()
-        assert len(worker.specs) in {4, 0}
+        assert len(worker.specs) == 3 + (0 not in runs)
+    mended = study(tmp_path)
+    mended.run()
+    assert mended.recommendation()[0].speedup_over_baseline is not None
+
+
+def test_errors_do_not_stop_what_another_worker_still_trains(tmp_path):
+    tuned = study(tmp_path)
+    tuned._trials.raised.extend([UserCodeError("compute_loss raised AssertionError")] * 3)
+    tuned._queue(tuned._space.baseline, "search", 0)
+    running = tuned.study.ask(tuned._space.distributions)
+    assert not tuned._is_search_wanted()
+    tuned.study.tell(running, state=optuna.trial.TrialState.FAIL)
+    with pytest.raises(UserCodeError, match="compute_loss raised AssertionError"):
+        tuned._is_search_wanted()
 
 
 def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_path):

@@ -36,10 +36,17 @@ def test_a_study_that_had_time_for_its_baseline_alone_says_so():
     assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")]) == []
 
 
+def test_runs_in_which_the_task_raised_an_error_are_told_of():
+    failed = trial("search", "user_error").model_copy(update={"message": "compute_loss raised AssertionError"})
+    assert search_warnings([failed, trial("search", "reached")]) == [
+        "the task raised an error in 1 of 2 runs of the search, which tell nothing: compute_loss raised AssertionError"
+    ]
+
+
 def test_runs_that_took_much_longer_than_they_count_are_told_of():
     slowed = trial("confirm", "reached").model_copy(update={"training_seconds": 4.0, "measured_training_seconds": 7.0})
     (told,) = uneven_warnings([slowed], None)
-    assert told.startswith("training took 75% longer than it counts")
+    assert told.startswith("training took longer than it counts by 75%")
     a_little = slowed.model_copy(update={"measured_training_seconds": 4.4})
     assert uneven_warnings([a_little], None) == []
     assert uneven_warnings([slowed.model_copy(update={"role": "search"})], None) == []
