@@ -123,9 +123,7 @@ class TimeToTargetSampler(BaseSampler):
         if not runs:
             return {}
         under_way = self._under_way(study, trial, min(run.seconds for run in runs))
-        others = any(trial.params.keys() != search_space.keys() for trial in finished)
-        tried = [] if others else runs  # with another value of those, the same point tells something new
-        apart = [*[(run, _TOO_NEAR) for run in tried], *[(run, _KEPT_APART) for run in under_way + self._failed(study)]]
+        apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way + self._failed(study)]]
         runs += under_way
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
         batch_sizes = _batch_sizes(search_space[self._batch_size])
