@@ -105,30 +105,38 @@ class RunFolder:
             self._lock = None
 
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Refuses to mix: what decides the meaning of earlier measurements must be what it was.
+        """Refuses to mix: what decides the meaning of the measurements that are kept must be what it was.
 
         Args:
-            identity: dotted configuration keys (and the task's hash, the device) with their values; what earlier
-                starts said besides is kept.
+            identity: dotted configuration keys (and the task's hash, the device) with their values.
 
         Raises:
             UsageError: a value differs from that of the folder, naming it.
         """
-        file = self.path / "identity.json"
+        before, now = self.identity() or {}, json.loads(json.dumps(identity))
+        changed = [key for key in now if key in before and before[key] != now[key]]
+        if changed:
+            key = changed[0]
+            raise UsageError(
+                f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
+                "mix. Use --fresh to start over, or another 'name' to keep both"
+            )
+
+    def keep_identity(self, identity: dict[str, Any]) -> None:
+        """Keeps what decides the meaning of what is measured from now on; see `check_identity`.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        self.write("identity.json", json.dumps(identity, indent=2))
+
+    def identity(self) -> dict[str, Any] | None:
+        """What decides the meaning of what was measured here; None: nothing was, or the file is damaged."""
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):
-            before = None
-        now = json.loads(json.dumps(identity))
-        if isinstance(before, dict):
-            changed = [key for key in now if key in before and before[key] != now[key]]
-            if changed:
-                key = changed[0]
-                raise UsageError(
-                    f"{self.path}: measured with {key} = {_shown(before[key])}, now {_shown(now[key])}; results would "
-                    "mix. Use --fresh to start over, or another 'name' to keep both"
-                )
-        self.write(file.name, json.dumps((before if isinstance(before, dict) else {}) | now, indent=2))
+            return None
+        return found if isinstance(found, dict) else None
 
     def forget_attempts(self) -> None:
         """Those kept so far are of an earlier search; a new one begins.

@@ -31,7 +31,8 @@ def duration(seconds: float | None) -> str:
         return "0 s"
     rounded = float(f"{seconds:.3g}")  # which may be one of the next unit
     if rounded < 1e-3:  # noqa: PLR2004
-        return f"{rounded * 1e6:.0f} µs"
+        micro = rounded * 1e6
+        return f"{micro:.0f} µs" if micro >= 10 else f"{micro:.2g} µs"  # noqa: PLR2004
     if rounded < 1:
         return f"{rounded * 1e3:.3g} ms"
     if rounded < 120:  # noqa: PLR2004

@@ -8,7 +8,7 @@ from batchtune.results import DataParallel, Environment, ProbeResult, Recommenda
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
-    "max": "that is the most that was allowed",
+    "max": "that is the most that was to be tried",
     "dataset": "that is the whole training set",
 }
 

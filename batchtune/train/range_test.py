@@ -6,6 +6,7 @@ It finds the edge of stability and, below it, where the loss was least. Neither 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from batchtune.train.step import Trainer, TrainingBatches
 
 APART = 2.0  # times the least smoothed loss: so high, and above the start, training has come apart
 _FIRST = 5  # losses that say where training starts; the rate is still harmless there
+_CLEAR = 4.0  # standard deviations of them: a smoothed loss that is as far below has been learned
 _SMOOTHING = 0.7  # weight of the past: about three steps, a fifth of a decade of the rate
 
 
@@ -44,7 +46,15 @@ class Edge:
             return False
         if smoothed < self._least:
             self._least, self.lowest_at = smoothed, rate
-        return smoothed > max(APART * self._least, sum(self._first) / _FIRST)
+        return smoothed > self._bound()
+
+    def _bound(self) -> float:
+        """What the smoothed loss may come to. Below zero a factor means nothing: there it is the noise of the start."""
+        start = sum(self._first) / _FIRST
+        if self._least > 0:
+            return max(APART * self._least, start)
+        noise = _CLEAR * statistics.pstdev(self._first)
+        return start if start - self._least > noise else start + noise
 
 
 def range_test(

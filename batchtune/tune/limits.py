@@ -14,7 +14,7 @@ from batchtune.tune.steps import split_batch
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
-LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has failed by then, or shown to be so much faster
+LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then to be so much faster, or not
 _MAX_EVALUATION_BATCH = 1024
 
 
@@ -85,6 +85,8 @@ class Limits:
     def _confirm_cap(self, params: Mapping[str, Any]) -> float | None:
         """Of a contender's own time in the search; for the baseline, of the slowest contender's on fresh seeds.
 
+        What takes longer than the baseline did has lost for sure, and nothing sooner.
+
         The baseline is interleaved behind the contenders: with all of them far ahead it need not run to its end.
         """
         if params == self._space.baseline:
@@ -92,4 +94,5 @@ class Limits:
             best = max(costs, default=self._ledger.best_cost())
             return LOST_FACTOR * best if best is not None else None
         own = [cost for trial, cost in self._ledger.costs("search") if trial.params == params]
-        return LOST_FACTOR * min(own) if own else None
+        today = [cost for _, cost in self._ledger.costs("baseline")]
+        return max([LOST_FACTOR * min(own), *today]) if own else None

@@ -212,7 +212,7 @@ def affordable_noise_scale(batch_size: int, probe: ProbeResult, seconds: float) 
     small = min(batch_size, largest)
     large = min(LARGE_FACTOR * small, largest)
     if large < LEAST_FACTOR * small:
-        return f"no noise scale, since no batch of {LEAST_FACTOR} times the baseline's fits"
+        return f"no noise scale, since {largest}, the largest batch to train at once, is not {LEAST_FACTOR} of today's"
     gradients = DRAWS * (SMALL_PER_LARGE * step_seconds(fit, small) + step_seconds(fit, large)) * FORWARD_SHARE
     needed = WARM_UP_STEPS * step_seconds(fit, small) + gradients
     return _too_long(f"a noise scale at batch {small} and {large}", needed, seconds) or (small, large, needed)

@@ -114,7 +114,8 @@ def recommend(
     ours = scores[base]
     better = {config: each for config, each in usable.items() if ours and _beats(each, ours, kind)}
     both = {config: each for config, each in better.items() if config in held}
-    winner = _winner(both or better or held or usable, expected)
+    ahead = both or better
+    winner = _winner(ahead, expected) if ahead else _best(held or usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )
@@ -124,13 +125,19 @@ def recommend(
     return _verdict(groups, scores, winner, base, today=today, kind=kind, goal=goal), baseline
 
 
+def _best(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
+    if expected is not None and all(config in expected for config in usable):
+        return min(usable, key=lambda config: expected[config])
+    return min(usable, key=lambda config: statistics.median(usable[config]))
+
+
 def _winner(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
     """The best of the confirmed configurations; of those that are level the one with the smallest batch."""
     if expected is not None and all(config in expected for config in usable):
         least = min(expected[config] for config in usable)
         level = [config for config in usable if expected[config] <= least + math.log(LEVEL)]
         return min(level, key=lambda config: (config[0], expected[config]))
-    best = min(usable, key=lambda config: statistics.median(usable[config]))
+    best = _best(usable, None)
     ties = [config for config in usable if _tied(usable[config], usable[best])]
     return min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
 
@@ -168,11 +175,12 @@ def _verdict(
         sign = 1 if goal == "minimize" else -1
         best, today_s = (sign * statistics.median(each) for each in (theirs, ours))
         told = f"{best:.4g} against {today_s:.4g} of the baseline, median {over}{few}{but}"
-    elif any(cost.of(trial) is None for trial in groups[base] if trial.outcome not in _WORTHLESS):
+    elif cut := sum(1 for trial in groups[base] if cost.of(trial) is None and trial.outcome not in _WORTHLESS):
         gain = gain.model_copy(update={"at_least": True})
         whole = _whole(today, theirs, cost)
         told = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
-        told += f" ({over.removeprefix('over ')}, on which the baseline was cut off{whole}{but})"
+        where = "" if cut == len(ours) else f"{cut} of "
+        told += f" ({over.removeprefix('over ')}, on {where}which the baseline was cut off{whole}{but})"
     else:
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} {over}"
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({f'{over}{few}' if few else interval}{but})"
@@ -251,6 +259,7 @@ def _unconfirmed(
     group = [trial for trial in runs if config_of(trial) == config_of(best)]
     values = [value for trial in group if (value := score(trial, kind=kind, goal=goal)) is not None]
     count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
+    count += ", and what you run today" if best.role == "baseline" else ""
     reason = f"{count}, not confirmed on fresh seeds"
     return _of(group, values, kind=kind, goal=goal, reason=reason)
 

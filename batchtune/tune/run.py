@@ -43,7 +43,14 @@ from batchtune.tune.shared import Agreement, delete_study
 from batchtune.tune.steps import with_loading
 from batchtune.tune.storage import open_storage
 from batchtune.tune.study import TuneStudy
-from batchtune.tune.warnings import OURS, baseline_warnings, loading_warnings, search_warnings, uneven_warnings
+from batchtune.tune.warnings import (
+    OURS,
+    baseline_warnings,
+    loading_warnings,
+    search_warnings,
+    target_warnings,
+    uneven_warnings,
+)
 
 _CHECKPOINTS = "checkpoints"
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
@@ -67,6 +74,8 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
             folder.clear()
             shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
         folder.check_identity(identity_of(config))
+        if folder.identity() is None:  # nothing but attempts that failed, if any: they may have been another task's
+            folder.forget_attempts()
         tuning.earlier = _earlier_result(folder)
         folder.write("config.yaml", config.to_yaml())
         return _run(tuning)
@@ -146,6 +155,7 @@ class _Tuning:
         self.folder = RunFolder(config.name, root)
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
         self._facts: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
         self._probe: Probe | None = None
         self._probed: ProbeResult | None = None
         self._prior: Prior | None = None
@@ -166,7 +176,8 @@ class _Tuning:
             if self._earlier_probe() is None:
                 worker.prepare()  # for the probe's final check
             self._facts = open_task(worker, self._config)
-            self.folder.check_identity({"the device": self._facts["environment"]["device"]})  # whatever 'auto' was
+            self._identity = identity_of(self._config) | {"the device": self._facts["environment"]["device"]}
+            self.folder.check_identity(self._identity)  # whatever 'auto' was
             crew.grow(self._facts)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
@@ -186,6 +197,7 @@ class _Tuning:
             )
             self._probed, self._prior = agreement.settle(self._probed, self._prior)
             self.save("interrupted")
+            self._keep_identity()  # of another machine's probe, too
             plan = self._plan(self._probed, self._prior, precisions)
             self._study = TuneStudy(plan, worker, storage, self._observer, crew)
             self._study.run()
@@ -235,9 +247,15 @@ class _Tuning:
             self._probed, self._prior = begun
 
     def keep(self, attempt: Attempt) -> None:
-        """Adds an attempt to the run folder."""
+        """Adds an attempt to the run folder; the first that fits is something not to be mixed with anything else."""
+        if attempt.fits:
+            self._keep_identity()
         about = {"precision": self._precision, "memory_limit_bytes": self._facts.get("memory_limit_bytes")}
         self.folder.append_attempt(attempt, **about)
+
+    def _keep_identity(self) -> None:
+        if self.folder.identity() is None:
+            self.folder.keep_identity(self._identity)
 
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
         """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
@@ -326,5 +344,6 @@ class _Tuning:
             found += loading_warnings(self._probed, self._prior, self._facts["device"])
         if self._probed is not None:
             found += baseline_warnings(self._probed, self._config.baseline.batch_size)
+        found += target_warnings(self._study.target if self._study else None)
         found += uneven_warnings(trials, recommended)
         return found + (search_warnings(trials) if status == "complete" else [])

@@ -190,6 +190,8 @@ class TuneStudy:
     def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
         """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
         objective = self._plan.config.objective
+        if self._targets.met_at_start(self._ledger):
+            return None, None
         return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self.expected())
 
     def why_nothing(self) -> str:

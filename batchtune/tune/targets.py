@@ -14,6 +14,7 @@ from batchtune.tune.ledger import Ledger
 from batchtune.tune.records import NO_TIME_LEFT, meets
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
+CAME_APART = "where it diverged"
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 
 
@@ -51,7 +52,8 @@ class Targets:
         if self.is_automatic and "target" not in self._study.user_attrs:
             found = automatic_target(curve, self._objective.goal)
             if found is not None:
-                self._study.set_user_attr("target", found)
+                broke = f", {CAME_APART} after {curve[-1].seconds:.3g} s" if curve[-1].value is None else ""
+                self._study.set_user_attr("target", (found[0], found[1] + broke))
 
     def check(self, ledger: Ledger) -> None:
         """Refuses a study in which nothing could be compared.
@@ -95,13 +97,19 @@ class Targets:
         metric, target = self._objective.metric, self.current
         if curves and all(point.value is None for point in curves[0]):
             raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
-        met = [curve[0].value for curve in curves if meets(curve[0].value, target)] if self._counted else []
-        if met:
+        if met := self.met_at_start(ledger):
             whose, remedy = "objective.target", "set a harder one, or check objective.goal"
             if self.is_automatic:
                 whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
+            if CAME_APART in target.reason:
+                remedy = "the baseline diverged: lower baseline.learning_rate, or mend evaluate() if that gives the NaN"
             met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
+
+    def met_at_start(self, ledger: Ledger) -> list[float]:
+        """Values before training that meet the target already: then no time to it means anything."""
+        starts = [trial.curve[0].value for trial in ledger.records() if trial.curve] if self._counted else []
+        return [value for value in starts if value is not None and meets(value, self.current)]
 
     def unmet(self, ledger: Ledger) -> str:
         """Why a study that has run to its end has nothing to recommend."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.report.units import number
-from batchtune.results import Prior, ProbeResult, Recommendation, Trial
+from batchtune.results import Prior, ProbeResult, Recommendation, Target, Trial
 from batchtune.tune.steps import step_seconds, with_loading
+from batchtune.tune.targets import CAME_APART
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
@@ -43,6 +44,14 @@ def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
         return []
     text = f"the baseline's batch {batch_size} is above what batch_size allows ({most} at once): it was measured in"
     return [f"{text} accumulated micro-batches, which may be slower than what you run today"]
+
+
+def target_warnings(target: Target | None) -> list[str]:
+    """One where the baseline's run, which sets the target, came apart before its end."""
+    if target is None or CAME_APART not in target.reason:
+        return []
+    text = "the baseline diverged (its loss or metric was NaN or infinite) before its budget.run was over, and what it"
+    return [f"{text} had reached by then is the target: set objective.target, or mend the baseline, and use --fresh"]
 
 
 def search_warnings(trials: Sequence[Trial]) -> list[str]:
