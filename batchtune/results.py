@@ -253,6 +253,7 @@ class Trial(Record):
     optimizer_arguments: dict[Text, Value] = Field(
         default={}, description="What else the study chose for build_optimizer, by the names under `space`."
     )
+    optimizer: Text | None = Field(default=None, description="Its class, where such arguments may have chosen it.")
     seed: Count
     time_to_target_seconds: Figure = None
     samples_to_target: Count | None = None
@@ -387,6 +388,7 @@ class Recommendation(Record):
     learning_rate: Rate | None = None
     precision: Text
     optimizer_arguments: dict[Text, Value] = {}
+    optimizer: Text | None = Field(default=None, description="Its class, where such arguments may have chosen it.")
     total_steps: Count | None = Field(default=None, description="The horizon to give to the learning rate's scheduler.")
     time_to_target_seconds: Interval | None = None
     energy_to_target_joules: Interval | None = None

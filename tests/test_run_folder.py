@@ -243,7 +243,7 @@ def test_what_a_run_leaves_is_as_private_as_the_umask_has_it(tmp_path):
         folder = RunFolder("digits", tmp_path / "runs")
         folder.open()
         folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
-        folder.check_identity({"seed": 0})
+        folder.keep_identity({"seed": 0})
         folder.write_result(RESULT)
         folder.close()
     finally:

@@ -83,6 +83,11 @@ def _device(result: Result) -> str | None:
     return result.environment.device_type if result.environment else None
 
 
+def _optimizer(found: Recommendation, result: Result) -> str | None:
+    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
+    return found.optimizer or result.task.optimizer
+
+
 def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
     names = {name: name for name in values}
     for rename in renames:
@@ -156,7 +161,7 @@ def _hf(found: Recommendation, result: Result) -> Values:
 
 
 def _hf_notes(found: Recommendation, result: Result) -> list[str]:
-    optimizer, notes = result.task.optimizer, list[str]()
+    optimizer, notes = _optimizer(found, result), list[str]()
     if found.learning_rate is not None and optimizer not in {None, "AdamW"}:
         made_for = f"the learning rate is one for {optimizer}"
         notes.append(f"{made_for}, and the Trainer takes AdamW unless its 'optim' says otherwise")
@@ -197,7 +202,7 @@ def _deepspeed(found: Recommendation, result: Result) -> Values:
         "train_batch_size": found.micro_batch_size * found.gradient_accumulation_steps * found.world_size,
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
-        "optimizer.type": result.task.optimizer if found.learning_rate is not None else None,
+        "optimizer.type": _optimizer(found, result) if found.learning_rate is not None else None,
         "optimizer.params.lr": found.learning_rate,
         **{f"optimizer.params.{name}": value for name, value in found.optimizer_arguments.items()},
         "torch_autocast.enabled": True if half else None,
@@ -210,7 +215,7 @@ def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
     if found.precision in {"bf16", "fp16"}:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
     if found.learning_rate is not None:
-        missing = "its other settings" if result.task.optimizer else "its type and other settings"
+        missing = "its other settings" if _optimizer(found, result) else "its type and other settings"
         searched = ["the learning rate", *found.optimizer_arguments]
         notes.append(f"of your optimizer only {', '.join(searched)} was searched: add {missing} yourself")
     return notes + _schedule_notes(found, "total_num_steps of its 'scheduler'")

@@ -84,7 +84,8 @@ def train(
             outcome = "diverged"
     kept = outcome == "pruned" and run.keep()
     steps = total_steps if task.has("build_scheduler") else None
-    return RunEnd(outcome, steps, kept=kept, evaluation_seconds=run.evaluation_seconds)
+    optimizer = type(run.trainer.optimizer).__name__ if spec.optimizer_arguments else None
+    return RunEnd(outcome, steps, kept=kept, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
 
 
 class _Run:
@@ -98,7 +99,7 @@ class _Run:
         clock: StepClock,
         joules: Callable[[], float | None],
     ) -> None:
-        self._trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
+        self.trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
         self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
         self._samples = 0
         self.evaluation_seconds = 0.0
@@ -113,7 +114,7 @@ class _Run:
         """Yields the next point of the curve; returns how the run has ended, None if it goes on."""
         spec, clock = self._spec, self._clock
         started = time.perf_counter()
-        value = metric_value(self._trainer, spec.metric, spec.evaluation_batch_size)
+        value = metric_value(self.trainer, spec.metric, spec.evaluation_batch_size)
         self._memory.synchronize()
         self._last_evaluation_seconds = time.perf_counter() - started
         self.evaluation_seconds += self._last_evaluation_seconds
@@ -135,7 +136,7 @@ class _Run:
         before, finite = self._joules(), True
         while finite and clock.seconds < due:
             steps = _steps_until(due - clock.seconds, clock.step_seconds)
-            spent, finite = _timed_steps(self._trainer, self._memory, self._batches, steps, spec.accumulation_steps)
+            spent, finite = _timed_steps(self.trainer, self._memory, self._batches, steps, spec.accumulation_steps)
             clock.add(steps, spent)
             self._samples += steps * spec.batch_size
         clock.add_energy(before, self._joules())
@@ -162,12 +163,12 @@ class _Run:
             "measured_seconds": clock.measured_seconds,
             "joules": clock.joules,
         }
-        return checkpoint.save(Path(spec.checkpoint), self._trainer, self._batches, progress)
+        return checkpoint.save(Path(spec.checkpoint), self.trainer, self._batches, progress)
 
     def restore(self) -> None:
         """Takes up a run where `keep` left it."""
         assert self._spec.checkpoint is not None  # noqa: S101 - to resume without one is a programming error
-        progress = checkpoint.load(Path(self._spec.checkpoint), self._trainer, self._batches)
+        progress = checkpoint.load(Path(self._spec.checkpoint), self.trainer, self._batches)
         self._samples, self._last_evaluation_seconds = progress["samples"], progress["evaluation_seconds"]
         self._start_value = progress["start_value"]
         for name in ("seconds", "measured_seconds", "joules"):

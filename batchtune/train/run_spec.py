@@ -78,9 +78,11 @@ class RunEnd:
         total_steps: the horizon that the user's scheduler was given; None without one.
         kept: the run can go on from its checkpoint.
         evaluation_seconds: what its evaluations took.
+        optimizer: its class, where arguments of build_optimizer may have chosen it.
     """
 
     outcome: str
     total_steps: int | None = None
     kept: bool = False
     evaluation_seconds: float | None = None
+    optimizer: str | None = None

@@ -280,6 +280,7 @@ def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Go
         learning_rate=first.learning_rate,
         precision=first.precision,
         optimizer_arguments=first.optimizer_arguments,
+        optimizer=first.optimizer,
         total_steps=first.total_steps,
         time_to_target_seconds=interval if cost is SECONDS else _other(group, SECONDS),
         energy_to_target_joules=interval if cost is JOULES else _other(group, JOULES),

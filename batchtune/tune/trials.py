@@ -139,6 +139,7 @@ class Trials:
         found = {
             "message": run.message,
             "total_steps": run.total_steps,
+            "optimizer": run.optimizer,
             "kept": run.kept and outcome == "pruned",
             "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
         }

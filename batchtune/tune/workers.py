@@ -26,6 +26,7 @@ class TrialRun:
     total_steps: int | None = None
     kept: bool = False
     evaluation_seconds: float | None = None
+    optimizer: str | None = None
     error: UserCodeError | None = None
 
     @property

@@ -93,6 +93,15 @@ def test_deepspeed_gets_the_optimizer_that_the_learning_rate_was_found_with(tune
     assert deepspeed(with_sgd)["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4}}
 
 
+def test_the_optimizer_that_an_argument_chose_goes_before_the_one_of_today(tuned):
+    task = TaskInfo(path="model.py", optimizer="SGD")
+    chosen = on("cuda", tuned, optimizer="AdamW", optimizer_arguments={"kind": "adamw"}).model_copy(
+        update={"task": task}
+    )
+    assert deepspeed(chosen)["optimizer"]["type"] == "AdamW"
+    assert not any("SGD" in note for note in EXPORTS["hf"].said_beside(chosen))
+
+
 def test_further_arguments_of_the_optimizer_that_were_searched_come_along(tuned):
     searched = on("cuda", tuned, optimizer_arguments={"weight_decay": 0.05, "nesterov": True})
     assert hf(searched)["weight_decay"] == 0.05

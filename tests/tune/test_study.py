@@ -828,6 +828,41 @@ def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again
     assert second.recommendation() == first.recommendation()
 
 
+class Breaking(law.LawWorker):
+    """The baseline's metric is no number from two seconds on."""
+
+    def call(self, command, *, on_event, **spec):
+        if self.specs or spec["learning_rate"] != 1e-3:
+            return super().call(command, on_event=on_event, **spec)
+        broken = lambda event: on_event(event | ({"value": None} if event["seconds"] > 2.0 else {})) and False  # noqa: E731
+        self.specs.append(spec)
+        for seconds in (0.0, 1.0, 2.0, 2.1):
+            broken({"seconds": seconds, "samples": int(100 * seconds), "value": 2.0 - 0.5 * seconds, "joules": None})
+        return {"outcome": "diverged"}
+
+
+def test_a_baseline_that_breaks_sets_a_target_of_which_that_is_said(tmp_path):
+    tuned = study(tmp_path, Breaking(noise=0.05))
+    tuned.run()
+    assert tuned.target.reason.endswith(
+        "the best that the baseline reached in its budget, where it diverged after 2.1 s"
+    )
+
+
+def test_a_contender_has_the_baselines_time_on_fresh_seeds(tmp_path):
+    worker = law.LawWorker(noise=0.05)
+    tuned = study(tmp_path, worker)
+    tuned.run()
+    today = tuned.records()[0].time_to_target_seconds
+    given = [
+        spec["limit_seconds"]
+        for trial, spec in zip(tuned.records(), worker.specs, strict=True)
+        if trial.role == "confirm" and trial.learning_rate != 1e-3
+    ]
+    assert today is not None
+    assert min(given) >= today
+
+
 @pytest.mark.parametrize(("target", "words"), [("auto", "as the baseline sets it"), (0.5, "set a harder one")])
 def test_a_target_that_another_seed_meets_before_training_is_refused(tmp_path, target, words):
     class Lucky(law.LawWorker):
@@ -845,3 +880,10 @@ def test_a_target_that_another_seed_meets_before_training_is_refused(tmp_path, t
         study(tmp_path, worker, objective=Objective(target=target)).run()
     assert words in str(told.value)
     assert len(worker.specs) == 4
+
+
+def test_where_a_target_is_met_before_training_nothing_is_recommended(tmp_path):
+    tuned = study(tmp_path, objective=Objective(target=2.5))
+    with pytest.raises(UsageError, match="met before training"):
+        tuned.run()
+    assert tuned.recommendation() == (None, None)

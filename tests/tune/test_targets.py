@@ -1,7 +1,8 @@
 import pytest
 
-from batchtune.results import CurvePoint
-from batchtune.tune.targets import automatic_target
+from batchtune.results import CurvePoint, Target
+from batchtune.tune.targets import CAME_APART, automatic_target
+from batchtune.tune.warnings import target_warnings
 
 
 def curve(*values):
@@ -32,3 +33,10 @@ def test_accuracy_sets_a_target_from_above():
 @pytest.mark.parametrize("values", [(2.0,), (2.0, 2.0, 2.0), (2.0, 3.0, None)])
 def test_a_run_that_never_improves_sets_no_target(values):
     assert automatic_target(curve(*values), "minimize") is None
+
+
+def test_a_target_that_a_diverging_baseline_has_set_is_warned_of():
+    whole = Target(metric="val_loss", goal="minimize", value=0.5, reason="99% of the way, the baseline's best")
+    assert target_warnings(whole) == target_warnings(None) == []
+    (told,) = target_warnings(whole.model_copy(update={"reason": f"{whole.reason}, {CAME_APART} after 0.2 s"}))
+    assert "the baseline diverged" in told
