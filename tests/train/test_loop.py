@@ -396,3 +396,12 @@ def test_without_a_target_nothing_reaches_it():
 def test_training_leaves_no_gradient_mode_behind(run):
     run(spec_of(limit_seconds=0.5))
     assert torch.is_grad_enabled()
+
+
+def test_the_optimizer_that_an_argument_chose_is_named(run):
+    def build_optimizer(model, lr, kind="sgd"):
+        return {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind](model.parameters(), lr=lr)
+
+    chosen = spec_of(limit_seconds=1.0, optimizer_arguments={"kind": "adam"})
+    assert run(chosen, build_optimizer=build_optimizer).end.optimizer == "Adam"
+    assert run(spec_of(limit_seconds=1.0), build_optimizer=build_optimizer).end.optimizer is None
