@@ -332,9 +332,12 @@ def report(
     import batchtune
     from batchtune.report.export import FORMATS
     from batchtune.report.trainers import EXPORTS
-    from batchtune.run_folder import find_run
+    from batchtune.run_folder import find_run, is_behind
 
-    result = batchtune.load_result(find_run(run, _run_folders()))
+    found = find_run(run, _run_folders())
+    result = batchtune.load_result(found)
+    if is_behind(found):
+        session.notes(["the study runs, or was killed, and has more than this: the same 'batchtune tune' shows it all"])
     name = "json" if session.json else format_.value
     if log_to is not None and format_ is not Format.table:
         raise UsageError(f"--log-to {log_to.value}: not together with --format {format_.value}; give one of them")

@@ -16,6 +16,7 @@ from batchtune.result_file import write_atomically
 from batchtune.results import Attempt, Result
 
 ROOT = Path(".batchtune")
+_AT_ONCE_SECONDS = 1.0  # between two files that are written one after the other
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 
 
@@ -225,6 +226,13 @@ def find_run(run: str | None, root: Path = ROOT) -> Path:
         return latest_run(root)
     named = root / run
     return named if is_run_name(run) and (named / "result.json").is_file() else Path(run)
+
+
+def is_behind(run: Path) -> bool:
+    """Whether a study went on after its result was last written: it runs at the moment, or was killed."""
+    journal, result = run / "study.log", run / "result.json"
+    written = [file.stat().st_mtime for file in (result, journal) if file.is_file()]
+    return len(written) == 2 and written[1] > written[0] + _AT_ONCE_SECONDS  # noqa: PLR2004 - both are there
 
 
 def latest_run(root: Path = ROOT) -> Path:

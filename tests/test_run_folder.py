@@ -10,7 +10,7 @@ import pytest
 from batchtune.errors import RunInterrupted, UsageError
 from batchtune.result_file import load_result
 from batchtune.results import Attempt, Result, TaskInfo
-from batchtune.run_folder import RunFolder, find_run, latest_run
+from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 
@@ -251,3 +251,15 @@ def test_what_a_run_leaves_is_as_private_as_the_umask_has_it(tmp_path):
     left = [path for path in (tmp_path / "runs").rglob("*") if path.stat().st_mode & 0o077]
     assert left == []
     assert {path.name for path in folder.path.iterdir()} >= {"attempts.jsonl", "identity.json", "result.json", "lock"}
+
+
+def test_a_result_that_a_killed_study_has_left_behind_is_known_by_its_journal(folder):
+    folder.write_result(RESULT)
+    assert not is_behind(folder.path)
+    journal = folder.path / "study.log"
+    journal.touch()
+    assert not is_behind(folder.path)
+    later = (folder.path / "result.json").stat().st_mtime + 5
+    os.utime(journal, (later, later))
+    assert is_behind(folder.path)
+    assert not is_behind(folder.path / "result.json")

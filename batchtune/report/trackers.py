@@ -79,7 +79,7 @@ def study_of(result: Result) -> Study:
 
 
 def _run(trial: Trial, study: str) -> Run:
-    digest = hashlib.sha256(f"{study} {trial.model_dump_json()}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{study} {trial.model_dump_json(exclude_none=True)}".encode()).hexdigest()
     known = trial.model_dump(exclude_none=True)
     texts: dict[str, str] = {name: str(known[name])[:_LONGEST_TEXT] for name in _TEXTS if name in known}
     return Run(

@@ -49,11 +49,11 @@ class Edge:
         return smoothed > self._bound()
 
     def _bound(self) -> float:
-        """What the smoothed loss may come to. Below zero a factor means nothing: there it is the noise of the start."""
+        """What the smoothed loss may come to. Near and below zero factors mean nothing, the noise of the start does."""
         start = sum(self._first) / _FIRST
-        if self._least > 0:
-            return max(APART * self._least, start)
         noise = _CLEAR * statistics.pstdev(self._first)
+        if self._least > noise:
+            return max(APART * self._least, start)
         return start if start - self._least > noise else start + noise
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchtune.train.run_spec import RunSpec, pace_kind
 from batchtune.tune.cost import JOULES, SECONDS, cost_of
-from batchtune.tune.ledger import Ledger, Role
+from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.plan import Plan
 from batchtune.tune.space import Space
 from batchtune.tune.steps import split_batch
@@ -94,5 +94,6 @@ class Limits:
             best = max(costs, default=self._ledger.best_cost())
             return LOST_FACTOR * best if best is not None else None
         own = [cost for trial, cost in self._ledger.costs("search") if trial.params == params]
-        today = [cost for _, cost in self._ledger.costs("baseline")]
+        ran = [trial for trial in self._ledger.records() if trial.role == "baseline" and over(trial)]
+        today = [cost for trial in ran if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
         return max([LOST_FACTOR * min(own), *today]) if own else None

@@ -115,7 +115,7 @@ def recommend(
     better = {config: each for config, each in usable.items() if ours and _beats(each, ours, kind)}
     both = {config: each for config, each in better.items() if config in held}
     ahead = both or better
-    winner = _winner(ahead, expected) if ahead else _best(held or usable, expected)
+    winner = _winner(ahead or held or usable, expected) if ahead or not ours else _best(held or usable, expected)
     baseline = (
         _of(groups[base], scores[base], kind=kind, goal=goal, reason="what you run today") if scores[base] else None
     )

@@ -74,9 +74,10 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
             folder.clear()
             shutil.rmtree(folder.path / _CHECKPOINTS, ignore_errors=True)
         folder.check_identity(identity_of(config))
-        if folder.identity() is None:  # nothing but attempts that failed, if any: they may have been another task's
+        if folder.identity() is None:  # nothing but what failed, if anything: it may have been another task's
             folder.forget_attempts()
-        tuning.earlier = _earlier_result(folder)
+        else:
+            tuning.earlier = _earlier_result(folder)
         folder.write("config.yaml", config.to_yaml())
         return _run(tuning)
     finally:

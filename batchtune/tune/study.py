@@ -286,7 +286,8 @@ class TuneStudy:
         if self._machines.several and self._has_searched():
             return False  # another machine has found that it was enough
         if len(raised := self._trials.raised) >= USER_ERRORS:
-            if not self._ledger.finished("search") and not self._has(TrialState.RUNNING, role="search"):
+            others = not self._machines.several and self._has(TrialState.RUNNING, role="search")  # here
+            if not self._ledger.finished("search") and not others:
                 raise raised[-1]
             return False
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -373,8 +374,9 @@ class TuneStudy:
         config, most = self._plan.config, self._plan.config.confirm.top
         if cost_of(config.objective.kind) is not None:
             return most
-        each = config.confirm.seeds * (config.budget.run + self._ledger.seconds_beside_training()) / self._at_once
-        count = max(1, min(most, int(self._seconds_left() / each) - 1))
+        round_seconds = config.confirm.seeds * (config.budget.run + self._ledger.seconds_beside_training())
+        rounds = self._seconds_left() // max(round_seconds, 1e-9)  # of each seed, in which all workers train once
+        count = next((each for each in range(most, 1, -1) if math.ceil((each + 1) / self._at_once) <= rounds), 1)
         if count < most:
             self._observer.note(f"{count} of {most} contenders on fresh seeds: budget.total has room for no more")
         return count

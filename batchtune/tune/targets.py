@@ -47,12 +47,12 @@ class Targets:
         """Whether the baseline's run sets it."""
         return self._counted and self._objective.target == "auto"
 
-    def derive(self, curve: list[CurvePoint]) -> None:
+    def derive(self, curve: list[CurvePoint], *, diverged: bool = False) -> None:
         """Sets the automatic target by the baseline's whole run, before that run is told to the study."""
         if self.is_automatic and "target" not in self._study.user_attrs:
             found = automatic_target(curve, self._objective.goal)
             if found is not None:
-                broke = f", {CAME_APART} after {curve[-1].seconds:.3g} s" if curve[-1].value is None else ""
+                broke = f", {CAME_APART} after {curve[-1].seconds:.3g} s" if diverged else ""
                 self._study.set_user_attr("target", (found[0], found[1] + broke))
 
     def check(self, ledger: Ledger) -> None:
@@ -108,8 +108,11 @@ class Targets:
 
     def met_at_start(self, ledger: Ledger) -> list[float]:
         """Values before training that meet the target already: then no time to it means anything."""
-        starts = [trial.curve[0].value for trial in ledger.records() if trial.curve] if self._counted else []
-        return [value for value in starts if value is not None and meets(value, self.current)]
+        target = self.current
+        if target.value is None:
+            return []
+        starts = [trial.curve[0].value for trial in ledger.records() if trial.curve]
+        return [value for value in starts if value is not None and meets(value, target)]
 
     def unmet(self, ledger: Ledger) -> str:
         """Why a study that has run to its end has nothing to recommend."""

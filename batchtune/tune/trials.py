@@ -131,7 +131,7 @@ class Trials:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""
         outcome, cost = run.outcome, cost_of(self.plan.config.objective.kind)
         if role == "baseline" and outcome not in FAILED and not no_time_left:
-            self.targets.derive(run.curve)
+            self.targets.derive(run.curve, diverged=outcome == "diverged")
         capped = Limits(self.plan, self.space, self.ledger).is_capped(spec, run.training_seconds)
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
             outcome = "capped"

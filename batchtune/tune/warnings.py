@@ -50,8 +50,8 @@ def target_warnings(target: Target | None) -> list[str]:
     """One where the baseline's run, which sets the target, came apart before its end."""
     if target is None or CAME_APART not in target.reason:
         return []
-    text = "the baseline diverged (its loss or metric was NaN or infinite) before its budget.run was over, and what it"
-    return [f"{text} had reached by then is the target: set objective.target, or mend the baseline, and use --fresh"]
+    text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
+    return [f"{text}; what it had reached is the target: set objective.target, or mend it, and start over with --fresh"]
 
 
 def search_warnings(trials: Sequence[Trial]) -> list[str]:

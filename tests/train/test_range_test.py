@@ -43,7 +43,7 @@ def test_losses_below_zero_are_judged_by_the_start():
     assert edge_of([-1.0] * 10 + [-2.0] * 10 + [1.0] * 10) is not None
 
 
-@pytest.mark.parametrize("offset", [0.0, -1.0, -5.0])
+@pytest.mark.parametrize("offset", [0.0, -0.85, -0.9, -1.0, -5.0])
 def test_noise_at_the_start_is_no_edge_whatever_the_loss_counts_from(offset):
     start = [0.9 + 0.05 * math.sin(7 * step) + offset for step in range(15)]
     learned = [0.9 - 0.8 * step / 20 + offset for step in range(20)]

@@ -308,3 +308,11 @@ class TestTheBestMetric:
         base, small = ((32, 1e-3), (0.940, 0.941, 0.942)), ((16, 1e-2), (0.9390, 0.9385, 0.9388))
         trials = of_metric(base, ((256, 1e-2), (0.950, 0.952, 0.943)), small)
         assert recommend(trials, kind="best_metric", goal="maximize")[0].global_batch_size == 256
+
+
+def test_the_smaller_of_level_batches_is_taken_where_the_baseline_has_failed_too():
+    trials = confirmed(((32, 1e-3), ()), ((64, 1e-2), (10.1, 10.0, 10.2)), ((512, 1e-2), (10.0, 10.1, 10.0)))
+    lost = [trial(20 + n, "confirm", 32, 1e-3, None, state="fail") for n in range(3)]
+    trials += [each.model_copy(update={"outcome": "crash"}) for each in lost]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == 64

@@ -181,11 +181,11 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
     )
 
 
-@pytest.mark.parametrize(("total", "contenders"), [(20.0, 1), (3600.0, 2)])
-def test_fewer_contenders_for_the_best_metric_are_confirmed_on_all_seeds(tmp_path, total, contenders):
+@pytest.mark.parametrize(("total", "workers", "contenders"), [(20.0, 1, 1), (3600.0, 1, 2), (20.0, 3, 2), (26.0, 2, 2)])
+def test_fewer_contenders_for_the_best_metric_are_confirmed_on_all_seeds(tmp_path, total, workers, contenders):
     """Runs of the law take no time, so that what is left when confirmation begins is about what there was."""
-    budget = Budget(run=2.5, total=total, trials=8)
-    tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=budget)
+    tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=Budget(run=2.5, total=total, trials=8))
+    tuned._at_once = workers
     tuned.run()
     confirmed = {(t.batch_size, t.learning_rate) for t in tuned.records() if t.role == "confirm"}
     assert len(confirmed) == 1 + contenders
@@ -829,36 +829,46 @@ def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again
 
 
 class Breaking(law.LawWorker):
-    """The baseline's metric is no number from two seconds on."""
+    """The baseline diverges after two seconds; its metric is `last` then."""
+
+    last = None
 
     def call(self, command, *, on_event, **spec):
         if self.specs or spec["learning_rate"] != 1e-3:
             return super().call(command, on_event=on_event, **spec)
-        broken = lambda event: on_event(event | ({"value": None} if event["seconds"] > 2.0 else {})) and False  # noqa: E731
         self.specs.append(spec)
-        for seconds in (0.0, 1.0, 2.0, 2.1):
-            broken({"seconds": seconds, "samples": int(100 * seconds), "value": 2.0 - 0.5 * seconds, "joules": None})
+        for seconds, value in ((0.0, 2.0), (1.0, 1.5), (2.0, 1.0), (2.1, self.last)):
+            on_event({"seconds": seconds, "samples": int(100 * seconds), "value": value})
         return {"outcome": "diverged"}
 
 
-def test_a_baseline_that_breaks_sets_a_target_of_which_that_is_said(tmp_path):
-    tuned = study(tmp_path, Breaking(noise=0.05))
+@pytest.mark.parametrize("last", [None, 1e6])
+def test_a_baseline_that_breaks_sets_a_target_of_which_that_is_said(tmp_path, last):
+    worker = Breaking(noise=0.05)
+    worker.last = last
+    tuned = study(tmp_path, worker)
     tuned.run()
     assert tuned.target.reason.endswith("that the baseline reached in its budget, where it diverged after 2.1 s")
+
+
+def contenders_limits(tuned, worker):
+    pairs = zip(tuned.records(), worker.specs, strict=True)
+    return [spec["limit_seconds"] for trial, spec in pairs if trial.role == "confirm" and trial.learning_rate != 1e-3]
 
 
 def test_a_contender_has_the_baselines_time_on_fresh_seeds(tmp_path):
     worker = law.LawWorker(noise=0.05)
     tuned = study(tmp_path, worker)
     tuned.run()
-    today = tuned.records()[0].time_to_target_seconds
-    given = [
-        spec["limit_seconds"]
-        for trial, spec in zip(tuned.records(), worker.specs, strict=True)
-        if trial.role == "confirm" and trial.learning_rate != 1e-3
-    ]
-    assert today is not None
-    assert min(given) >= today
+    assert min(contenders_limits(tuned, worker)) >= tuned.records()[0].time_to_target_seconds
+
+
+def test_it_has_as_much_where_the_baseline_did_not_get_there(tmp_path):
+    worker = law.LawWorker(noise=0.05)
+    tuned = study(tmp_path, worker, objective=Objective(target=0.3), budget=Budget(run=20.0, total=3600.0, trials=30))
+    tuned.run()
+    assert tuned.records()[0].outcome == "finished"
+    assert min(contenders_limits(tuned, worker)) >= 20.0
 
 
 @pytest.mark.parametrize(("target", "words"), [("auto", "as the baseline sets it"), (0.5, "set a harder one")])
