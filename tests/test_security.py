@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 
+from batchtune.config_file import load_config
 from batchtune.errors import UsageError
 from batchtune.train import checkpoint
+from batchtune.tune.identity import identity_of
 from batchtune.tune.storage import open_storage
 
 SECRET = "correct-horse-battery-staple"
@@ -90,8 +92,15 @@ def test_the_password_of_a_storage_is_told_to_nobody(cli):
     assert "USER" in answer.err or "PATH" in answer.err  # the child was nosy
     left = [path for path in cli.folder.rglob("*") if path.is_file() and path.name != "config.yaml"]
     left += [cli.run_folder() / "config.yaml"]
-    assert {path.name for path in left} >= {"told", "result.json", "identity.json", "report.html"}
+    assert {path.name for path in left} >= {"told", "result.json", "report.html"}
     assert [path.name for path in left if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_what_a_study_is_known_by_does_not_hold_the_password(cli):
+    cli.write("config.yaml", (cli.folder / "config.yaml").read_text() + f"storage: {URL}\n")
+    config = load_config(cli.folder / "config.yaml")
+    assert config.storage == URL
+    assert SECRET not in json.dumps(identity_of(config))
 
 
 @pytest.mark.parametrize(

@@ -213,13 +213,13 @@ class TestAHealthyChild:
         arguments = train_arguments(limit_seconds=60.0, evaluate_every=0.01)
         answer = same_child.call("train", timeout=60, on_event=until_the_third, **arguments)
         assert answer.pop("evaluation_seconds") > 0
-        assert answer == {"outcome": "pruned", "kept": False, "total_steps": None}
+        assert answer == {"outcome": "pruned", "kept": False, "total_steps": None, "optimizer": None}
         assert [point["samples"] > 0 for point in points] == [False, True, True]
 
     def test_a_run_goes_on_to_its_limit_when_nobody_looks(self, same_child):
         answer = same_child.call("train", timeout=60, **train_arguments())
         assert answer.pop("evaluation_seconds") > 0
-        assert answer == {"outcome": "finished", "kept": False, "total_steps": None}
+        assert answer == {"outcome": "finished", "kept": False, "total_steps": None, "optimizer": None}
 
 
 def fate_of(settings: WorkerSettings, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
