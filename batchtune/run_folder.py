@@ -132,12 +132,14 @@ class RunFolder:
         self.write("identity.json", json.dumps(identity, indent=2))
 
     def identity(self) -> dict[str, Any] | None:
-        """What decides the meaning of what was measured here; None: nothing was, or the file is damaged."""
+        """What decides the meaning of what was measured here; None: nothing was, empty: the file is damaged."""
         try:
             found = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError, RecursionError):
+        except FileNotFoundError:
             return None
-        return found if isinstance(found, dict) else None
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def forget_attempts(self) -> None:
         """Those kept so far are of an earlier search; a new one begins.

@@ -255,7 +255,7 @@ class _Tuning:
         self.folder.append_attempt(attempt, **about)
 
     def _keep_identity(self) -> None:
-        if self.folder.identity() is None:
+        if not self.folder.identity():
             self.folder.keep_identity(self._identity)
 
     def save(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None = None) -> Result:
