@@ -133,11 +133,10 @@ def _best(usable: Mapping[Configuration, Sequence[float]], expected: Expected | 
 
 def _winner(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
     """The best of the confirmed configurations; of those that are level the one with the smallest batch."""
+    best = _best(usable, expected)
     if expected is not None and all(config in expected for config in usable):
-        least = min(expected[config] for config in usable)
-        level = [config for config in usable if expected[config] <= least + math.log(LEVEL)]
+        level = [config for config in usable if expected[config] <= expected[best] + math.log(LEVEL)]
         return min(level, key=lambda config: (config[0], expected[config]))
-    best = _best(usable, None)
     ties = [config for config in usable if _tied(usable[config], usable[best])]
     return min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
 
@@ -169,8 +168,9 @@ def _verdict(
     but += f"; the baseline diverged on {lost} more" if lost else ""
     seeds = f"{len(theirs)} fresh seed{'s' if len(theirs) > 1 else ''}"
     over = f"over {seeds} each" if len(theirs) == len(ours) else f"over {seeds}, baseline {len(ours)}"
+    is_better = _beats(theirs, ours, kind)
     few = ", too few for an interval" if min(len(theirs), len(ours)) == 1 else ""
-    few += f" (a difference would be {TIED - 1:.0%} or more)" if few and not _beats(theirs, ours, kind) else ""
+    few += f" (a difference would be {TIED - 1:.0%} or more)" if few and not is_better else ""
     if cost is None or gain is None:
         sign = 1 if goal == "minimize" else -1
         best, today_s = (sign * statistics.median(each) for each in (theirs, ours))
@@ -184,13 +184,13 @@ def _verdict(
     else:
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} {over}"
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({f'{over}{few}' if few else interval}{but})"
-    if not _beats(theirs, ours, kind):
-        reason = f"no better than your baseline beyond noise: the best contender {{}} {told}"
-        return _of(groups[base], ours, kind=kind, goal=goal, reason=reason.format("got there" if cost else "came to"))
+    if not is_better:
+        came = "got there" if cost else "came to"
+        reason = f"no better than your baseline beyond noise: the best contender {came} {told}"
+        return _of(groups[base], ours, kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {told}" if cost else f"comes to {told}"
-    return _of(groups[winner], theirs, kind=kind, goal=goal, reason=reason).model_copy(
-        update={cost.gain: gain} if cost else {}
-    )
+    found = _of(groups[winner], theirs, kind=kind, goal=goal, reason=reason)
+    return found.model_copy(update={cost.gain: gain}) if cost else found
 
 
 def _whole(today: Trial | None, winner: Sequence[float], cost: Cost) -> str:
