@@ -6,13 +6,23 @@ Nothing here opens a CUDA context or loads torch, so that a look changes nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from batchtune.errors import DeviceError
 from batchtune.report.units import size
 from batchtune.results import DeviceProcess
+
+Answer = TypeVar("Answer")
+
+
+def told(ask: Callable[..., Answer], *arguments: Any) -> Answer | None:
+    """What NVML answers; None where the driver, its library or the device does not tell: such a sensor is absent."""
+    try:
+        return ask(*arguments)
+    except Exception:  # noqa: BLE001 - pynvml has several kinds, one for functions that an older library lacks
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,56 +88,53 @@ def find_handle(nvml: Any, uuids: Sequence[str]) -> Any:
         LookupError: it knows none of them.
     """
     for uuid in uuids:
-        with contextlib.suppress(nvml.NVMLError):
-            return _slice_of(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        handle = told(nvml.nvmlDeviceGetHandleByUUID, uuid)
+        if handle is not None:
+            return _slice_of(nvml, handle)
     raise LookupError(f"NVML knows no device {' or '.join(uuids)}")
 
 
 def _slice_of(nvml: Any, handle: Any) -> Any:
-    with contextlib.suppress(nvml.NVMLError):  # a GPU that cannot be cut
-        if not nvml.nvmlDeviceIsMigDeviceHandle(handle) and nvml.nvmlDeviceGetMigMode(handle)[0]:
-            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-                with contextlib.suppress(nvml.NVMLError):
-                    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-    return handle
+    is_slice = told(nvml.nvmlDeviceIsMigDeviceHandle, handle)
+    mode = told(nvml.nvmlDeviceGetMigMode, handle)  # None: a GPU that cannot be cut
+    if is_slice or not mode or not mode[0]:
+        return handle
+    slices = range(told(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+    handles = (told(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number) for number in slices)
+    return next((each for each in handles if each is not None), handle)
 
 
 def sharing(nvml: Any, handle: Any) -> Sharing:
     """Free bytes and processes of one device; what the driver does not tell is absent."""
-    free = None
-    with contextlib.suppress(nvml.NVMLError):
-        free = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
     held: dict[int, int | None] = {}
-    for listed in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-        with contextlib.suppress(nvml.NVMLError):
-            for process in listed(handle):
-                held[process.pid] = process.usedGpuMemory or held.get(process.pid)
+    for kind in ("Compute", "Graphics"):
+        for process in told(getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses"), handle) or ():
+            held[process.pid] = process.usedGpuMemory or held.get(process.pid)
+    free = None if memory is None else int(memory.free)
     return Sharing(free, tuple(DeviceProcess(pid=pid, memory_bytes=held[pid]) for pid in sorted(held)))
+
+
+def _with_nvml(ask: Callable[[Any], Answer]) -> Answer | None:
+    """What NVML answers, opened for this one question."""
+
+    def asked() -> Answer:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return ask(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+
+    return told(asked)
 
 
 def look(uuid: str) -> Sharing | None:
     """One look at the device of this NVML UUID; None where there is no NVML or no such device any more."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return sharing(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 - whatever the driver library lacks: nothing to see
-        return None
+    return _with_nvml(lambda nvml: sharing(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
 
 
 def gpus_here() -> bool:
     """Whether NVML sees a GPU."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return bool(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # noqa: BLE001 - no driver, or one too old to tell
-        return False
+    return bool(_with_nvml(lambda nvml: nvml.nvmlDeviceGetCount()))

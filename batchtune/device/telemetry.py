@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from batchtune.device.sharing import Sharing, candidate_uuids, find_handle, sharing
+from batchtune.device.sharing import Sharing, candidate_uuids, find_handle, sharing, told
 
 _PERIOD_SECONDS = 0.1
 _MILLI = 1e-3
@@ -91,30 +91,22 @@ class Sensors:
             "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) * _MILLI,
             "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
         }
-        found = {}
-        for name, sensor in sensors.items():
-            with contextlib.suppress(nvml.NVMLError):
-                found[name] = float(sensor())
-        return found
+        found = ((name, told(sensor)) for name, sensor in sensors.items())
+        return {name: float(value) for name, value in found if value is not None}
 
     def throttle_mask(self) -> int | None:
         """Why the clocks are held back now, as NVML's bits; None where the device does not tell."""
         if not self.present:
             return None
-        nvml = self._nvml
-        for asked in (nvml.nvmlDeviceGetCurrentClocksEventReasons, nvml.nvmlDeviceGetCurrentClocksThrottleReasons):
-            with contextlib.suppress(nvml.NVMLError):  # drivers before 535 know the second name only
-                return int(asked(self._handle))
-        return None
+        nvml, handle = self._nvml, self._handle
+        mask: Any = told(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        if mask is None:  # drivers before 535 know this name only
+            mask = told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        return None if mask is None else int(mask)
 
     def uuid(self) -> str | None:
         """The device's UUID in NVML, a MIG slice's own."""
-        if not self.present:
-            return None
-        try:
-            return str(self._nvml.nvmlDeviceGetUUID(self._handle))
-        except self._nvml.NVMLError:
-            return None
+        return told(lambda: str(self._nvml.nvmlDeviceGetUUID(self._handle))) if self.present else None
 
     def sharing(self) -> Sharing | None:
         """Free memory and the processes that hold the rest; None where there are no sensors."""
@@ -124,14 +116,11 @@ class Sensors:
         """Energy used since the driver was loaded, in joules; None where the device does not count it."""
         if not self.present:
             return None
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) * _MILLI
-        except self._nvml.NVMLError:
-            return None
+        return told(lambda: float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) * _MILLI)
 
     def driver(self) -> str | None:
         """The driver's version."""
-        return str(self._nvml.nvmlSystemGetDriverVersion()) if self.present else None
+        return told(lambda: str(self._nvml.nvmlSystemGetDriverVersion())) if self.present else None
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[Readings]:
