@@ -201,7 +201,9 @@ def _replaced() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _run_fallback_kernel(mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, error: Exception) -> Any:
+def _run_fallback_kernel(
+    mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, error: RuntimeError
+) -> Any:
     """Torch's way with an operator that has no rule for shapes, the kernel itself, where the CPU can run it."""
     if any(isinstance(each, FakeTensor) and each.fake_device.type == "cuda" for each in flat_args):
         raise NotImplementedError(f"torch knows no shape of what {func} makes") from error
