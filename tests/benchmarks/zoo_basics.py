@@ -1,18 +1,13 @@
-"""The models that the estimate's benchmarks train, each as a task: small ones of many kinds."""
+"""Small models of many kinds, written in plain PyTorch, with their batches, losses and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-from batchtune.task.contract import Task
 
 VOCABULARY, LENGTH = 4096, 128
 
@@ -226,47 +221,3 @@ class Ema(torch.optim.AdamW):
         done = super().step(closure)
         self._average.update_parameters(self._model)
         return done
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model as it is trained, and the batch at which it is run for real."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
-    size: int
-    precision: str = "fp32"
-    accumulation_steps: int = 1
-    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def task(self) -> Task:
-        members: dict[str, Any] = {"build_model": lambda: self.model(**self.options)}
-        members |= {"make_batch": self.batch, "compute_loss": loss}
-        if self.optimizer is not None:
-            members["build_optimizer"] = self.optimizer
-        return Task(SimpleNamespace(**members), self.name)
-
-
-CASES = (
-    Case("MLP, AdamW", mlp, vectors, 512),
-    Case("MLP, dropout, in place, SGD", mlp, vectors, 2048, optimizer=sgd, options={"inplace": True, "dropout": 0.1}),
-    Case("MLP, bf16", mlp, vectors, 2048, precision="bf16"),
-    Case("MLP, 2 micro-batches", mlp, vectors, 1024, accumulation_steps=2),
-    Case("MLP, foreach AdamW", mlp, vectors, 512, optimizer=foreach),
-    Case("MLP, fused AdamW", mlp, vectors, 512, optimizer=fused),
-    Case("MLP, moving average", mlp, vectors, 512, optimizer=Ema),
-    Case("gradients added up", FanIn, vectors, 4096),
-    Case("contrastive, B x B logits", Contrast, pairs, 2048),
-    Case("transformer", Gpt, tokens, 8),
-    Case("transformer, bf16", Gpt, tokens, 8, precision="bf16"),
-    Case("transformer, checkpointing", Gpt, tokens, 8, options={"checkpointed": True}),
-    Case("transformer, untied, 2 micro-batches", Gpt, tokens, 4, accumulation_steps=2, options={"tied": False}),
-    Case("nn.TransformerEncoder", Encoder, tokens, 8),
-    Case("ResNet", resnet, images, 16, optimizer=sgd),
-    Case("ResNet, bf16", resnet, images, 16, precision="bf16"),
-    Case("U-Net", UNet, images, 16),
-    Case("DenseNet", DenseNet, images, 16),
-    Case("LSTM", Lstm, tokens, 16),
-)
