@@ -18,11 +18,13 @@ _ALLOCATION_FAILED = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|^std::bad_alloc$|^\[enforce fail a$"  # no room for the rest of its own message
     r"|(CUDA|HIP)( driver)? error: out of memory|hipErrorOutOfMemory|Triton Error \[\w+\]: out of memory"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
-    r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"
+    r"|(CUBLAS|CUSOLVER|HIPBLAS)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|miopenStatusAllocFailed"
+    r"|CUDA error: (allocation failed|insufficient resources) when calling .cusparse"  # cusparseGetErrorString's words
+    r"|CUDNN_STATUS_(INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION|ALLOC)_FAILED"
     # their handles take memory of their own, and when they cannot have it they say no more than this
-    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublas(Lt)?Create|CUDNN_STATUS_NOT_INITIALIZED"
-    r"|Cuda failure (\d+ )?'out of memory'|Failed to CUDA [cm]alloc"  # NCCL's words
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate|CUDNN_STATUS_NOT_INITIALIZED"
+    r"|CUSOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR), when calling .cusolverDnCreate"
+    r"|Cuda failure (\d+ )?'out of memory'|Failed to CUDA (c|m|host )alloc"  # NCCL's words
     r"|MPS backend out of memory|Invalid buffer size: "  # Metal: more than one buffer may hold
     r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"
     r"|could not (create a memory|(create|execute) a primitive(?! descriptor))\b"
@@ -36,7 +38,7 @@ _KERNEL_LIMIT = re.compile(
     r"|Triton Error \[\w+\]: invalid argument|out of resource: (shared memory|threads|tensor memory)"
     r"|CUDNN_STATUS_(NOT_SUPPORTED|BAD_PARAM|EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE|EXECUTION_FAILED|INTERNAL_ERROR)"
-    r"|(GET|FIND) was unable to find an engine to execute this computation"
+    r"|was unable to find an engine to execute this computation"
     r"|No (valid execution plans built|execution plans support the graph|valid engine configs)"
     r"|could not create a primitive descriptor"
     r"|INT_MAX|numeric_limits<int(32_t)?>::max|canUse32BitIndexMath|[Uu]se 32.bit ind|int32 overflow"
@@ -44,6 +46,7 @@ _KERNEL_LIMIT = re.compile(
     r"|cannot be converted to type int(32_t)? without overflow"
     r"|too many elements|input tensor is too large|cannot exceed 2\^24"
 )
+_NO_ENGINE = re.compile("was unable to find an engine to execute this computation")
 _POISONED = re.compile(
     r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
@@ -133,13 +136,22 @@ def _outcome(error: BaseException) -> Literal["oom", "kernel_limit"] | None:
     # torch._dynamo's errors quote what they met, be it of the user's own: that itself is behind them
     compiled = isinstance(error, RuntimeError | OSError | _ACCELERATOR_ERROR) and not _is_dynamos(error)
     if compiled and not _raised_by_python(error):
-        if _ALLOCATION_FAILED.search(str(error)):
+        if _ALLOCATION_FAILED.search(str(error)) or (_NO_ENGINE.search(str(error)) and _allocations_failed()):
             return "oom"
         if _KERNEL_LIMIT.search(str(error)):
             return "kernel_limit"
     if type(error).__name__ == "OutOfResources" and type(error).__module__.startswith("triton."):
         return "kernel_limit"
     return None
+
+
+def _allocations_failed() -> bool:
+    """Whether PyTorch's allocator could not give what it was asked for since the attempt began.
+
+    A convolution goes on to cuDNN's next engine when there is no memory for the workspace of one, and says only that
+    there was none left (aten/src/ATen/native/cudnn/Conv_v8.cpp catches the error, pytorch/pytorch#108645).
+    """
+    return torch.cuda.is_initialized() and bool(torch.cuda.memory_stats().get("num_ooms"))
 
 
 def _maps_file(error: BaseException) -> bool:

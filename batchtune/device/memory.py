@@ -155,6 +155,8 @@ class AcceleratorMemory:
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks
         self.release()
+        if hasattr(self._module, "reset_accumulated_memory_stats"):  # the count of allocations that failed
+            self._module.reset_accumulated_memory_stats()
         try:
             yield
         finally:
