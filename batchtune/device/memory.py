@@ -136,10 +136,14 @@ class AcceleratorMemory:
         _, total, free = self.describe()
         if total is None:
             return None
-        held = getattr(self._module, "memory_reserved", None)  # by this process, in whose own limit it counts
-        free = free + int(held()) if free is not None and held is not None else free
+        free = free + (self.reserved_bytes() or 0) if free is not None else None  # in whose own limit it counts
         shared = free is not None and free < total * (1 - margin)
         return int((free if shared and free is not None else total) * (1 - margin))
+
+    def reserved_bytes(self) -> int | None:
+        """What this process's allocator holds now, in use or not; None where it does not tell."""
+        reserved = getattr(self._module, "memory_reserved", None)
+        return None if reserved is None else int(reserved())
 
     def enforce(self, limit_bytes: int) -> None:
         total = self.describe()[1]
@@ -149,8 +153,18 @@ class AcceleratorMemory:
             fraction = limit_bytes / total
             takes_device = self.device.type != "mps"
             self._module.set_per_process_memory_fraction(fraction, *([self.device] if takes_device else []))
-        else:
+        if total is None or not self._keeps_limit():
             self._watched_limit = limit_bytes
+
+    def _keeps_limit(self) -> bool:
+        """Whether torch keeps what is reserved within a limit.
+
+        With cudaMallocAsync it counts what tensors take, whatever the driver's pool reserves for them
+        (c10/cuda/CUDAMallocAsyncAllocator.cpp, pytorch_memory_limits).
+        """
+        backend = getattr(self._module, "get_allocator_backend", None)
+        in_pool = self.device.type == "cuda" and backend is not None and backend() == "cudaMallocAsync"
+        return hasattr(self._module, "set_per_process_memory_fraction") and not in_pool
 
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks

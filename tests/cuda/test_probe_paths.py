@@ -1,0 +1,100 @@
+"""A probe of a card from its first look to its calibration, and that nobody but one child ever opens a context."""
+
+import os
+
+import batchtune
+import fake_gpu
+import pytest
+from batchtune.estimate.calibration import offsets_of
+from batchtune.progress import Observer
+from cuda.tasks import PERCEPTRON
+
+MiB = 2**20
+
+
+class Watch(Observer):
+    """Who has a context on the card whenever something happens, and what is told."""
+
+    def __init__(self, card):
+        self._card, self.contexts, self.notes = card, [], []
+
+    def _look(self):
+        self.contexts.append(self._card.contexts)
+
+    def attempting(self, batch_size, reason):
+        self._look()
+
+    def attempted(self, attempt):
+        self._look()
+
+    def throughput(self, point):
+        self._look()
+
+    def note(self, text):
+        self.notes.append(text)
+        self._look()
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.py").write_text(PERCEPTRON)
+    return tmp_path / "model.py"
+
+
+def test_a_probe_starts_from_its_estimate_calibrates_the_next_and_only_one_child_opens_the_card(task):
+    card = fake_gpu.Card(
+        "8GiB", context_bytes=300 * MiB, cublas_handle_bytes=32 * MiB, launch_seconds=2e-5, flops=2e13,
+        throttle_reasons=0x4,
+    )  # fmt: skip
+    with fake_gpu.machine(card) as machine:
+        card, watch = machine.cards[0], Watch(machine.cards[0])
+        options = {"precision": "fp32", "memory_limit": "2GiB"}
+        result = batchtune.probe(task, device="cuda", tolerance=0.1, verify_steps=2, observer=watch, **options)
+        assert os.getpid() not in {pid for contexts in watch.contexts for pid in contexts}
+        assert max(len(contexts) for contexts in watch.contexts) == 1
+        assert card.processes == {}
+        (again,) = batchtune.estimate(task, gpus="RTX 3090", **options).estimates
+        assert card.contexts == []
+
+    found = result.probe
+    assert any(note.startswith("estimate: about ") for note in watch.notes)
+    assert found.attempts[0].batch_size > 0.5 * found.max_batch_size
+    assert (found.limited_by, found.verified_in_fresh_process) == ("memory", True)
+    assert found.peak_allocated_bytes <= found.peak_reserved_bytes <= found.memory_limit_bytes == 2048 * MiB
+
+    # what a process takes outside of its allocator: the context, and a handle of cuBLAS for each thread that multiplies
+    assert offsets_of("RTX 3090").context_bytes == 300 * MiB + 2 * 32 * MiB
+    assert "calibrated" in again.confidence
+    assert again.max_batch_size == pytest.approx(found.max_batch_size, rel=0.1)
+
+    environment = result.environment
+    assert (environment.device, environment.device_type) == ("NVIDIA GeForce RTX 3090", "cuda")
+    assert environment.device_memory_bytes == environment.device_memory_free_bytes == 8192 * MiB
+    assert environment.device_memory_free_after_bytes == 8192 * MiB
+    assert environment.other_processes == []
+    assert environment.driver
+    assert environment.cuda
+
+    largest = found.throughput[-1]
+    assert 0.5 < largest.gpu_utilization <= 1
+    assert 0 < largest.memory_controller_utilization <= 1
+    assert 25 < largest.power_watts <= 350
+    assert largest.joules_per_sample > 0
+    assert largest.throttle_reasons == ["power cap"]
+    assert largest.memory_used_bytes > 300 * MiB
+    assert found.throughput_fit is not None
+
+
+def test_every_precision_of_the_card_is_probed_at_multiples_between_the_bounds(task):
+    with fake_gpu.machine(fake_gpu.Card("8GiB")) as machine:
+        bounds = {"min": 10, "max": 40, "multiple_of": 12}
+        result = batchtune.probe(
+            task, device="cuda", precision="all", accumulation=4, verify_steps=1, throughput=False, **bounds
+        )
+        assert machine.cards[0].processes == {}
+    assert {probe.precision for probe in result.probes} == {"bf16", "fp16", "fp32", "tf32"}
+    for probe in result.probes:
+        assert (probe.max_batch_size, probe.limited_by, probe.gradient_accumulation_steps) == (36, "max", 4)
+        assert {attempt.batch_size % 12 for attempt in probe.attempts} == {0}
+        assert probe.verified_in_fresh_process
