@@ -47,6 +47,7 @@ _KERNEL_LIMIT = re.compile(
     r"|too many elements|input tensor is too large|cannot exceed 2\^24"
 )
 _NO_ENGINE = re.compile("was unable to find an engine to execute this computation")
+_OF_LIBRARY = re.compile(r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_|CUFFT_|when calling .cusparse|NCCL error")
 _POISONED = re.compile(
     r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
@@ -123,7 +124,8 @@ def _deciding(error: BaseException) -> tuple[BaseException, Literal["oom", "kern
     for link, is_stated in _reasons(error):
         outcome = _outcome(link)
         if outcome == "oom" or (outcome and is_stated):
-            return link, outcome
+            ended = _end_of_context() if _OF_LIBRARY.search(str(link)) else None
+            return (ended, _outcome(ended) or "user_error") if ended else (link, outcome)
     return error, "user_error"
 
 
@@ -142,6 +144,19 @@ def _outcome(error: BaseException) -> Literal["oom", "kernel_limit"] | None:
             return "kernel_limit"
     if type(error).__name__ == "OutOfResources" and type(error).__module__.startswith("triton."):
         return "kernel_limit"
+    return None
+
+
+def _end_of_context() -> BaseException | None:
+    """The error that a kernel has ended CUDA's context with, where there is one: from then on every call returns it.
+
+    A library that is called next knows only that it failed: "not initialized", says cuBLAS, of an index out of range.
+    """
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return error
     return None
 
 

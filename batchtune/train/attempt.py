@@ -183,6 +183,8 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
     outcome = classify(error)
     if outcome == "user_error":
         message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
+        cause = message_of(error)
+        message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
     else:
         message = _CPU_PREFIX.sub("", message_of(error))
     usable = leaves_device_usable(error)

@@ -62,10 +62,23 @@ def _attempt(done: Mapping[int, Answer], world_size: int) -> Answer:
 def _facts(done: Mapping[int, Answer]) -> Answer:
     limits = {rank: facts["memory_limit_bytes"] for rank, facts in sorted(done.items())}
     known = [limit for limit in limits.values() if limit is not None]
-    return done[min(done)] | {
+    first = done[min(done)]
+    return first | {
+        "environment": first["environment"] | {"other_processes": _neighbours(done)},
         "memory_limit_bytes": min(known, default=None),
         "rank_memory_limits_bytes": list(limits.values()),
     }
+
+
+def _neighbours(done: Mapping[int, Answer]) -> list[Any] | None:
+    """Who else holds memory of any rank's device; None where no device tells."""
+    told = [facts["environment"].get("other_processes") for _, facts in sorted(done.items())]
+    known = [processes for processes in told if processes is not None]
+    found: list[Any] = []
+    for process in (process for processes in known for process in processes):
+        if process not in found:  # ranks that share a device see the same
+            found.append(process)
+    return found if known else None
 
 
 def _slowest(done: Mapping[int, Answer]) -> Answer:

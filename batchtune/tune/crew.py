@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from batchtune.device.host_load import processors
-from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted
+from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.progress import Forwarder, Observer
 from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
@@ -42,10 +42,25 @@ class Member(Worker):
         Raises:
             DeviceError: it is on another kind of device than the study.
         """
-        facts = super().start()
+        try:
+            facts = super().start()
+        except UsageError:  # the study's limit is more than this device has
+            if self.device_name is None or self._name_without_limit() == self.device_name:
+                raise
+            raise DeviceError(self._unlike(self.facts["environment"]["device"])) from None
         if self.device_name is not None and facts["environment"]["device"] != self.device_name:
             raise DeviceError(self._unlike(facts["environment"]["device"]))
         return facts
+
+    def _name_without_limit(self) -> str:
+        """What the device is called, asked by a child that sets no limit on it."""
+        limited, self.settings = self.settings, replace(self.settings, memory_limit=None) if self.settings else None
+        try:
+            name: str = super().start()["environment"]["device"]
+        finally:
+            self.close()
+            self.settings = limited
+        return name
 
     def _unlike(self, name: str) -> str:
         which = self.own_environment.get("CUDA_VISIBLE_DEVICES", self.facts["device"])

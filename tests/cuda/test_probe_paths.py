@@ -2,12 +2,13 @@
 
 import os
 
-import batchtune
 import fake_gpu
 import pytest
+from cuda.tasks import PERCEPTRON
+
+import batchtune
 from batchtune.estimate.calibration import offsets_of
 from batchtune.progress import Observer
-from cuda.tasks import PERCEPTRON
 
 MiB = 2**20
 

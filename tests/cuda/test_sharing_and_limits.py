@@ -1,12 +1,13 @@
 """A limit on a card that is shared: what others hold, what moves while the probe runs, and what the user sets."""
 
-import batchtune
 import fake_gpu
 import pytest
+from cuda.tasks import PERCEPTRON
+
+import batchtune
 from batchtune.errors import DeviceError, UsageError
 from batchtune.progress import Observer
 from batchtune.train import worker as worker_module
-from cuda.tasks import PERCEPTRON
 
 GiB, MiB = 2**30, 2**20
 CONTEXT = 300 * MiB

@@ -80,6 +80,7 @@ def compute_loss(model, batch):
 """
 
 
+@pytest.mark.silicon
 def test_a_size_that_poisons_the_context_is_an_outcome_and_the_next_ones_have_a_context_of_their_own(task):
     import batchtune
 
@@ -101,6 +102,7 @@ def test_a_precision_that_fails_does_not_end_the_others(task):
     assert any(warning.startswith("fp32: ") for warning in result.warnings)
 
 
+@pytest.mark.silicon
 @pytest.mark.parametrize("recipe", ["digits", "charlm"])
 def test_a_recipe_is_tuned_on_the_device(recipe, tmp_path):
     import batchtune

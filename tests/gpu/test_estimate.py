@@ -42,6 +42,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.silicon
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.timeout(600)
 def test_peaks_are_estimated_within_eight_per_cent(name, monkeypatch):

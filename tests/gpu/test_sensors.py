@@ -85,6 +85,7 @@ def test_a_process_that_holds_memory_is_reported_with_what_it_holds(task, somebo
     assert any("other processes hold" in warning for warning in result.warnings)
 
 
+@pytest.mark.silicon
 def test_a_compiled_model_is_timed_without_compiling(task):
     import batchtune
 
