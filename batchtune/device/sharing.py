@@ -109,10 +109,16 @@ def sharing(nvml: Any, handle: Any) -> Sharing:
     memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
     held: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
-        for process in told(getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses"), handle) or ():
+        for process in _running(nvml, handle, f"nvmlDeviceGet{kind}RunningProcesses"):
             held[process.pid] = process.usedGpuMemory or held.get(process.pid)
     free = None if memory is None else int(memory.free)
     return Sharing(free, tuple(DeviceProcess(pid=pid, memory_bytes=held[pid]) for pid in sorted(held)))
+
+
+def _running(nvml: Any, handle: Any, name: str) -> Sequence[Any]:
+    """The processes that a function of NVML lists; drivers before 510 know the second of its names only."""
+    lists = (told(getattr(nvml, each, lambda _: None), handle) for each in (name, f"{name}_v2"))
+    return next((each for each in lists if each is not None), ())
 
 
 def _with_nvml(ask: Callable[[Any], Answer]) -> Answer | None:

@@ -1,4 +1,4 @@
-"""What is told of a card whose NVML is old, is WSL's, is not there, or whose GPU is busy: a sensor is there or absent."""
+"""What is told of a busy card whose NVML is whole, old, WSL's or not there: a sensor is there, or it is absent."""
 
 import fake_gpu
 import pytest

@@ -1,4 +1,4 @@
-"""Where there is no GPU and the environment has the stand-ins of tests/fake_gpu, these tests run on a card of theirs."""
+"""In an environment that has the stand-ins of tests/fake_gpu, these tests run on a card of theirs."""
 
 import sysconfig
 from pathlib import Path
