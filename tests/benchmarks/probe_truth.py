@@ -102,12 +102,14 @@ def card(gib: int) -> Iterator[None]:
 
 
 def setups(slugs: Sequence[str], sizes: Sequence[int]) -> list[Setup]:
-    """Ways and tolerances in turn, so that each case and each size meets several of both."""
-    return [
-        Setup(slug, gib, WAYS[(number + place) % 3], 0.0 if (number + place) % 4 == 0 else 0.01)
-        for place, gib in enumerate(sizes)
-        for number, slug in enumerate(slugs)
-    ]
+    """All cases at all sizes, every case once before any comes again; ways and tolerances in turn."""
+    found = []
+    for turn in range(len(sizes)):
+        for number, slug in enumerate(slugs):
+            gib = sizes[(number + turn) % len(sizes)]
+            place = number + SIZES.index(gib)
+            found.append(Setup(slug, gib, WAYS[place % 3], 0.0 if place % 4 == 0 else 0.01))
+    return found
 
 
 def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
