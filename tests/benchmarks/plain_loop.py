@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ import torch._dynamo  # what an optimizer loads when it is first made, here once
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
+torch.set_num_threads(1)  # a fork has no threads of the pool that its parent thinks it has
 STEPS = 6
+_SECONDS = 120  # after which a try hangs
 _EVALUATE_EVERY, _EVALUATED_BATCHES = 3, 2
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TRAINS, _OUT_OF_MEMORY, _RAISES = 0, 1, 2
@@ -181,6 +184,7 @@ class Truth:
         child = os.fork()
         if child == 0:
             os.close(reading)
+            signal.alarm(_SECONDS)
             code = _RAISES
             with contextlib.suppress(BaseException):
                 code = self._run(batch_size, habit, writing)

@@ -1,6 +1,6 @@
 """`batchtune probe` against the largest batch that a plain PyTorch loop trains, on cards of 8 to 141 GiB.
 
-    python tests/benchmarks/probe_truth.py [--resume] [--only WORD] [--quick] [--sizes 8,24]
+    python tests/benchmarks/probe_truth.py [--resume] [--only WORD,WORD] [--quick] [--sizes 8,24]
 
 writes tests/benchmarks/results/probe_truth.md, and ends with 1 where a goal is missed: no answer that the loop cannot
 train, none more than 1 % below what it can. It needs torch's CUDA build on the fake card.
@@ -119,7 +119,7 @@ def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
-                *(sys.executable, "-c", code, "probe", spec, "--precision", precision, "--no-throughput", "--json"),
+                *(sys.executable, "-c", code, "probe", spec, "--precision", precision, "--no-throughput", "--json", "-v"),
                 *setup.arguments,
             ],
             cwd=folder,
@@ -260,23 +260,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="6 models at 2 sizes, no table")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
-    parser.add_argument("--only", default="", help="cases whose name has this in it, no table")
+    parser.add_argument("--only", default="", help="cases whose name has one of these words in it, no table")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GiB")
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table of what is there")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "probe_truth.jsonl")
     options = parser.parse_args()
     import truth_tasks
 
-    slugs = [slug for slug in (QUICK if options.quick else truth_tasks.CASES) if options.only in slug]
+    slugs = [
+        slug
+        for slug in (QUICK if options.quick else truth_tasks.CASES)
+        if any(word in slug for word in options.only.split(","))
+    ]
     wanted = setups(slugs, (8, 24) if options.quick else [int(size) for size in options.sizes.split(",")])
-    writes = not options.quick and not options.only
-    rows = _read(options.state) if options.resume else {}
-    if writes and not options.resume:
+    keeps, writes = not options.quick, options.table or not (options.quick or options.only)
+    rows = _read(options.state) if options.resume or options.table else {}
+    if keeps and not (options.resume or options.table):
         options.state.unlink(missing_ok=True)
+    if options.table:
+        wanted = [setup for setup in wanted if setup in rows]
     for number, setup in enumerate(wanted, 1):
         if setup not in rows:
             row = rows[setup] = measure(setup, compare=not options.quick and number % 4 == 0)
             print(f"{number}/{len(wanted)} {row}", flush=True)
-            if writes:
+            if keeps:
                 with options.state.open("a") as file:
                     file.write(json.dumps(asdict(row)) + "\n")
     done = [rows[setup] for setup in wanted]
