@@ -18,7 +18,7 @@ from batchtune.errors import DeviceError, UsageError
 class Peaks:
     """High-water marks in bytes since the last reset; None where the device does not tell.
 
-    `retries` counts, since the process began, how often cached memory was given back to make room for an allocation.
+    `retries` counts, since the attempt began, how often cached memory was given back to make room for an allocation.
     """
 
     allocated_bytes: int | None
@@ -159,6 +159,8 @@ class AcceleratorMemory:
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks
         self.release()
+        if hasattr(self._module, "reset_accumulated_memory_stats"):
+            self._module.reset_accumulated_memory_stats()
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
-_MOST_STRAINED = 3  # times its steps: so long an attempt goes on that has to make room in every step
+_MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
@@ -212,7 +212,7 @@ def _train(
     agree = parallel.agree if parallel else bool
     for number in range(most):
         memory.synchronize()
-        started, retries = time.perf_counter(), tracker.retries
+        started = time.perf_counter()
         tracker.start_phase()
         for _ in range(accumulation_steps):
             loss = trainer.forward_backward(batch, accumulation_steps)
@@ -224,8 +224,8 @@ def _train(
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)
-        if steps <= number + 1 < most and agree(tracker.retries == retries):
-            break  # where memory is cut up anew in every step, the end may come in one of the next
+        if steps <= number + 1 < most and agree(not tracker.retries):
+            break  # else memory is full and cut up anew from step to step: the end may come in one of the next
     if verify:
         got_on(at_once=True)
         tracker.start_phase()

@@ -30,9 +30,17 @@ SIZES = (8, 24, 80, 141)
 WAYS = ("card", "limit", "margin")
 LARGER_CARD, CONTEXT, MARGIN = 192, "500M", 0.05
 CLOSE = 0.01
+FEWEST = 20  # probes of whose mean something can be asked
 RESOLUTION = 0.002  # of the truth, where it is not the answer itself
 HOST_BYTES = 256 << 20  # a batch that takes more of the host's memory is left out: the loop has it three times
-QUICK = ("mlp_adamw", "contrastive_b_x_b_logits", "transformer_bf16", "resnet", "u_net", "mlp_fp16_gradient_scaling")
+QUICK = (
+    "contrastive_b_x_b_logits",
+    "transformer_bf16",
+    "densenet",
+    "nn_transformerencoder",
+    "lora_bf16",
+    "diffusion_bf16",
+)
 WITHOUT_ESTIMATE = "import batchtune.probe.run as run; run.Foresight.look = lambda *_, **__: None; "
 
 
@@ -119,7 +127,18 @@ def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [
-                *(sys.executable, "-c", code, "probe", spec, "--precision", precision, "--no-throughput", "--json", "-v"),
+                *(
+                    sys.executable,
+                    "-c",
+                    code,
+                    "probe",
+                    spec,
+                    "--precision",
+                    precision,
+                    "--no-throughput",
+                    "--json",
+                    "-v",
+                ),
                 *setup.arguments,
             ],
             cwd=folder,
@@ -191,9 +210,9 @@ def misses(rows: Sequence[Row]) -> list[str]:
             found.append(f"{where}: {row.answer:,} is more than 1 % below {row.truth:,}")
     for exact, most in ((False, 5.0), (True, 8.0)):
         counted = [row for row in rows if row.foreseen and (row.setup.tolerance == 0) == exact]
-        if counted and statistics.fmean(row.attempts for row in counted) > most:
+        if len(counted) >= FEWEST and statistics.fmean(row.attempts for row in counted) > most:
             found.append(f"more than {most:g} attempts in the mean{' of an exact search' if exact else ''}")
-        if counted and not exact and statistics.fmean(row.ooms for row in counted) > 1.4:  # noqa: PLR2004 - the goal
+        if len(counted) >= FEWEST and not exact and statistics.fmean(row.ooms for row in counted) > 1.4:
             found.append("more than 1.4 OOMs in the mean")
     return found
 
@@ -219,9 +238,17 @@ def report(rows: Sequence[Row], command: str) -> str:
     for exact in (False, True):
         for foreseen in (True, False):
             name = f"{'an' if foreseen else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
-            lines += _means(name, [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact])
-    lines += ["", "Attempts are all that the probe makes, the final check among them; seconds are of the whole command."]
-    lines += ["", "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |"]
+            lines += _means(
+                name, [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
+            )
+    lines += [
+        "",
+        "Attempts are all that the probe makes, the final check among them; seconds are of the whole command.",
+    ]
+    lines += [
+        "",
+        "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |",
+    ]
     lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|"]
     for row in rows:
         setup, note = row.setup, row.trouble
