@@ -34,7 +34,7 @@ MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reje
 NEIGHBOURS, MOST_NEIGHBOURS = 6, 2  # a narrower bracket is bisected as soon; so many are tried at each end
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 SAME_CHANCE = 0.7  # of the sizes among which chance decides: in a bracket of less, either end is as likely to be wrong
-PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.75), 0.5  # of the prior's largest fit, one after the other; with no_oom
+PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
@@ -156,7 +156,7 @@ def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, c
     if rejected:
         wanted = min(2 * under, (under + failed) // 2 if failed in last else ceiling) // unit * unit
         return Choice(max(wanted, under + unit), f"the task raised an error at {under}, try more")
-    return Choice(max(floor, int(0.5 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
+    return Choice(max(floor, int(0.5 ** (2 ** len(last)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
 def _aim(

@@ -41,7 +41,7 @@ QUICK = (
     "lora_bf16",
     "diffusion_bf16",
 )
-WITHOUT_ESTIMATE = "import batchtune.probe.run as run; run.Foresight.look = lambda *_, **__: None; "
+WITHOUT_ESTIMATE = "from batchtune.estimate.foresight import Foresight; Foresight.look = lambda *_, **__: None; "
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,11 @@ def report(rows: Sequence[Row], command: str) -> str:
     lines = [
         "# Probe against a plain training loop",
         "",
-        f"{dt.date.today()}, batchtune {__version__}, torch {torch.__version__} on a fake card: `{command}`",
+        f"{dt.datetime.now(dt.UTC).date()}, batchtune {__version__}, torch {torch.__version__} on a fake card: `{command}`",
         "",
-        f"{len(told)} answers of {len({row.setup.slug for row in told})} models: {sum(row.too_high for row in told)} that "
-        f"the loop cannot train, {sum(row.too_low for row in told)} more than 1 % below the largest that it can.",
+        f"{len(told)} answers of {len({row.setup.slug for row in told})} models: "
+        + f"{sum(row.too_high for row in told)} that the loop cannot train, "
+        + f"{sum(row.too_low for row in told)} more than 1 % below the largest that it can.",
         "",
         "| with | probes | attempts | OOMs | seconds |",
         "|---|--:|--:|--:|--:|",
@@ -238,17 +239,10 @@ def report(rows: Sequence[Row], command: str) -> str:
     for exact in (False, True):
         for foreseen in (True, False):
             name = f"{'an' if foreseen else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
-            lines += _means(
-                name, [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
-            )
-    lines += [
-        "",
-        "Attempts are all that the probe makes, the final check among them; seconds are of the whole command.",
-    ]
-    lines += [
-        "",
-        "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |",
-    ]
+            chosen = [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
+            lines += _means(name, chosen)
+    lines += ["", "Attempts are all of a probe, the final check among them; seconds are of the whole command.", ""]
+    lines += ["| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |"]
     lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|"]
     for row in rows:
         setup, note = row.setup, row.trouble
