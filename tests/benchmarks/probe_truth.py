@@ -224,14 +224,16 @@ def report(rows: Sequence[Row], command: str) -> str:
     from batchtune import __version__
 
     told = [row for row in rows if row.truth is not None]
+    models, high = len({row.setup.slug for row in told}), sum(row.too_high for row in told)
+    low = sum(row.too_low for row in told)
+    verdict = f"{len(told)} answers of {models} models: {high} that the loop cannot train, "
+    verdict += f"{low} more than 1 % below the largest that it can."
     lines = [
         "# Probe against a plain training loop",
         "",
-        f"{dt.datetime.now(dt.UTC).date()}, batchtune {__version__}, torch {torch.__version__} on a fake card: `{command}`",
+        f"{dt.datetime.now(dt.UTC).date()}, batchtune {__version__}, torch {torch.__version__}, fake card: `{command}`",
         "",
-        f"{len(told)} answers of {len({row.setup.slug for row in told})} models: "
-        + f"{sum(row.too_high for row in told)} that the loop cannot train, "
-        + f"{sum(row.too_low for row in told)} more than 1 % below the largest that it can.",
+        verdict,
         "",
         "| with | probes | attempts | OOMs | seconds |",
         "|---|--:|--:|--:|--:|",
