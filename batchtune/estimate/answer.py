@@ -33,7 +33,9 @@ def warm_up() -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
     gc.disable()  # modules stay for good: looking for garbage among them takes a fifth of their import
     import batchtune.estimate.trace  # noqa: F401
+    from batchtune.estimate.fake_cuda import require_cuda_autograd
 
+    require_cuda_autograd()
     gc.freeze()
     gc.enable()
     return {}

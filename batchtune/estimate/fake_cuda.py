@@ -1,4 +1,4 @@
-"""What makes tensors without data behave as CUDA tensors in a process that has no GPU. Only for the tracing child."""
+"""What makes tensors without data behave as CUDA tensors in a process that sees no GPU. Only for the tracing child."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import ctypes
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
 from batchtune.errors import DeviceError
 from batchtune.estimate.attention import cuda_attention
@@ -74,19 +75,17 @@ def _not_to_be_run(*_: Any) -> Any:
 
 
 def require_cuda_autograd() -> None:
-    """Gives a CPU-only build the device guard and hooks that autograd asks for when it meets a CUDA tensor.
+    """Gives torch the device guard and hooks of a CUDA device that is not there, whether the build is for CUDA or not.
 
-    CUDA builds have them, with a GPU or without. PyTorch's own `_ensureCUDADeviceGuardSet` installs a guard that does
-    nothing, but only where a registered guard counts 0 devices; so a stub that answers 0 to everything is registered
-    first, and replaced at once.
+    Autograd asks both when it meets a CUDA tensor. PyTorch's own `_ensureCUDADeviceGuardSet` installs a guard that does
+    nothing, but only where a registered guard counts 0 devices: CUDA builds have one, which counts 0 as the GPUs are
+    hidden; for CPU builds a stub that answers 0 to everything is registered first, and replaced at once. The count is
+    what CUDA goes by from now on: user code that makes GPUs visible again comes too late.
 
     Raises:
         DeviceError: another platform or ABI, where this was not found to work.
     """
-    if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001
-        return
-    if platform.system() != "Linux":
+    if platform.system() != "Linux" and not torch.backends.cuda.is_built():
         raise DeviceError(
             f"estimate traces on fake CUDA tensors, which torch {torch.__version__} has on Linux or in CUDA builds, "
             f"not in this build for {platform.system()}"
@@ -126,6 +125,8 @@ def _keep(table: ctypes.Array[Any]) -> int:
 
 def _install_guard() -> bool:
     torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001
+    if torch.backends.cuda.is_built():
+        return True
     registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(
         _library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
     )
@@ -143,16 +144,21 @@ def _install_guard() -> bool:
 
 
 def _install_hooks() -> bool:
-    """Makes `torch.accelerator` answer `cuda`: autograd asks it for streams, and user code for the device."""
-    if torch.accelerator.current_accelerator(check_available=False) is not None:
+    """Makes `torch.accelerator` answer `cuda`: autograd asks it for streams, and user code for the device.
+
+    The hooks of a CUDA build ask the driver for a device, and raise where it has none; they give way to those of a CPU
+    build, the methods of the interface itself, with two answers of their own.
+    """
+    if platform.system() != "Linux":
         return True
-    find = _library("libtorch_cpu.so")._ZN2at6detail12getCUDAHooksEv  # noqa: SLF001
+    torch_cpu = _library("libtorch_cpu.so")
+    find = torch_cpu._ZN2at6detail12getCUDAHooksEv  # noqa: SLF001
     find.restype, find.argtypes = ctypes.c_void_p, []
+    methods = (ctypes.c_void_p * _HOOK_METHODS).in_dll(torch_cpu, "_ZTVN2at18CUDAHooksInterfaceE")
+    answering = (ctypes.c_void_p * _HOOK_METHODS)(*methods)
+    answering[_HOOK_OFFSET + _HAS_PRIMARY_CONTEXT], answering[_HOOK_OFFSET + _IS_BUILT] = _addresses()
     table = ctypes.c_void_p.from_address(find())
-    start = (table.value or 0) - _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
-    methods = (ctypes.c_void_p * _HOOK_METHODS)(*(ctypes.c_void_p * _HOOK_METHODS).from_address(start))
-    methods[_HOOK_OFFSET + _HAS_PRIMARY_CONTEXT], methods[_HOOK_OFFSET + _IS_BUILT] = _addresses()
-    table.value = _keep(methods) + _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
+    table.value = _keep(answering) + _HOOK_OFFSET * ctypes.sizeof(ctypes.c_void_p)
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     return accelerator is not None and accelerator.type == "cuda"
 
@@ -160,19 +166,27 @@ def _install_hooks() -> bool:
 @contextlib.contextmanager
 def _replaced() -> Iterator[None]:
     """Python names of torch that would answer for a machine without a GPU, or refuse fake tensors."""
+    import torch._subclasses.fake_impls as rules
+    import torch._subclasses.fake_tensor as fakes
     import torch.optim.optimizer as optimizers
     import torch.utils._foreach_utils as foreach
 
     tensors = [torch.Tensor, nn.Parameter, FakeTensor]
     replacements: list[tuple[Any, str, Any]] = [
+        (fakes, "init_gpu_context", lambda _: None),  # which makes a real tensor where `is_available` says so
+        (fakes, "run_fallback_kernel", _run_fallback_kernel),
+        (rules, "run_fallback_kernel", _run_fallback_kernel),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         (torch.cuda, "get_device_capability", lambda *_, **__: (8, 0)),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "empty_cache", lambda: None),
+        (torch.backends.cudnn, "is_acceptable", lambda _: False),
+        (torch.backends.cudnn, "version", lambda: None),
         (nn.Module, "_apply", _apply),
         (optimizers, "_foreach_supported_types", tensors),
         (foreach, "_foreach_supported_types", tensors),
@@ -185,6 +199,15 @@ def _replaced() -> Iterator[None]:
     finally:
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+def _run_fallback_kernel(
+    mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, error: RuntimeError
+) -> Any:
+    """Torch's way with an operator that has no rule for shapes, the kernel itself, where the CPU can run it."""
+    if any(isinstance(each, FakeTensor) and each.fake_device.type == "cuda" for each in flat_args):
+        raise NotImplementedError(f"torch knows no shape of what {func} makes") from error
+    return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
 def _apply(module: nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
