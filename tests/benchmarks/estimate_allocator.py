@@ -272,13 +272,17 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     done = [record for record in records if "measured" in record]
     rows = [row for record in done for row in batches(record)]
     return [
-        f"{len(records)} cases, {len(done)} measured, {sum('refused' in each for each in records)} refused, "
-        f"{sum('failed' in each for each in records)} failed, {sum('not_measured' in each for each in records)} not "
-        "measured (ranks).",
+        (
+            f"{len(records)} cases, {len(done)} measured, {sum('refused' in each for each in records)} refused, "
+            f"{sum('failed' in each for each in records)} failed, {sum('not_measured' in each for each in records)} not "
+            "measured (ranks)."
+        ),
         f"Peak allocated exact to the byte at every batch size: {sum(map(exact, done))} of {len(done)}.",
         f"Peak reserved within 1 %: {sum(abs(reserved_error(each)) <= 0.01 for each in done)} of {len(done)}.",
-        f"Largest batch within 1 % (or one sample): {sum(within(row, 0.01) for row in rows)} of {len(rows)}; above what "
-        f"fits: {sum(row[0] > row[2] for row in rows)}; safe above what fits: {sum(row[1] > row[2] for row in rows)}.",
+        (
+            f"Largest batch within 1 % (or one sample): {sum(within(row, 0.01) for row in rows)} of {len(rows)}; above what "
+            f"fits: {sum(row[0] > row[2] for row in rows)}; safe above what fits: {sum(row[1] > row[2] for row in rows)}."
+        ),
     ]
 
 
@@ -301,17 +305,23 @@ def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
         [
             "# Estimate against torch's CUDA allocator",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d} · {gpu['name']}{rig}, {gpu['memory_bytes'] / GIB:.1f} GiB · "
-            f"torch {torch.__version__} · Python {platform.python_version()} · `python {' '.join(sys.argv)}`",
+            (
+                f"{datetime.now(UTC):%Y-%m-%d} · {gpu['name']}{rig}, {gpu['memory_bytes'] / GIB:.1f} GiB · "
+                f"torch {torch.__version__} · Python {platform.python_version()} · `python {' '.join(sys.argv)}`"
+            ),
             "",
             *(f"- {line}" for line in summary(records)),
             "",
-            "Allocated: bytes by which the estimate is off at each batch size. Largest: real / estimated / safe within "
-            f"{' and '.join(f'{limit // GIB} GiB' for limit in LIMITS)}; a line with no safe figure is with expandable "
-            f"segments in {LIMITS[0] // GIB} GiB. {STEPS} steps, each attempt in a process of its own.",
+            (
+                "Allocated: bytes by which the estimate is off at each batch size. Largest: real / estimated / safe within "
+                f"{' and '.join(f'{limit // GIB} GiB' for limit in LIMITS)}; a line with no safe figure is with expandable "
+                f"segments in {LIMITS[0] // GIB} GiB. {STEPS} steps, each attempt in a process of its own."
+            ),
             "",
-            "| case | precision | batches | allocated, bytes off | reserved | largest: real / estimated / safe "
-            "| first difference |",
+            (
+                "| case | precision | batches | allocated, bytes off | reserved | largest: real / estimated / safe "
+                "| first difference |"
+            ),
             "|---|---|---|---|---|---|---|",
             *map(_table_row, records),
             "",
