@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import zoo
 from zoo import Case
 
 ROUNDING = 512
+_LOOK_AHEAD = 40  # allocations, of both sides together, until which they are alike again
+_KINDS = 4  # of differences that are told
 WORKSPACES = (8_519_680, 33_554_432)  # cuBLAS's, of a handle; where they are made is known and beside the question
 
 
@@ -31,7 +35,7 @@ def _traced(case: Case, size: int) -> list[tuple[int, int, str]]:
     found = []
     for event in trace.events:
         birth = trace.births[abs(event) - 1]
-        what = f"{birth.op} in {birth.module or birth.moment} ({birth.moment})"
+        what = f"{birth.op} ({birth.moment.split()[0]})"
         rounded = max(1, -(-birth.size_bytes // ROUNDING)) * ROUNDING
         found.append((abs(event), rounded if event > 0 else 0, what))
     return found
@@ -66,20 +70,41 @@ def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:
 
 
 def compare(traced: list[tuple[int, int, str]], real: list[tuple[int, int, str]]) -> str:
-    """The first allocation of another size, or the first storage that dies between other allocations."""
+    """In words, the first kinds of difference in the order in which they appear, each with how often it does."""
     mine, ours = (_lives(without_workspaces(events)) for events in (traced, real))
-    for position, (left, right) in enumerate(zip(mine, ours, strict=False)):
-        if left[0] != right[0]:
-            before = mine[position - 1][2] if position else "the start"
-            return (
-                f"allocation {position}: traced {left[0]:,} B for {left[2]}; really {right[0]:,} B at {right[2]} "
-                f"(after {before})"
-            )
-    for position, (left, right) in enumerate(zip(mine, ours, strict=False)):
-        if left[1] != right[1] and min(left[1], right[1]) < min(len(mine), len(ours)):
-            kept = "earlier" if left[1] > right[1] else "later"
-            return f"allocation {position}, {left[0]:,} B for {left[2]}: really freed {kept}"
-    return "none in allocations and frees" if len(mine) <= len(ours) else "the real run ends earlier"
+    matched, found = _matched(mine, ours)
+    left, right = ([pair[side] for pair in matched] for side in (0, 1))
+    for one, other in matched:
+        dies = bisect.bisect_left(left, mine[one][1]), bisect.bisect_left(right, ours[other][1])
+        if dies[0] != dies[1] and min(dies) < len(matched):
+            found[f"freed {'earlier' if dies[1] < dies[0] else 'later'} than traced: {mine[one][2]}"] += 1
+    kinds = [f"{what} x {count}" if count > 1 else what for what, count in found.items()]
+    rest = f"; {len(kinds) - _KINDS} other kinds" if len(kinds) > _KINDS else ""
+    return "; ".join(kinds[:_KINDS]) + rest or "none in allocations and frees"
+
+
+def _matched(mine: list[list[Any]], ours: list[list[Any]]) -> tuple[list[tuple[int, int]], Counter[str]]:
+    """Pairs of allocations that are the same ones, and what else there is, by kind."""
+    sizes = [life[0] for life in mine], [life[0] for life in ours]
+    pairs, found = [], Counter[str]()
+    one = other = 0
+    while one < len(mine) and other < len(ours):
+        if sizes[0][one] == sizes[1][other]:
+            pairs.append((one, other))
+            one, other = one + 1, other + 1
+            continue
+        for total, mine_too in ((both, part) for both in range(1, _LOOK_AHEAD) for part in range(both + 1)):
+            after = one + mine_too, other + total - mine_too
+            if sizes[0][after[0] : after[0] + 3] == sizes[1][after[1] : after[1] + 3]:
+                break
+        else:
+            found[f"lost at traced {mine[one][2]}, {sizes[0][one]:,} B; really {sizes[1][other]:,} B"] += 1
+            break
+        last = mine[one - 1][2] if one else "the start"
+        found.update(f"not traced: {size:,} B at {line} after {last}" for size, _, line in ours[other : after[1]])
+        found.update(f"traced only: {size:,} B of {what}" for size, _, what in mine[one : after[0]])
+        one, other = after
+    return pairs, found
 
 
 def without_workspaces(events: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:

@@ -1,6 +1,6 @@
 """The estimate against torch's own CUDA allocator, on a GPU or a fake one: peaks to the byte, and the largest batches.
 
-    python tests/benchmarks/estimate_allocator.py [--quick] [--resume] [--only NAME ...]
+    python tests/benchmarks/estimate_allocator.py [--quick] [--only NAME ...] [--resume | --again]
 
 Each case of the zoo is traced as `estimate` traces it, in a process that does not see the card; then real steps are
 taken at three batch sizes and around the largest, each size in a process of its own. Processes are forked from one
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import os
 import pickle
@@ -42,6 +43,7 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 LIMITS = (20 * GIB, 8 * GIB)
 STEPS = 3
+_WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
 EXPANDABLE = "expandable_segments:True"
 QUICK = (
     "MLP, AdamW",
@@ -105,8 +107,8 @@ def card() -> dict[str, Any]:
     return facts | {"generation": known.generation, "vendor": known.vendor}
 
 
-def estimated(case: Case, gpu: dict[str, Any]) -> dict[str, Any]:
-    """The estimate's answers within each limit, and its peaks at three batch sizes."""
+def estimated(case: Case, gpu: dict[str, Any], sizes: list[int] | None = None) -> dict[str, Any]:
+    """The estimate's answers within each limit, and its peaks: at three batch sizes where none are given."""
     product.warm_up()
     task = f"{Path(zoo.__file__)}:{case.slug}"
     ranks = {"strategy": case.strategy, "world_size": case.world_size}
@@ -120,7 +122,7 @@ def estimated(case: Case, gpu: dict[str, Any]) -> dict[str, Any]:
             return {"refused": found["refused"]}
         rows.append({name: value for name, value in found["gpus"][0].items() if name != "work"})
     largest = rows[0]["max_batch_size"]
-    sizes = sorted({max(1, min(2, largest)), max(1, largest // 3), max(1, largest * 19 // 20)})
+    sizes = sizes or sorted({max(1, min(2, largest)), max(1, largest // 3), max(1, largest * 19 // 20)})
     return {"limits": rows, "peaks": {size: _expected(tracer, gpu, size) for size in sizes}}
 
 
@@ -202,6 +204,8 @@ def measured(case: Case, guess: dict[str, Any], *, expandable: bool) -> dict[str
 
     found: dict[str, Any] = {"peaks": {size: tried(size)["peaks"] for size in guess["peaks"]}, "limits": []}
     for limit, row in zip(LIMITS, guess["limits"], strict=True):
+        if limit != LIMITS[0] and not expandable:
+            continue
         truth = {"max": largest(lambda size, within=limit: tried(size, within)["fits"], row["max_batch_size"])}
         if expandable and limit == LIMITS[0]:
             name = "expandable_segments_max_batch_size"
@@ -213,18 +217,27 @@ def measured(case: Case, guess: dict[str, Any], *, expandable: bool) -> dict[str
     return found
 
 
-def examined(case: Case, gpu: dict[str, Any], *, expandable: bool) -> dict[str, Any]:
-    """One case's record; `refused`, `not_measured` or `failed` in place of figures where there are none."""
+def examined(
+    case: Case, gpu: dict[str, Any], *, expandable: bool, truth: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One case's record; `refused`, `not_measured` or `failed` in place of figures where there are none.
+
+    Args:
+        case: of the zoo.
+        gpu: as `card` tells it.
+        expandable: also with expandable segments, and within the second limit.
+        truth: what was measured before, which is then not measured again.
+    """
     record: dict[str, Any] = {"case": case.name, "precision": case.precision}
     if case.world_size > 1:
         return record | {"not_measured": f"{case.world_size} ranks"}
     started = time.perf_counter()
     try:
-        guess = forked(estimated, case, gpu)
+        guess = forked(estimated, case, gpu, [int(size) for size in truth["peaks"]] if truth else None)
         record |= {"traced_seconds": round(time.perf_counter() - started, 1)}
         if "refused" in guess:
             return record | guess
-        truth = forked(functools.partial(measured, expandable=expandable), case, guess)
+        truth = truth or forked(functools.partial(measured, expandable=expandable), case, guess)
     except RuntimeError as error:
         return record | {"failed": str(error)[:300]}
     record |= {"estimated": guess, "measured": truth}
@@ -238,8 +251,10 @@ def examined(case: Case, gpu: dict[str, Any], *, expandable: bool) -> dict[str, 
 
 def pairs(record: dict[str, Any]) -> list[tuple[int, int, int, int, int]]:
     """(batch size, allocated and reserved as estimated, allocated and reserved as measured)."""
-    guess, truth = record["estimated"]["peaks"], record["measured"]["peaks"]
-    return [(int(size), *guess[size][:2], *truth[size]) for size in guess]
+    guess, truth = (
+        {int(size): peaks for size, peaks in record[key]["peaks"].items()} for key in ("estimated", "measured")
+    )
+    return [(size, *guess[size][:2], *truth[size]) for size in guess]
 
 
 def exact(record: dict[str, Any]) -> bool:
@@ -255,7 +270,7 @@ def reserved_error(record: dict[str, Any]) -> float:
 def batches(record: dict[str, Any]) -> list[tuple[int, int, int]]:
     """(estimated, safe, real) largest batch by limit, and with expandable segments where it was measured."""
     found = []
-    for guess, truth in zip(record["estimated"]["limits"], record["measured"]["limits"], strict=True):
+    for guess, truth in zip(record["estimated"]["limits"], record["measured"]["limits"], strict=False):
         found.append((guess["max_batch_size"], guess["safe_max_batch_size"], truth["max"]))
         if "expandable" in truth:
             found.append((guess["expandable_segments_max_batch_size"], 0, truth["expandable"]))
@@ -272,23 +287,21 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     done = [record for record in records if "measured" in record]
     rows = [row for record in done for row in batches(record)]
     return [
-        (
-            f"{len(records)} cases, {len(done)} measured, {sum('refused' in each for each in records)} refused, "
-            f"{sum('failed' in each for each in records)} failed, {sum('not_measured' in each for each in records)} not "
-            "measured (ranks)."
-        ),
+        f"{len(records)} cases: {len(done)} measured, "
+        + ", ".join(f"{sum(why in each for each in records)} {why.replace('_', ' ')}" for why in _WITHOUT),
         f"Peak allocated exact to the byte at every batch size: {sum(map(exact, done))} of {len(done)}.",
         f"Peak reserved within 1 %: {sum(abs(reserved_error(each)) <= 0.01 for each in done)} of {len(done)}.",
+        f"Largest batch within 1 % (or one sample): {sum(within(row, 0.01) for row in rows)} of {len(rows)}.",
         (
-            f"Largest batch within 1 % (or one sample): {sum(within(row, 0.01) for row in rows)} of {len(rows)}; above what "
-            f"fits: {sum(row[0] > row[2] for row in rows)}; safe above what fits: {sum(row[1] > row[2] for row in rows)}."
+            f"Largest above what fits: {sum(row[0] > row[2] for row in rows)}; safe above it: "
+            f"{sum(row[1] > row[2] for row in rows)}."
         ),
     ]
 
 
 def _table_row(record: dict[str, Any]) -> str:
     name = f"| {record['case']} | {record['precision']} |"
-    for why in ("refused", "failed", "not_measured"):
+    for why in _WITHOUT:
         if why in record:
             return f"{name} {why}: {record[why].replace('|', '/')} | | | | |"
     allocated = ", ".join(f"{guess - truth:+,}" if guess - truth else "0" for _, guess, _, truth, _ in pairs(record))
@@ -313,9 +326,9 @@ def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
             *(f"- {line}" for line in summary(records)),
             "",
             (
-                "Allocated: bytes by which the estimate is off at each batch size. Largest: real / estimated / safe within "
-                f"{' and '.join(f'{limit // GIB} GiB' for limit in LIMITS)}; a line with no safe figure is with expandable "
-                f"segments in {LIMITS[0] // GIB} GiB. {STEPS} steps, each attempt in a process of its own."
+                "Allocated: bytes by which the estimate is off at each batch size. Largest: real / estimated / safe "
+                f"within {LIMITS[0] // GIB} GiB; for every third case also with expandable segments (– for safe) and "
+                f"within {LIMITS[1] // GIB} GiB. {STEPS} steps, each attempt in a process of its own."
             ),
             "",
             (
@@ -329,40 +342,48 @@ def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
     )
 
 
-def run(names: list[str], resume: Path | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The records of the named cases, in order, and the card; what `resume` holds already is not done again."""
+def run(
+    names: list[str], state: Path | None = None, *, resume: bool = False, again: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The records of the named cases and of those that the state holds, in the zoo's order; and the card.
+
+    Args:
+        names: cases to examine.
+        state: JSON of the records, read first and written after each case.
+        resume: leave out what the state holds.
+        again: trace anew, and compare with what the state says was measured.
+    """
     torch.set_num_threads(1)  # threads do not outlive a fork
     gpu = forked(card)
-    kept = {record["case"]: record for record in json.loads(resume.read_text())} if resume and resume.exists() else {}
-    records = []
-    for number, case in enumerate(case for case in zoo.CASES if case.name in names):
-        record = kept.get(case.name)
-        if record is None:
-            with contextlib.suppress(Exception), torch.device("meta"):
-                case.model(**case.options)  # so that libraries are imported once, before the forks
-            record = examined(case, gpu, expandable=number % 3 == 0)
-            print(_table_row(record), flush=True)
-        records.append(json.loads(json.dumps(record)))
-        if resume:
-            resume.write_text(json.dumps(records, indent=1) + "\n")
-    return records, gpu
+    kept = {each["case"]: each for each in json.loads(state.read_text())} if state and state.exists() else {}
+    for number, case in enumerate(zoo.CASES):
+        before = kept.get(case.name, {})
+        if case.name not in names or (resume and before):
+            continue
+        with contextlib.suppress(Exception), torch.device("meta"):
+            case.model(**case.options)  # so that libraries are imported once, before the forks
+        gc.collect()
+        gc.freeze()  # so that a collection in a fork copies none of the parent's pages
+        truth = before.get("measured") if again else None
+        record = examined(case, gpu, expandable=number % 3 == 0, truth=truth)
+        kept[case.name] = json.loads(json.dumps(record))
+        print(_table_row(kept[case.name]), flush=True)
+        if state:
+            state.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+    return [kept[case.name] for case in zoo.CASES if case.name in kept], gpu
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases by name")
     parser.add_argument("--quick", action="store_true", help="a dozen cases")
-    parser.add_argument("--resume", action="store_true", help="go on where the last run stopped")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
+    how.add_argument("--again", action="store_true", help="trace anew and compare with what the last run has measured")
     options = parser.parse_args()
     names = options.only or (list(QUICK) if options.quick else [case.name for case in zoo.CASES])
-    whole = not (options.only or options.quick)
-    state = RESULTS / "estimate_allocator.json"
-    if not options.resume:
-        state.unlink(missing_ok=True) if whole else None
-    records, gpu = run(names, state if whole else None)
-    text = written(records, gpu)
-    if whole:
-        (RESULTS / "estimate_allocator.md").write_text(text)
+    records, gpu = run(names, RESULTS / "estimate_allocator.json", resume=options.resume, again=options.again)
+    (RESULTS / "estimate_allocator.md").write_text(written(records, gpu))
     print("\n".join(summary(records)))
 
 
