@@ -380,10 +380,11 @@ def main() -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
     how.add_argument("--again", action="store_true", help="trace anew and compare with what the last run has measured")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where table and records are kept")
     options = parser.parse_args()
     names = options.only or (list(QUICK) if options.quick else [case.name for case in zoo.CASES])
-    records, gpu = run(names, RESULTS / "estimate_allocator.json", resume=options.resume, again=options.again)
-    (RESULTS / "estimate_allocator.md").write_text(written(records, gpu))
+    records, gpu = run(names, options.folder / "estimate_allocator.json", resume=options.resume, again=options.again)
+    (options.folder / "estimate_allocator.md").write_text(written(records, gpu))
     print("\n".join(summary(records)))
 
 
