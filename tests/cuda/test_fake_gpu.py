@@ -259,7 +259,12 @@ print(json.dumps([active, names, [card.used_by(os.getpid()) for card in cards], 
 # ---- processes
 
 
-HOLDER = CUDART + 'print(allocate(int(sys.argv[1])), flush=True)\ninput()\nprint(allocate(2**30), flush=True)\ninput()\n'
+HOLDER = f"""{CUDART}
+print(allocate(int(sys.argv[1])), flush=True)
+input()
+print(allocate(2**30), flush=True)
+input()
+"""
 
 
 @pytest.fixture
@@ -384,7 +389,7 @@ def test_a_mig_slice_is_a_device_of_its_own(nvml, script, monkeypatch):
 # ---- faults, clock, values, ranks
 
 
-FAULTS = CUDART + """
+FAULTS = """
 import torch, fake_gpu
 from torch import nn
 machine = fake_gpu.this_machine(); card = machine.cards[0]
@@ -415,7 +420,8 @@ launch = cuda.cudaLaunchKernel
 class Dim(ctypes.Structure): _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
 launch.argtypes = [ctypes.c_void_p, Dim, Dim, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 facts["grid"] = [launch(None, Dim(*grid), Dim(*block), None, 0, None) for grid, block in
-                 [((1, 1, 1), (1024, 1, 1)), ((1, 65536, 1), (1, 1, 1)), ((1, 1, 1), (1025, 1, 1)), ((0, 1, 1), (1, 1, 1))]]
+                 [((1, 1, 1), (1024, 1, 1)), ((1, 65536, 1), (1, 1, 1)),
+                  ((1, 1, 1), (1025, 1, 1)), ((0, 1, 1), (1, 1, 1))]]
 facts["launches"] = card.launches > 20
 fake_gpu.poison(fake_gpu.ILLEGAL_ADDRESS)
 facts["poison"] = [caught(torch.cuda.synchronize), caught(lambda: torch.zeros(1, device="cuda").item())]
@@ -429,7 +435,7 @@ def faults(script):
         "4GiB", cublas_handle_bytes="64MiB", cudnn_handle_bytes="32MiB", cudnn_workspace_bytes="100MiB"
     )
     with fake_gpu.machine(card):
-        return script(FAULTS)
+        return script(CUDART + FAULTS)
 
 
 def test_handles_take_memory_outside_the_allocator_and_fail_as_their_libraries_do(faults):

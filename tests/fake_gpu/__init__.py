@@ -185,7 +185,7 @@ class Machine:
         self.raw.reads = READS[what]
 
     def fail(self, function, status, *, after=0, times=1, pid=0):
-        """Let `function` return `status`: `after` calls that succeed, `times` over (ALWAYS: for ever); pid 0: for all."""
+        """Let `function` return `status`, after `after` calls that succeed, `times` over; pid 0: in all processes."""
         with self.path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # among those who ask; the libraries only read what is active
             entry = next((fault for fault in self.raw.faults if not fault.active or not fault.times), None)

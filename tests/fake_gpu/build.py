@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -66,12 +65,12 @@ def needed(libraries):
     for symbol, version in wanted.items():
         if symbol in own:
             continue
-        version = version.lstrip("@")
-        home = version if version in names else _home(symbol, names)
+        name = version.lstrip("@")
+        home = name if name in names else _home(symbol, names)
         if home:
             functions[home].add(symbol)
-        if home and version:
-            versions[home] = version
+        if home and name:
+            versions[home] = name
     c10 = next(library for library in libraries if library.name == "libc10_cuda.so")
     # c10/cuda/driver_api.cpp looks these up by name when it needs them: they are texts in the library
     texts = re.findall(rb"\0(cu[A-Z][a-z][A-Za-z0-9]+(?:_v2)?)(?=\0)", c10.read_bytes())
@@ -103,11 +102,10 @@ class Compiler:
             self._gcc("-c", source, "-o", binary)
             sources, defined = [binary], set(symbols(binary, "--defined-only"))
         generic = self._scratch / f"{short}_generic.c"
-        refusal = REFUSALS.get(short, 0)
-        lines = ["int fake_gpu_fault(const char *);"]
-        for name in sorted(functions - defined):
-            lines.append(f'long {name}(void) {{ int status = fake_gpu_fault("{name}"); return status ? status : {refusal}; }}')
-        generic.write_text("\n".join(lines) + "\n")
+        head = "int fake_gpu_fault(const char *);\n#define OR_ELSE(status, other) (status ?: other)\n"
+        ends = f", {REFUSALS.get(short, 0)}); }}\n"
+        body = [f'int {name}(void) {{ return OR_ELSE(fake_gpu_fault("{name}")' + ends for name in functions - defined]
+        generic.write_text(head + "".join(sorted(body)))
         self.library(library, [generic, *sources], version)
         print(f"{library:24} {len(functions & defined):4} of its {len(functions)} functions by hand")
 

@@ -32,7 +32,7 @@ class CannotMake(Exception):
 
 def main():
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--torch", default="2.11.0", help="version of the CUDA wheel (2.9.0, 2.11.0, 2.15.0 are known)")
+    options.add_argument("--torch", default="2.11.0", help="version of the CUDA wheel, 2.9.0 to 2.15.0")
     options.add_argument("--folder", type=Path, default=ROOT / ".venv-cuda")
     chosen = options.parse_args()
     try:
@@ -72,7 +72,8 @@ class Environment:
         minor = int(self.torch.split(".")[1])
         self._pip("--no-deps", f"torch=={self.torch}")
         plain, bare = _requirements(self._needs_of("torch"))
-        bare |= {"timm", f"torchvision==0.{minor + 15}.*"}  # torchvision 0.24 is torch 2.9's, and both count on
+        vision = min(minor + 15, 29)  # 0.24 is torch 2.9's and both count on; 0.29 is for torch 2.14 and later
+        bare |= {"timm", f"torchvision==0.{vision}.*"}
         with tempfile.TemporaryDirectory() as scratch:
             constraints = Path(scratch) / "constraints.txt"
             lines = (ROOT / "constraints.txt").read_text().splitlines()
