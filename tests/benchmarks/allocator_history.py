@@ -14,7 +14,6 @@ from zoo import Case
 ROUNDING = 512
 _LOOK_AHEAD = 40  # allocations, of both sides together, until which they are alike again
 _KINDS = 4  # of differences that are told
-WORKSPACES = (8_519_680, 33_554_432)  # cuBLAS's, of a handle; where they are made is known and beside the question
 
 
 def first_difference(case: Case, size: int) -> str:
@@ -28,6 +27,7 @@ def first_difference(case: Case, size: int) -> str:
 def _traced(case: Case, size: int) -> list[tuple[int, int, str]]:
     """(number of the storage, its rounded size or 0 where it dies, what it is) for each event."""
     from batchtune.estimate.answer import warm_up
+    from batchtune.estimate.scratch import Gpu
     from batchtune.estimate.trace import Tracer
 
     warm_up()
@@ -35,8 +35,11 @@ def _traced(case: Case, size: int) -> list[tuple[int, int, str]]:
     found = []
     for event in trace.events:
         birth = trace.births[abs(event) - 1]
+        size_bytes = birth.size_bytes if birth.block is None else birth.block.formula(Gpu(), *birth.block.lengths)
+        if not size_bytes and birth.block:
+            continue
         what = f"{birth.op} ({birth.moment.split()[0]})"
-        rounded = max(1, -(-birth.size_bytes // ROUNDING)) * ROUNDING
+        rounded = max(1, -(-size_bytes // ROUNDING)) * ROUNDING
         found.append((abs(event), rounded if event > 0 else 0, what))
     return found
 
@@ -71,7 +74,7 @@ def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:
 
 def compare(traced: list[tuple[int, int, str]], real: list[tuple[int, int, str]]) -> str:
     """In words, the first kinds of difference in the order in which they appear, each with how often it does."""
-    mine, ours = (_lives(without_workspaces(events)) for events in (traced, real))
+    mine, ours = (_lives(events) for events in (traced, real))
     matched, found = _matched(mine, ours)
     left, right = ([pair[side] for pair in matched] for side in (0, 1))
     for one, other in matched:
@@ -105,12 +108,6 @@ def _matched(mine: list[list[Any]], ours: list[list[Any]]) -> tuple[list[tuple[i
         found.update(f"traced only: {size:,} B of {what}" for size, _, what in mine[one : after[0]])
         one, other = after
     return pairs, found
-
-
-def without_workspaces(events: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """The events but for storages as large as a workspace of cuBLAS."""
-    known = {number for number, size, _ in events if size in WORKSPACES}
-    return [event for event in events if event[0] not in known]
 
 
 def _lives(events: list[tuple[int, int, str]]) -> list[list[Any]]:

@@ -1,6 +1,6 @@
 """The estimate against torch's own CUDA allocator, on a GPU or a fake one: peaks to the byte, and the largest batches.
 
-    python tests/benchmarks/estimate_allocator.py [--quick] [--only NAME ...] [--resume | --again]
+    python tests/benchmarks/estimate_allocator.py [--fake] [--quick] [--only NAME ...] [--resume | --again]
 
 Each case of the zoo is traced as `estimate` traces it, in a process that does not see the card; then real steps are
 taken at three batch sizes and around the largest, each size in a process of its own. Processes are forked from one
@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ GIB = 1 << 30
 LIMITS = (20 * GIB, 8 * GIB)
 STEPS = 3
 _WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
+A100 = {"name": "NVIDIA A100-SXM4-40GB", "capability": (8, 0), "multiprocessors": 108, "context_bytes": "450MiB"}
 EXPANDABLE = "expandable_segments:True"
 QUICK = (
     "MLP, AdamW",
@@ -131,19 +133,18 @@ def _expected(tracer: Any, gpu: dict[str, Any], size: int) -> tuple[int, int, in
     from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
     from batchtune.estimate.capacity import TracedStep
     from batchtune.estimate.fit import FittedStep, fit, replay
-    from batchtune.estimate.overheads import workspace_bytes
+    from batchtune.estimate.overheads import overhead_of
 
     found = fit(tracer.trace)
     step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
-    beside = workspace_bytes(gpu["generation"], tracer.ops)
+    step = step.on(overhead_of(gpu["generation"]).gpu)
     fixed, expandable = (replay(step, size, make()) for make in (CachingAllocator, ExpandableAllocator))
-    peaks = (fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes)
-    return tuple(peak + beside for peak in peaks)  # type: ignore[return-value]
+    return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes
 
 
 @contextlib.contextmanager
 def _batches() -> Iterator[None]:
-    with Unfilled() if "FAKE_CUDA_MEMORY" in os.environ else contextlib.nullcontext():
+    with Unfilled() if "FAKE_GPU" in os.environ else contextlib.nullcontext():
         yield
 
 
@@ -313,7 +314,7 @@ def _table_row(record: dict[str, Any]) -> str:
 
 def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
     """The Markdown."""
-    rig = " (fake)" if "FAKE_CUDA_MEMORY" in os.environ else ""
+    rig = " (fake)" if "FAKE_GPU" in os.environ else ""
     return "\n".join(
         [
             "# Estimate against torch's CUDA allocator",
@@ -376,12 +377,21 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases by name")
+    parser.add_argument("--fake", action="store_true", help="on a fake A100 of 40 GiB")
     parser.add_argument("--quick", action="store_true", help="a dozen cases")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
     how.add_argument("--again", action="store_true", help="trace anew and compare with what the last run has measured")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where table and records are kept")
     options = parser.parse_args()
+    if options.fake and "FAKE_GPU" not in os.environ:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        import fake_gpu
+
+        with fake_gpu.machine(
+            fake_gpu.Card("24GiB", name="NVIDIA RTX A5000", context_bytes="500MiB", multiprocessors=64)
+        ):
+            sys.exit(subprocess.run([sys.executable, *sys.argv], check=False).returncode)
     names = options.only or (list(QUICK) if options.quick else [case.name for case in zoo.CASES])
     records, gpu = run(names, options.folder / "estimate_allocator.json", resume=options.resume, again=options.again)
     (options.folder / "estimate_allocator.md").write_text(written(records, gpu))
