@@ -288,7 +288,7 @@ def summary(records: list[dict[str, Any]]) -> list[str]:
     done = [record for record in records if "measured" in record]
     rows = [row for record in done for row in batches(record)]
     return [
-        f"{len(records)} cases: {len(done)} measured, "
+        f"{len(records)} of the {len(zoo.CASES)} cases of the zoo were run: {len(done)} measured, "
         + ", ".join(f"{sum(why in each for each in records)} {why.replace('_', ' ')}" for why in _WITHOUT),
         f"Peak allocated exact to the byte at every batch size: {sum(map(exact, done))} of {len(done)}.",
         f"Peak reserved within 1 %: {sum(abs(reserved_error(each)) <= 0.01 for each in done)} of {len(done)}.",
