@@ -525,10 +525,17 @@ optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
     model(torch.randn(8, 512, device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()
 torch.cuda.synchronize()
+said = torch.tensor([5 - rank], device="cuda")
+dist.all_reduce(said, op=dist.ReduceOp.MIN)
+heard = [torch.empty(1, dtype=torch.long, device="cuda") for _ in range(2)]
+dist.all_gather(heard, torch.tensor([rank + 7], device="cuda"))
+told = torch.tensor([rank + 3.5], device="cuda")
+dist.broadcast(told, 1)
+heard = [said.item(), [each.item() for each in heard], told.item()]
 outside = fake_gpu.this_machine().cards[rank].used_by(os.getpid()) - torch.cuda.memory_reserved()
 dist.barrier()
 dist.destroy_process_group()
-print(json.dumps([outside, torch.cuda.max_memory_allocated()]))
+print(json.dumps([outside, torch.cuda.max_memory_allocated(), heard]))
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -544,7 +551,8 @@ print(json.dumps([outside, torch.cuda.max_memory_allocated()]))
         said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     for out, _ in said:
-        outside, peak = json.loads(out)
+        outside, peak, heard = json.loads(out)
+        assert heard == [4, [7, 8], 4.5], "small collectives are heard"
         assert outside == 200 * MiB
         assert peak > 4 * 513 * 512 * 4, "parameters, gradients and two states of AdamW"
 
