@@ -400,11 +400,13 @@ def caught(work):
 x = torch.randn(8, 3, 16, 16, device="cuda")
 card.other = {4242: card.capacity - card.used - 2**20}
 facts["cudnn"] = caught(lambda: torch.backends.cudnn.is_acceptable(x) and nn.functional.conv2d(x, x))
+card.other = {4242: card.capacity - card.used_by(os.getpid()) - 40 * 2**20}  # not for a handle
 facts["cublas"] = caught(lambda: x[0, 0] @ x[0, 0])
 card.other = {}
 x[0, 0] @ x[0, 0]
 facts["handle"] = card.used_by(os.getpid()) - torch.cuda.memory_reserved()
-fake_gpu.fail("cublasSgemm_v2", 13, after=1)
+for function in ("cublasSgemm_v2", "cublasGemmEx", "cublasLtMatmul"):  # PyTorch's choice differs between versions
+    fake_gpu.fail(function, 13, after=1)
 facts["sgemm"] = [caught(lambda: x[0, 0] @ x[0, 0]) for _ in range(3)]
 lstm = nn.LSTM(4, 8, 2, bidirectional=True).cuda()
 lstm(torch.randn(5, 2, 4, device="cuda"))[0].sum().backward()

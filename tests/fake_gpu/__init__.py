@@ -224,8 +224,8 @@ def machine(*cards, nvml="full", reads="known", data=False, peers=True):
         reads: what comes back from the card. "known": what a copy put there and no kernel can have changed since, else
             zeros, and 1 for a single byte, which is a flag; "zero": zeros; "stored": all copies are real.
         data: short for reads="stored".
-        peers: whether the ranks of a communicator hear each other in collectives of up to 4 KiB, and wait for it; False: a
-            rank is alone, and the others are taken to hold what it holds.
+        peers: whether the ranks of a communicator hear each other, and wait for it, in collectives of up to 4 KiB;
+            False: a rank is alone, and the others are taken to hold what it holds.
     """
     handle, path = tempfile.mkstemp(prefix="fake-gpu-")
     os.close(handle)
