@@ -377,14 +377,28 @@ static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 
 enum { PAGE = 2 << 20 };
 
+/* Addresses rise from one allocation to the next and come again only once all were used: among free blocks of one size
+   PyTorch's allocator takes the one at the lowest address, so what a run takes depends on them. */
+static char *const first_address = (char *)0x100000000000, *const last_address = (char *)0x600000000000;
+static char *next_address = (char *)0x100000000000;
+
 void *map_device(size_t bytes) {
-  char *start = mmap(NULL, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+  size_t room = (bytes + PAGE - 1) / PAGE * PAGE;
+  pthread_mutex_lock(&memory_lock);
+  char *start = MAP_FAILED;
+  for (int round = 0; start == MAP_FAILED && round < 2; round++) {
+    for (; start == MAP_FAILED && next_address + room < last_address; next_address += room) {
+      start = mmap(next_address, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+      if (start == MAP_FAILED && errno != EEXIST) round = 2; /* not taken: the host has no room */
+      if (round == 2) break;
+    }
+    if (start == MAP_FAILED) next_address = first_address;
+  }
+  pthread_mutex_unlock(&memory_lock);
   if (start == MAP_FAILED) return NULL;
-  char *aligned = (char *)(((uintptr_t)start + PAGE - 1) & ~(uintptr_t)(PAGE - 1));
-  if (aligned > start) munmap(start, aligned - start);
-  munmap(aligned + bytes, start + PAGE - aligned);
-  madvise(aligned, bytes, MADV_NOHUGEPAGE); /* a stored byte shall cost 4 KiB, not 2 MiB */
-  return aligned;
+  madvise(start, bytes, MADV_NOHUGEPAGE); /* a stored byte shall cost 4 KiB, not 2 MiB */
+  return start;
 }
 
 void remember(void *start, size_t bytes, int card, int kind) {
