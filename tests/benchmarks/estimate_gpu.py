@@ -84,7 +84,7 @@ def estimated(case: Case, generation: str) -> tuple[dict[int, tuple[int, int]], 
     step = fit(at)
     if not isinstance(step, FittedStep):
         raise TypeError(f"{case.name}: {step.reason}")
-    beside, found = workspace_bytes(generation, ops), {}
+    beside, found = workspace_bytes(ops), {}
     for size in BATCH_SIZES:
         allocator = replay(step, size, CachingAllocator())
         found[size] = (allocator.peak_allocated_bytes + beside, allocator.peak_reserved_bytes + beside)

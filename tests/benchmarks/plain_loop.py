@@ -98,7 +98,9 @@ class _WorstBatches(torch.utils.data.Dataset):
     """The task's worst batch, again and again."""
 
     def __init__(self, task: SimpleNamespace, batch_size: int) -> None:
-        self._batch = tree_map_only(torch.Tensor, torch.Tensor.pin_memory, task.make_batch(batch_size))  # once, to be quick
+        self._batch = tree_map_only(
+            torch.Tensor, torch.Tensor.pin_memory, task.make_batch(batch_size)
+        )  # once, to be quick
 
     def __len__(self) -> int:
         return STEPS
@@ -112,9 +114,7 @@ def _batches(task: SimpleNamespace, name: str, batch_size: int) -> Iterator[Any]
         return iter(DataLoader(_WorstBatches(task, batch_size), batch_size=None, pin_memory=True))
     data, collate = getattr(task, name)(), getattr(task, "collate", None)
     training = name == "train_dataset"
-    return iter(
-        DataLoader(data, batch_size, shuffle=training, drop_last=training, collate_fn=collate, pin_memory=True)
-    )
+    return iter(DataLoader(data, batch_size, shuffle=training, drop_last=training, collate_fn=collate, pin_memory=True))
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -211,4 +211,3 @@ class Truth:
             os.write(writing, traceback.format_exc()[-600:].encode())
             return _RAISES
         return _TRAINS
-

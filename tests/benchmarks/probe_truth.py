@@ -193,7 +193,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
         counted = [row for row in rows if row.foreseen and (row.setup.tolerance == 0) == exact]
         if counted and statistics.fmean(row.attempts for row in counted) > most:
             found.append(f"more than {most:g} attempts in the mean{' of an exact search' if exact else ''}")
-        if counted and not exact and statistics.fmean(row.ooms for row in counted) > 1.4:  # noqa: PLR2004 - the goal
+        if counted and not exact and statistics.fmean(row.ooms for row in counted) > 1.4:
             found.append("more than 1.4 OOMs in the mean")
     return found
 
@@ -219,9 +219,17 @@ def report(rows: Sequence[Row], command: str) -> str:
     for exact in (False, True):
         for foreseen in (True, False):
             name = f"{'an' if foreseen else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
-            lines += _means(name, [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact])
-    lines += ["", "Attempts are all that the probe makes, the final check among them; seconds are of the whole command."]
-    lines += ["", "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |"]
+            lines += _means(
+                name, [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
+            )
+    lines += [
+        "",
+        "Attempts are all that the probe makes, the final check among them; seconds are of the whole command.",
+    ]
+    lines += [
+        "",
+        "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |",
+    ]
     lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|"]
     for row in rows:
         setup, note = row.setup, row.trouble

@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 _LEAST_VALIDATED_BYTES = 4096  # of a sample: smaller ones come by the ten thousand, and collating them takes long
-CASES = {
-    case.slug: case for case in zoo.CASES if case.accumulation_steps == 1 and case.world_size == 1
-}
+CASES = {case.slug: case for case in zoo.CASES if case.accumulation_steps == 1 and case.world_size == 1}
 
 
 class _Samples(Dataset[Any]):
