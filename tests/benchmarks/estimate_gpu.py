@@ -20,19 +20,19 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import estimate_tasks
-from estimate_tasks import Case
+from zoo import BASICS, Case
+from zoo_basics import fused, sgd
 
 BATCH_SIZES = (64, 256)
 LIMIT_BYTES = 4 << 30
 STEPS = 3
-_TRANSFORMER = next(case for case in estimate_tasks.CASES if case.name == "transformer, bf16")
+_TRANSFORMER = next(case for case in BASICS if case.name == "transformer, bf16")
 CASES = (
-    *estimate_tasks.CASES,
+    *BASICS,
     replace(_TRANSFORMER, name="transformer, fp16", precision="fp16"),
     replace(_TRANSFORMER, name="transformer, tf32", precision="tf32"),
-    replace(_TRANSFORMER, name="transformer, bf16, SGD", optimizer=estimate_tasks.sgd),
-    replace(_TRANSFORMER, name="transformer, bf16, fused AdamW", optimizer=estimate_tasks.fused),
+    replace(_TRANSFORMER, name="transformer, bf16, SGD", optimizer=sgd),
+    replace(_TRANSFORMER, name="transformer, bf16, fused AdamW", optimizer=fused),
     replace(_TRANSFORMER, name="transformer, bf16, checkpointing", options={"checkpointed": True}),
 )
 
