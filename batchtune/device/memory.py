@@ -190,9 +190,9 @@ class AcceleratorMemory:
         if hasattr(self._module, "driver_allocated_memory"):  # MPS keeps no marks, but gives nothing back in between
             return Peaks(None, int(self._module.driver_allocated_memory()))
         marks = (getattr(self._module, name, None) for name in ("max_memory_allocated", "max_memory_reserved"))
+        allocated, reserved = (None if mark is None else int(mark()) for mark in marks)
         stats = self._module.memory_stats() if hasattr(self._module, "memory_stats") else {}
-        retries = stats.get("num_alloc_retries", 0)
-        return Peaks(*(None if mark is None else int(mark()) for mark in marks), retries)
+        return Peaks(allocated, reserved, stats.get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
         self._module.synchronize()

@@ -205,6 +205,7 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
     from batchtune.train.process import describe_exit
 
     logging.disable(logging.ERROR)  # that a rank failed is an outcome, told by us
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # torch 2.11's LaunchConfig has no argument for it
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -215,7 +216,6 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks say everything to us: no files to be left behind
-        shutdown_timeout=1,
     )
     try:
         elastic_launch(config, sys.executable)("-P", "-c", _RANK)

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-from estimate_tasks import CASES, Case
+from zoo import BASICS, Case
 
 from batchtune.estimate.trace import trace_step
 from batchtune.train.step import Trainer
@@ -72,7 +72,7 @@ def main() -> None:
         "| model | batch | measured, MiB | traced, MiB | error |",
         "|---|---:|---:|---:|---:|",
     ]
-    for case in CASES:
+    for case in BASICS:
         try:
             real, traced = measured_peak(case), traced_peak(case)
         except Exception as error:  # noqa: BLE001 - one case's failure is a row

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from estimate_tasks import CASES, Case
+from zoo import BASICS, Case
 
 from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
 from batchtune.estimate.events import Trace
@@ -66,7 +66,7 @@ def main() -> None:
         "",
         "| model | equal | degree | reserved at 100, bytes |",
         "|---|---|---|---:|",
-        *(row(case) for case in CASES),
+        *(row(case) for case in BASICS),
     ]
     text = "\n".join(lines) + "\n"
     (Path(__file__).parent / "results" / "estimate_exact.md").write_text(text)

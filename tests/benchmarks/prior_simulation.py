@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from estimate_tasks import CASES, Case
+from zoo import BASICS, Case
 
 from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.answer import expectation
@@ -122,7 +122,7 @@ def cell(searches: list[list[Attempt]]) -> str:
 
 
 def main() -> None:
-    rows = {case.name: simulate(case) for case in CASES}
+    rows = {case.name: simulate(case) for case in BASICS}
     rows["**all**"] = {
         name: [each for runs in rows.values() for each in runs[name]] for name in ("without", "estimate", "calibrated")
     }
@@ -131,7 +131,7 @@ def main() -> None:
         "",
         f"2026-11-21 · torch {torch.__version__} · Python {platform.python_version()} · `python {sys.argv[0]}`",
         "",
-        f"{len(CASES)} traced models x {len(LIMITS)} memory limits x {DRAWS} draws of what a GPU adds to a trace.",
+        f"{len(BASICS)} traced models x {len(LIMITS)} memory limits x {DRAWS} draws of what a GPU adds to a trace.",
         "Cells: median, mean and most attempts of a search to 1 % / mean failed attempts, without the final check.",
         "",
         "| model | without | estimate | calibrated |",

@@ -1,0 +1,253 @@
+/* libcudnn 9: one engine for every graph, with the workspace that the card's settings name; RNNs with real layouts. */
+#include "machine.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS, NOT_INITIALIZED = 1001, NOT_SUPPORTED = 3000 }; /* cudnn_graph.h, cudnnStatus_t */
+
+static struct card *card_here(void) { return &machine->cards[visible_card(*current_card())]; }
+
+/* ---- handles ---- */
+
+struct handle {
+  int card;
+  int64_t bytes;
+};
+
+int cudnnCreate(struct handle **out) {
+  int status = fault(__func__);
+  if (status) return status;
+  if (!visible_count()) return NOT_INITIALIZED;
+  int card = visible_card(*current_card());
+  int64_t bytes = machine->cards[card].cudnn_handle_bytes;
+  if (fault("*") || open_context(card) || charge(card, bytes)) return NOT_INITIALIZED;
+  *out = calloc(1, 4096);
+  **out = (struct handle){card, bytes};
+  return SUCCESS;
+}
+
+int cudnnDestroy(struct handle *handle) {
+  give_back(handle->card, handle->bytes);
+  free(handle);
+  return SUCCESS;
+}
+
+size_t cudnnGetVersion(void) { return CUDNN_VERSION; }
+size_t cudnnGetCudartVersion(void) { return 13000; }
+
+int cudnnGetProperty(int which, int *value) {
+  *value = which == 0 ? CUDNN_VERSION / 10000 : which == 1 ? CUDNN_VERSION / 100 % 100 : CUDNN_VERSION % 100;
+  return SUCCESS;
+}
+
+const char *cudnnGetErrorString(int status) {
+  switch (status) {
+    case SUCCESS: return "CUDNN_STATUS_SUCCESS";
+    case NOT_INITIALIZED: return "CUDNN_STATUS_NOT_INITIALIZED";
+    case 2000: return "CUDNN_STATUS_BAD_PARAM";
+    case NOT_SUPPORTED: return "CUDNN_STATUS_NOT_SUPPORTED";
+    case 4000: return "CUDNN_STATUS_INTERNAL_ERROR";
+    case 4003: return "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED";
+    case 4004: return "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED";
+    case 5000: return "CUDNN_STATUS_EXECUTION_FAILED";
+    default: return "CUDNN_STATUS_UNKNOWN";
+  }
+}
+
+void cudnnGetLastErrorString(char *text, size_t room) {
+  if (room) *text = 0;
+}
+
+/* ---- graphs: cudnn_graph.h, cudnnBackendAttributeName_t ---- */
+
+enum { ENGINEHEUR_RESULTS = 202, ENGINECFG_INTERMEDIATE_INFO = 301, EXECUTION_PLAN_WORKSPACE_SIZE = 402 };
+enum { TYPE_INT64 = 3, TYPE_INT32 = 23 };
+
+int cudnnBackendCreateDescriptor(int type, void **out) {
+  *out = calloc(1, 64);
+  return SUCCESS;
+}
+
+int cudnnBackendDestroyDescriptor(void *descriptor) {
+  free(descriptor);
+  return SUCCESS;
+}
+
+int cudnnBackendFinalize(void *descriptor) { return fault(__func__); }
+
+int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t wanted, int64_t *found, void *out) {
+  int one = name == ENGINEHEUR_RESULTS || name == ENGINECFG_INTERMEDIATE_INFO || name == EXECUTION_PLAN_WORKSPACE_SIZE;
+  if (found) *found = one;
+  if (out && name == EXECUTION_PLAN_WORKSPACE_SIZE) {
+    *(int64_t *)out = card_here()->cudnn_workspace_bytes;
+  } else if (out && !one && wanted == 1) {
+    if (type == TYPE_INT64) *(int64_t *)out = 0;
+    if (type == TYPE_INT32) *(int32_t *)out = 0;
+  }
+  return SUCCESS;
+}
+
+static int run(const char *function) {
+  int status = fault(function);
+  if (status) return status;
+  __atomic_add_fetch(&card_here()->launches, 1, __ATOMIC_RELAXED);
+  work(visible_card(*current_card()), 0, 0);
+  kernel_ran();
+  return SUCCESS;
+}
+
+int cudnnBackendExecute(void *handle, void *plan, void *pack) { return run(__func__); }
+
+/* ---- descriptors ---- */
+
+#define DESCRIPTOR(name)                               \
+  int cudnnCreate##name##Descriptor(void **out) {      \
+    *out = calloc(1, 4096);                            \
+    return SUCCESS;                                    \
+  }                                                    \
+  int cudnnDestroy##name##Descriptor(void *descriptor) { \
+    free(descriptor);                                  \
+    return SUCCESS;                                    \
+  }
+DESCRIPTOR(Activation)
+DESCRIPTOR(CTCLoss)
+DESCRIPTOR(Convolution)
+DESCRIPTOR(Dropout)
+DESCRIPTOR(Filter)
+DESCRIPTOR(Pooling)
+DESCRIPTOR(RNN)
+DESCRIPTOR(RNNData)
+DESCRIPTOR(SpatialTransformer)
+DESCRIPTOR(Tensor)
+
+int cudnnDropoutGetStatesSize(void *handle, size_t *bytes) {
+  *bytes = 0;
+  return SUCCESS;
+}
+
+int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *handle, int mode, int operations, void *x, void *z,
+                                                             void *y, void *scale, void *activation, size_t *bytes) {
+  *bytes = 0;
+  return SUCCESS;
+}
+
+int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *handle, int mode, int operations, void *x, void *y,
+                                                      void *dy, void *dz, void *dx, void *scale, void *activation,
+                                                      size_t *bytes) {
+  *bytes = 0;
+  return SUCCESS;
+}
+
+int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *handle, int mode, int operations, void *activation,
+                                                         void *x, size_t *bytes) {
+  *bytes = 0;
+  return SUCCESS;
+}
+
+/* ---- RNNs: cudnn_adv.h; at::native::_cudnn_rnn_flatten_weight checks that the weights of all gates of one kind
+   lie one behind the other ---- */
+
+struct tensor { int type, dimensions, sizes[8], strides[8]; };
+
+struct rnn {
+  int mode, bias, directions, type;
+  int64_t input, hidden, projection, layers;
+};
+
+enum { RNN_RELU, RNN_TANH, LSTM, GRU };                             /* cudnnRNNMode_t */
+enum { NO_BIAS, SINGLE_INPUT_BIAS, DOUBLE_BIAS, SINGLE_RECURRENT }; /* cudnnRNNBiasMode_t */
+
+int cudnnSetRNNDescriptor_v8(struct rnn *rnn, int algorithm, int mode, int bias, int direction, int input_mode,
+                             int type, int precision, int math, int32_t input, int32_t hidden, int32_t projection,
+                             int32_t layers, void *dropout, uint32_t flags) {
+  *rnn = (struct rnn){mode, bias, direction ? 2 : 1, type, input, hidden, projection, layers};
+  return SUCCESS;
+}
+
+static int gates_of(struct rnn *rnn) { return rnn->mode == LSTM ? 4 : rnn->mode == GRU ? 3 : 1; }
+
+static int64_t element_bytes(int type) { /* cudnnDataType_t: float, double, half, …, bfloat16 = 9 */
+  return type == 1 ? 8 : type == 2 || type == 9 ? 2 : 4;
+}
+
+static int64_t input_of(struct rnn *rnn, int layer) {
+  return layer < rnn->directions ? rnn->input : rnn->projection * rnn->directions;
+}
+
+/* Elements of the matrix `id` of a (pseudo) layer: the input's gates, the recurrent ones, and LSTM's projection. */
+static int64_t matrix_rows(struct rnn *rnn, int id) { return id < 2 * gates_of(rnn) ? rnn->hidden : rnn->projection; }
+
+static int64_t matrix_columns(struct rnn *rnn, int layer, int id) {
+  if (id < gates_of(rnn)) return input_of(rnn, layer);
+  return id < 2 * gates_of(rnn) ? rnn->projection : rnn->hidden;
+}
+
+static int matrices_of(struct rnn *rnn) { return 2 * gates_of(rnn) + (rnn->projection != rnn->hidden); }
+
+static int64_t matrices_before(struct rnn *rnn, int layer, int id) {
+  int64_t elements = 0;
+  for (int l = 0; l <= layer; l++)
+    for (int i = 0; i < (l < layer ? matrices_of(rnn) : id); i++)
+      elements += matrix_rows(rnn, i) * matrix_columns(rnn, l, i);
+  return elements;
+}
+
+static int64_t all_matrices(struct rnn *rnn) { return matrices_before(rnn, rnn->layers * rnn->directions, 0); }
+
+int cudnnGetRNNWeightSpaceSize(void *handle, struct rnn *rnn, size_t *bytes) {
+  int64_t biases = rnn->bias == NO_BIAS ? 0 : rnn->layers * rnn->directions * 2 * gates_of(rnn) * rnn->hidden;
+  *bytes = (all_matrices(rnn) + biases) * element_bytes(rnn->type);
+  return fault(__func__);
+}
+
+static void describe(struct tensor *out, struct rnn *rnn, int64_t rows, int64_t columns) {
+  if (out) *out = (struct tensor){rnn->type, 3, {1, rows, columns}, {rows * columns, columns, 1}};
+}
+
+int cudnnGetRNNWeightParams(void *handle, struct rnn *rnn, int32_t layer, size_t bytes, void *space, int32_t id,
+                            struct tensor *matrix, void **matrix_at, struct tensor *bias, void **bias_at) {
+  int64_t size = element_bytes(rnn->type);
+  int64_t bias_offset = all_matrices(rnn) + ((int64_t)layer * 2 * gates_of(rnn) + id) * rnn->hidden;
+  describe(matrix, rnn, matrix_rows(rnn, id), matrix_columns(rnn, layer, id));
+  describe(bias, rnn, rnn->hidden, 1);
+  int has_bias = rnn->bias != NO_BIAS && id < 2 * gates_of(rnn);
+  if (matrix_at) *matrix_at = (char *)space + matrices_before(rnn, layer, id) * size;
+  if (bias_at) *bias_at = has_bias ? (char *)space + bias_offset * size : NULL;
+  return SUCCESS;
+}
+
+static int get_tensor(struct tensor *tensor, int wanted, int *type, int *dimensions, int *sizes) {
+  *type = tensor->type;
+  *dimensions = tensor->dimensions;
+  for (int i = 0; i < wanted && i < tensor->dimensions; i++) sizes[i] = tensor->sizes[i];
+  return SUCCESS;
+}
+
+int cudnnGetTensorNdDescriptor(struct tensor *tensor, int wanted, int *type, int *dimensions, int *sizes,
+                               int *strides) {
+  for (int i = 0; i < wanted && i < tensor->dimensions; i++) strides[i] = tensor->strides[i];
+  return get_tensor(tensor, wanted, type, dimensions, sizes);
+}
+
+int cudnnGetRNNTempSpaceSizes(void *handle, struct rnn *rnn, int mode, void *x, size_t *workspace, size_t *reserve) {
+  if (workspace) *workspace = card_here()->rnn_workspace_bytes;
+  if (reserve) *reserve = mode ? card_here()->rnn_reserve_bytes : 0; /* CUDNN_FWD_MODE_TRAINING */
+  return SUCCESS;
+}
+
+int cudnnRNNForward(void) { return run(__func__); }
+int cudnnRNNBackwardData_v8(void) { return run(__func__); }
+int cudnnRNNBackwardWeights_v8(void) { return run(__func__); }
+
+/* PyTorch falls back to its own kernels where cuDNN says that it does not support something. */
+#define REFUSED(name) \
+  int name(void) { return NOT_SUPPORTED; }
+REFUSED(cudnnCTCLoss)
+REFUSED(cudnnCTCLoss_v8)
+REFUSED(cudnnGetConvolutionForwardAlgorithm_v7)
+REFUSED(cudnnGetConvolutionBackwardDataAlgorithm_v7)
+REFUSED(cudnnGetConvolutionBackwardFilterAlgorithm_v7)
+REFUSED(cudnnFindConvolutionForwardAlgorithmEx)
+REFUSED(cudnnFindConvolutionBackwardDataAlgorithmEx)
+REFUSED(cudnnFindConvolutionBackwardFilterAlgorithmEx)
