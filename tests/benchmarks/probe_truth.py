@@ -24,11 +24,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 RESULTS = HERE / "results" / "probe_truth.md"
 SIZES = (8, 24, 80, 141)
 WAYS = ("card", "limit", "margin")
-LARGER_CARD, CONTEXT, MARGIN = 192, "500M", 0.05
+LARGER_CARD, CONTEXT, MARGIN = 192, "500MiB", 0.05
 CLOSE = 0.01
 FEWEST = 20  # probes of whose mean something can be asked
 RESOLUTION = 0.002  # of the truth, where it is not the answer itself
@@ -94,19 +94,11 @@ class Row:
 @contextlib.contextmanager
 def card(gib: int) -> Iterator[None]:
     """A fake card of so much memory for every process that starts or is forked meanwhile."""
-    settings = {
-        "FAKE_CUDA_MEMORY": f"{gib}G",
-        "FAKE_CUDA_NAME": "NVIDIA RTX A5000",
-        "FAKE_CUDA_CC": "8.0",
-        "FAKE_CUDA_CONTEXT": CONTEXT,
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
+    import fake_gpu
+
+    made = fake_gpu.Card(f"{gib}GiB", name="NVIDIA RTX A5000", capability=(8, 0), context_bytes=CONTEXT)
+    with fake_gpu.machine(made):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 def setups(slugs: Sequence[str], sizes: Sequence[int]) -> list[Setup]:
