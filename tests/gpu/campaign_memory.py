@@ -1,4 +1,4 @@
-"""The parts of the campaign that ask how much memory training takes: estimate, probe and its peers against the truth."""
+"""The parts of the campaign that ask how much memory training takes: estimate, probe and peers against the truth."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def judge_probes(rows: list[Row]) -> list[Row]:
             "attempts at most 5, OOMs at most 1.4 in the mean",
             f"{attempts:.1f} and {ooms:.1f}",
             met=attempts <= 5 and ooms <= 1.4,
-        ),  # noqa: PLR2004
+        ),
     ]
 
 
@@ -220,7 +220,7 @@ def judge_peers(rows: list[Row]) -> list[Row]:
     return [
         goal(f"answers live through {LATER_STEPS} steps", f"{lived} of {len(ours)}", met=lived == len(ours)),
         goal("within 1 % of the true boundary", f"{near} of {len(ours)}", met=near == len(ours)),
-        goal("Lightning's binsearch takes 3 times as long", told, met=min(ratios) >= 3 if ratios else None),  # noqa: PLR2004
+        goal("Lightning's binsearch takes 3 times as long", told, met=min(ratios) >= 3 if ratios else None),
     ]
 
 

@@ -79,7 +79,7 @@ def distance(campaign: Row, rig: Row) -> str:
                     off += [abs(value / there - 1)] if there else []
     if not off:
         return "No figure of the rig is there for these cases."
-    near = sum(each <= 0.01 for each in off)  # noqa: PLR2004
+    near = sum(each <= 0.01 for each in off)
     return (
         f"Rig against this device, {len(off)} figures: {off.count(0.0)} the same, {near} within 1 %, median "
         f"{median(off):.2%}, worst {max(off):.1%} off; {missing} have none of the rig's beside them."

@@ -131,7 +131,7 @@ def judge_sensors(rows: list[Row]) -> list[Row]:
     kept = max(row["kept_bytes"] for row in faults)
     right = [row["batch_size"] in range(1, 13) for row in faults if row["case"] != "OutOfMemory"]
     listed = any(row["parent_listed"] for row in (*faults, by["process list"]))
-    sane = all(0 <= row["gpu_utilization"] <= 1 and 10 < row["temperature_celsius"] < 110 for row in (idle, products))  # noqa: PLR2004
+    sane = all(0 <= row["gpu_utilization"] <= 1 and 10 < row["temperature_celsius"] < 110 for row in (idle, products))
     return [
         goal("utilisation and power rise under load", ", ".join(moved), met=rises),
         goal(
@@ -212,17 +212,17 @@ def judge_throughput(rows: list[Row]) -> list[Row]:
         best[name] = max(best[name], row["mfu"] or 0.0)
     told = ", ".join(f"{name} {share:.1%}" for name, share in best.items())
     return [
-        goal("MFU is told and plausible", told, met=0 < min(shares, default=0) and max(shares, default=2) < 1),
+        goal("MFU is told and plausible", told, met=min(shares, default=0) > 0 and max(shares, default=2) < 1),
         goal(
             "a line fits the step times (median residual of 5 %)",
             f"{statistics.median(residuals):.1%}",
             met=statistics.median(residuals) <= 0.05,
-        ),  # noqa: PLR2004
+        ),
         goal(
             "wall and device clock agree on the largest batches (2 %)",
             f"{min(clocks):+.2%}",
             met=abs(min(clocks)) <= 0.02,
-        ),  # noqa: PLR2004
+        ),
     ]
 
 
@@ -277,7 +277,7 @@ def judge_recipe(rows: list[Row]) -> list[Row]:
     return [
         goal(
             "a recommendation in bf16, no slower than the baseline", gain, met=(found.get("speedup_low") or 0) >= 0.95
-        ),  # noqa: PLR2004
+        ),
         goal(
             "neither training nor evaluation for at most 5 % of 5 minutes",
             f"{spent['rest_seconds']:.1f} s of {spent['seconds']:.0f} s ({own:.0%})",
@@ -343,7 +343,7 @@ def judge_energy(rows: list[Row]) -> list[Row]:
     counter, power = (rows[0][f"joules_per_sample_by_{way}"] for way in ("counter", "power"))
     known = bool(counter and power)
     told = f"{counter:.4g} against {power:.4g} J a sample" if known else "not told"
-    agree = abs(counter / power - 1) <= 0.05 if known else None  # noqa: PLR2004
+    agree = abs(counter / power - 1) <= 0.05 if known else None
     study = rows[1]
     saving = study["saving_over_baseline"]
     text = (
