@@ -40,6 +40,7 @@ import campaign_work  # noqa: E402
 Row = dict[str, Any]
 RIG = ROOT / "tests" / "benchmarks" / "results" / "gpu_campaign_rig.json"
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "pytorch-lightning", "accelerate", "optuna", "nvidia-ml-py")
+USUAL_SECONDS = 480.0
 LEAST_SECONDS = 10.0  # no part is begun with less
 TOLD = 600  # characters of an error
 
@@ -62,7 +63,7 @@ class Part:
 
 PARTS = {
     "estimate": Part(
-        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 120
+        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 150
     ),
     "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 120),
     "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 120),
@@ -187,8 +188,9 @@ def main() -> None:
         if (name in campaign["parts"] and not given.parts) or left < LEAST_SECONDS:
             continue
         print(f"{name}: ", end="", file=sys.stderr, flush=True)
-        record = run(name, given.output, min(PARTS[name].seconds, left), quick=given.quick)
-        if record["state"] == "stopped" and left < PARTS[name].seconds:  # cut short by us: the next call does it again
+        limit = PARTS[name].seconds * max(1.0, given.seconds / USUAL_SECONDS)
+        record = run(name, given.output, min(limit, left), quick=given.quick)
+        if record["state"] == "stopped" and left < limit:  # cut short by us: the next call does it again
             print(f"left for the next call after {record['seconds']} s", file=sys.stderr)
             break
         campaign["parts"][name] = record | {"goals": judged(PARTS[name], record["rows"])}

@@ -344,7 +344,7 @@ def judge_energy(rows: list[Row]) -> list[Row]:
     known = bool(counter and power)
     told = f"{counter:.4g} against {power:.4g} J a sample" if known else "not told"
     agree = abs(counter / power - 1) <= 0.05 if known else None
-    study = rows[1]
+    study = rows[1] if len(rows) > 1 else {"runs_with_joules": 0, "joules": None, "saving_over_baseline": None}
     saving = study["saving_over_baseline"]
     text = (
         f"{study['runs_with_joules']} runs, saving {saving:.2f} times"
