@@ -111,7 +111,8 @@ def test_every_part_reports(tmp_path):
     import campaign
 
     with fake_gpu.machine(CARD):
-        done = run(GPU / "campaign.py", "--output", tmp_path, "--quick", timeout=500)
+        done = run(GPU / "campaign.py", "--output", tmp_path, "--quick", "--seconds", 4800, timeout=550)
+    assert done.returncode == 0, done.stderr
     found = read(tmp_path)["parts"]
     assert found.keys() == campaign.PARTS.keys(), done.stderr
     assert {name: (part["state"], part.get("end")) for name, part in found.items() if part["state"] != "done"} == {}

@@ -133,7 +133,7 @@ def overheads() -> Iterator[Row]:
     pynvml.nvmlInit()
     card = pynvml.nvmlDeviceGetHandleByIndex(0)
     table = overhead_of(find_gpu(pynvml.nvmlDeviceGetName(card)).generation)
-    told = {"context": table.context_bytes, "cuBLAS, forward": table.workspace_bytes}
+    told = {"context": table.context_bytes, "cuBLAS, forward": table.gpu.cublas_bytes}
     context = multiprocessing.get_context("spawn")
     answers, questions = context.Queue(), context.Queue()
     process, before = context.Process(target=_stages, args=(answers, questions), daemon=True), None

@@ -84,7 +84,7 @@ class SmallConvNet(ConvNet):
 class OutOfMemory(SmallGpt):
     """Ends at the memory limit, as tasks do."""
 
-    width, length = 512, 16384
+    width, heads, layers, length = 256, 4, 24, 2048
 
 
 class Killed(SmallGpt):
