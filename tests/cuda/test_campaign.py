@@ -83,9 +83,21 @@ def test_a_part_that_fails_or_hangs_is_told_with_what_it_measured_and_the_others
 
 def test_a_second_call_does_only_what_is_missing(ended):
     folder, first, again = ended
+    assert again.returncode == 0, again.stderr
     assert [line.split(":")[0] for line in again.stderr.splitlines()] == ["last"]
     assert read(folder)["parts"].keys() == first["parts"].keys()
     assert read(folder)["parts"]["first"] == first["parts"]["first"]
+
+
+def test_a_part_that_the_whole_cuts_short_is_done_again_by_the_next_call(ended):
+    folder = ended[0]
+    left = {"state": "unfinished", "seconds": 1.0, "rows": [], "goals": []}
+    written = read(folder)
+    (folder / "gpu_campaign.json").write_text(json.dumps(written | {"parts": written["parts"] | {"first": left}}))
+    with fake_gpu.machine(CARD):
+        again = run(folder / "script.py", "--output", folder, timeout=120)
+    assert [line.split(":")[0] for line in again.stderr.splitlines()] == ["first"]
+    assert read(folder)["parts"]["first"]["state"] == "done"
 
 
 def test_the_report_has_each_figure_beside_the_rigs_where_that_can_tell(ended):

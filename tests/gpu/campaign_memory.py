@@ -218,8 +218,13 @@ def peers(quick: bool) -> Iterator[Row]:
         near = found[0].answer or 64
         true = true_size(source, "fp32", limit, near, quick=quick)["true_batch_size"]
         start = 1 << (true or near).bit_length()  # the power of two above: as good a start as a user can name
+        lived = 0
         for each in (*found, *(search(case, method, start) for method in (() if quick else PEERS[1:]))):
-            later = outcome(case, each.answer, 5 if quick else LATER_STEPS) if each.answer else None
+            if each.answer and each.answer > lived:
+                later = outcome(case, each.answer, 5 if quick else LATER_STEPS)
+                lived = each.answer if later == "fit" else lived
+            else:  # where a larger one lives through the steps, it does
+                later = "fit" if each.answer else None
             yield {
                 "case": f"{name}, {text}, {each.method}",
                 "batch_size": each.answer,
@@ -263,7 +268,7 @@ def _traced(name: str, gpu: Row) -> Row:
 
 
 def estimates(quick: bool) -> Iterator[Row]:
-    """Overheads, peaks at three batch sizes, then the largest batches; all traces are made first, side by side."""
+    """Overheads, peaks at three batch sizes, then the largest batches; traces are made side by side meanwhile."""
     import estimate_allocator
     import torch
     import zoo
@@ -275,16 +280,15 @@ def estimates(quick: bool) -> Iterator[Row]:
     estimate_allocator.LIMITS = (limit,)
     gpu = estimate_allocator.forked(estimate_allocator.card)
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 1) - 1), maxtasksperchild=1) as pool:
-        tracing = pool.starmap_async(_traced, [(name, gpu) for name in names], chunksize=1)
+        tracing = {name: pool.apply_async(_traced, (name, gpu)) for name in names}
         yield from overheads()
-        guesses = dict(zip(names, tracing.get(), strict=True))
-    refused = {name: guess["refused"] for name, guess in guesses.items() if "refused" in guess}
-    yield from ({"case": name, "refused": why} for name, why in refused.items())
-    names = [name for name in names if name not in refused]
-    for name in names:
-        yield from _peaks(there[name], guesses[name])
-    for name in names if quick else (name for name in LARGEST if name in names):
-        yield _largest(there[name], guesses[name], limit)
+        guesses: dict[str, Row] = {}
+        for name in names:
+            guesses[name] = tracing[name].get()
+            yield from _peaks(there[name], guesses[name])
+    for name in names if quick else LARGEST:
+        if "limits" in guesses.get(name, {}):
+            yield _largest(there[name], guesses[name], limit)
 
 
 def _measured(case: Any, guess: Row) -> Row:
@@ -301,6 +305,9 @@ def _measured(case: Any, guess: Row) -> Row:
 def _peaks(case: Any, guess: Row) -> Iterator[Row]:
     import estimate_allocator
 
+    if "refused" in guess:
+        yield {"case": case.name, "refused": guess["refused"]}
+        return
     estimate_allocator.LIMITS = ()
     truth = _measured(case, guess | {"limits": []})
     if "failed" in truth:

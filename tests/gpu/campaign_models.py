@@ -84,7 +84,7 @@ class SmallConvNet(ConvNet):
 class OutOfMemory(SmallGpt):
     """Ends at the memory limit, as tasks do."""
 
-    width, heads, layers, length = 256, 4, 24, 2048
+    width, heads, layers, length = 256, 4, 8, 8192
 
 
 class Killed(SmallGpt):

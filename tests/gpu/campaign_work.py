@@ -107,7 +107,7 @@ def _fault(task: str) -> Row:
     import batchtune
 
     before = _card()["free"]
-    limits = {"memory_limit": 2 * GIB, "max": 16, "tolerance": 0.5}  # each fault costs a process
+    limits = {"memory_limit": 2 * GIB, "max": 16, "tolerance": 0.5, "verify_steps": 3}  # each fault costs a process
     found = batchtune.probe(f"{MODELS}:{task}", device="cuda", throughput=False, **limits).probe
     time.sleep(0.5)  # a driver takes a moment to clear up after a process
     after = _card()
