@@ -130,6 +130,7 @@ def test_every_part_reports(tmp_path):
     assert {name: (part["state"], part.get("end")) for name, part in found.items() if part["state"] != "done"} == {}
     for name, part in found.items():
         assert part["rows"], name
+        assert not [row for row in part["rows"] if row.get("refused") or row.get("failed") or row.get("broken")], name
         assert part["goals"], name
         assert not any(each["goal"] == "all of it measured" for each in part["goals"]), name
         assert f"## {campaign.PARTS[name].title}" in (tmp_path / "gpu_campaign.md").read_text()

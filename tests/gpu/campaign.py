@@ -105,7 +105,7 @@ def run(name: str, folder: Path, limit: float, *, quick: bool) -> Row:
     with kept.open("w") as rows, tempfile.TemporaryFile() as errors:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for a GPU may fork afterwards
-        child = subprocess.Popen(command, stdout=rows, stderr=errors, env=environment, start_new_session=True)
+        child = subprocess.Popen(command, stdout=rows, stderr=errors, env=environment, process_group=0)
         try:
             code, state = child.wait(limit), "done"
         except subprocess.TimeoutExpired:
@@ -181,6 +181,7 @@ def main() -> None:
     names = given.parts.split(",") if given.parts else list(PARTS)
     if given.output is None or set(names) - set(PARTS):
         parser.error(f"needs --output DIR, and --parts of {','.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no part outlives us
     end = time.perf_counter() + given.seconds
     campaign = begin(given.output)
     campaign |= {"command": f"python3 {' '.join(sys.argv)}", "quick": given.quick}
