@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import time
@@ -58,7 +57,8 @@ def whole_card() -> int:
 
 
 def within(limit: int | None) -> tuple[str, int]:
-    return (f"{limit} GiB", limit * GIB) if limit else ("whole card", int(WHOLE * whole_card()))
+    whole = int(WHOLE * whole_card())
+    return (f"{limit} GiB", limit * GIB) if limit else (f"{whole / GIB:.0f} GiB, the whole card", whole)
 
 
 def share_within(answers: list[tuple[int, int]], tolerance: float = 0.01) -> int:
@@ -256,10 +256,11 @@ def judge_peers(rows: list[Row]) -> list[Row]:
 # --- the estimate -----------------------------------------------------------------------------------------------------
 
 
-def _traced(name: str, gpu: Row) -> Row:
+def _traced(name: str, gpu: Row, limit: int) -> Row:
     import estimate_allocator
     import zoo
 
+    estimate_allocator.LIMITS = (limit,)
     case = next(case for case in zoo.CASES if case.name == name)
     try:
         return estimate_allocator.estimated(case, gpu)
@@ -277,10 +278,9 @@ def estimates(quick: bool) -> Iterator[Row]:
     limit, wanted = (GIB, ("MLP, AdamW",)) if quick else (8 * GIB, TRACED)
     names = [name for name in wanted if name in there]
     torch.set_num_threads(1)  # threads do not outlive a fork
-    estimate_allocator.LIMITS = (limit,)
     gpu = estimate_allocator.forked(estimate_allocator.card)
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 1) - 1), maxtasksperchild=1) as pool:
-        tracing = {name: pool.apply_async(_traced, (name, gpu)) for name in names}
+        tracing = {name: pool.apply_async(_traced, (name, gpu, limit)) for name in names}
         yield from overheads()
         guesses: dict[str, Row] = {}
         for name in names:
@@ -291,25 +291,26 @@ def estimates(quick: bool) -> Iterator[Row]:
             yield _largest(there[name], guesses[name], limit)
 
 
-def _measured(case: Any, guess: Row) -> Row:
+def _measured(case: Any, guess: Row, limits: tuple[int, ...]) -> Row:
+    """The same from real steps, each attempt in a process of its own."""
     import estimate_allocator
 
-    measured = functools.partial(estimate_allocator.measured, expandable=False)
+    def measured() -> Row:
+        estimate_allocator.LIMITS = limits  # in a fork
+        return estimate_allocator.measured(case, guess, expandable=False)
+
     try:
-        found: Row = estimate_allocator.forked(measured, case, guess)
+        found: Row = estimate_allocator.forked(measured)
     except RuntimeError as error:
         return {"failed": str(error)[:200]}
     return found
 
 
 def _peaks(case: Any, guess: Row) -> Iterator[Row]:
-    import estimate_allocator
-
     if "refused" in guess:
         yield {"case": case.name, "refused": guess["refused"]}
         return
-    estimate_allocator.LIMITS = ()
-    truth = _measured(case, guess | {"limits": []})
+    truth = _measured(case, guess | {"limits": []}, ())
     if "failed" in truth:
         yield {"case": case.name, "failed": truth["failed"]}
         return
@@ -321,10 +322,7 @@ def _peaks(case: Any, guess: Row) -> Iterator[Row]:
 
 
 def _largest(case: Any, guess: Row, limit: int) -> Row:
-    import estimate_allocator
-
-    estimate_allocator.LIMITS = (limit,)
-    truth = _measured(case, guess | {"peaks": {}})
+    truth = _measured(case, guess | {"peaks": {}}, (limit,))
     told = guess["limits"][0]
     return {
         "case": f"{case.name}, largest in {limit // GIB} GiB",
