@@ -10,7 +10,6 @@ import fake_gpu
 import pytest
 
 GPU = Path(__file__).parents[1] / "gpu"
-# as nvidia-smi shows this part
 CARD = fake_gpu.Card("81559MiB", name="NVIDIA H100 80GB HBM3", capability=(9, 0), multiprocessors=132)
 SCRIPT = f"""
 import json, sys, time

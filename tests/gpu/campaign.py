@@ -184,7 +184,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no part outlives us
     end = time.perf_counter() + given.seconds
     campaign = begin(given.output)
-    campaign |= {"command": f"python3 {' '.join(sys.argv)}", "quick": given.quick}
+    command = " ".join(sys.argv).replace(str(given.output), given.output.name)
+    campaign |= {"command": f"python3 {command}", "quick": given.quick}
     for name in names:
         left = end - time.perf_counter()
         there = campaign["parts"].get(name, {}).get("state", "unfinished") != "unfinished"
