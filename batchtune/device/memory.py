@@ -16,10 +16,14 @@ from batchtune.errors import DeviceError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """High-water marks in bytes since the last reset; None where the device does not tell."""
+    """High-water marks in bytes since the last reset; None where the device does not tell.
+
+    `retries` counts, since the attempt began, how often cached memory was given back to make room for an allocation.
+    """
 
     allocated_bytes: int | None
     reserved_bytes: int | None
+    retries: int = 0
 
 
 class DeviceMemory(Protocol):
@@ -169,7 +173,7 @@ class AcceleratorMemory:
     @contextlib.contextmanager
     def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks
         self.release()
-        if hasattr(self._module, "reset_accumulated_memory_stats"):  # the count of allocations that failed
+        if hasattr(self._module, "reset_accumulated_memory_stats"):  # counts of retries and failures
             self._module.reset_accumulated_memory_stats()
         try:
             yield
@@ -200,11 +204,16 @@ class AcceleratorMemory:
         if hasattr(self._module, "driver_allocated_memory"):  # MPS keeps no marks, but gives nothing back in between
             return Peaks(None, int(self._module.driver_allocated_memory()))
         marks = (getattr(self._module, name, None) for name in ("max_memory_allocated", "max_memory_reserved"))
-        return Peaks(*(None if mark is None else int(mark()) for mark in marks))
+        allocated, reserved = (None if mark is None else int(mark()) for mark in marks)
+        stats = self._module.memory_stats() if hasattr(self._module, "memory_stats") else {}
+        return Peaks(allocated, reserved, stats.get("num_alloc_retries", 0))
 
     def synchronize(self) -> None:
         self._module.synchronize()
 
     def release(self) -> None:
         gc.collect()
+        forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - torch has no public name for it
+        if forget is not None and self.device.type == "cuda":
+            forget()  # else they keep their place in the next attempt, which no fresh process would give them
         self._module.empty_cache()

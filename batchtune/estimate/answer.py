@@ -18,9 +18,11 @@ from batchtune.estimate.overheads import (
     confidence,
     custom_operators,
     kind_of,
+    overhead_of,
     unseen_share,
     workspace_bytes,
 )
+from batchtune.estimate.scratch import Gpu
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
@@ -62,13 +64,16 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
-        searches = _Searches(Search(step), Search(step, ExpandableAllocator))
+        searches: dict[Gpu, _Searches] = {}
         rows = []
         for gpu in gpus:
             facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
             aligned = isinstance(found, FittedStep)
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
-            rows.append(_row(step, searches, capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
+            kind = overhead_of(gpu["generation"]).gpu
+            if kind not in searches:
+                searches[kind] = _Searches.of(step.on(kind))
+            rows.append(_row(searches[kind], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
         largest = max((row["max_batch_size"] for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
         return {"gpus": rows, "details": [detail(step, largest or 1)], "has_softmax": has_softmax}
@@ -106,11 +111,12 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
 def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
     """The fields of `Foreseen` that follow from the step, the device and the limit."""
     workspace = 0
+    step = step if gpu is None else step.on(overhead_of(gpu["generation"]).gpu)
     if gpu is None:  # a block of its own for every large tensor, nothing cached
         room, expected = memory_limit, largest_allocated(step, memory_limit)
     else:
         measured = _measured(gpu)
-        unseen, workspace = unseen_share(ops, measured), workspace_bytes(gpu["generation"], ops, measured)
+        unseen, workspace = unseen_share(ops, measured), workspace_bytes(ops, measured)
         room = max(0, memory_limit - workspace)
         expected = Search(step, resolution=_FORESEEN_RESOLUTION)(int(room / (1 + unseen)))
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
@@ -131,12 +137,17 @@ def _measured(gpu: dict[str, Any]) -> Offsets:
 class _Searches:
     """The searches of one step, by the allocator's segments."""
 
+    step: Step
     fixed: Search
     expandable: Search
 
+    @classmethod
+    def of(cls, step: Step) -> _Searches:
+        return cls(step, Search(step), Search(step, ExpandableAllocator))
 
-def _row(step: Step, searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:
-    within = _rounded_down(capacity)
+
+def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:
+    step, within = searches.step, _rounded_down(capacity)
     expected = searches.fixed(within)
     row: dict[str, Any] = {
         "capacity_bytes": capacity,

@@ -9,6 +9,7 @@ from dataclasses import astuple
 from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.events import Birth, Trace, Work
 from batchtune.estimate.fit import Step, peak_allocated_bytes, replay
+from batchtune.estimate.scratch import Gpu
 
 LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
@@ -102,9 +103,14 @@ class TracedStep:
         trace_at: traces one batch size; called at most once for each size on the grid.
     """
 
-    def __init__(self, trace_at: Callable[[int], Trace]) -> None:
-        self._trace_at = trace_at
+    def __init__(self, trace_at: Callable[[int], Trace], gpu: Gpu = Gpu()) -> None:  # noqa: B008 - it is frozen
+        self._trace_at, self.gpu = trace_at, gpu
         self._traces: dict[int, Trace] = {}
+
+    def on(self, gpu: Gpu) -> TracedStep:
+        other = TracedStep(self._trace_at, gpu)
+        other._traces = self._traces
+        return other
 
     def events(self, batch_size: int) -> list[int]:
         return self._nearest(batch_size).events
@@ -115,7 +121,7 @@ class TracedStep:
     def sizes(self, batch_size: int) -> list[int]:
         trace = self._nearest(batch_size)
         return [
-            -(-birth.size_bytes * batch_size // trace.batch_size) if _grows(birth) else birth.size_bytes
+            -(-birth.bytes_on(self.gpu) * batch_size // trace.batch_size) if _grows(birth) else birth.bytes_on(self.gpu)
             for birth in trace.births
         ]
 

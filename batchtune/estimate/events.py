@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from batchtune.estimate.scratch import Block, Gpu
+
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
 BRANCHES, UPPER_BOUND = "branches on a tensor's value", "an upper bound, more may fit"  # in notes; see `confidence`
@@ -22,7 +24,8 @@ class Birth:
         line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
         category: one of CATEGORIES.
-        adds_to: for a sum in backward, the storages of its two terms.
+        adds_to: for a sum that torch makes in place but not of fake tensors, the storages of its two terms.
+        block: for scratch, the formula of its size, which `size_bytes` does not tell.
     """
 
     size_bytes: int
@@ -32,6 +35,11 @@ class Birth:
     moment: str = "build"
     category: str = "temporaries"
     adds_to: tuple[int, ...] = ()
+    block: Block | None = None
+
+    def bytes_on(self, gpu: Gpu) -> int:
+        """The size at the traced batch size; scratch may depend on the GPU."""
+        return self.size_bytes if self.block is None else self.block.formula(gpu, *self.block.lengths)
 
 
 @dataclass
@@ -75,8 +83,9 @@ class Trace:
 def normalized(trace: Trace) -> Trace:
     """The trace as a GPU would see it: sums of gradients in place, and runs of frees in one order.
 
-    Autograd adds a gradient that arrives second into the first one's storage, but never while tensors are fake. A sum
-    in backward one of whose terms dies right after it is such an addition. The order within a run of frees is arbitrary
+    Autograd adds a gradient that arrives second into the first one's storage, and `linear` its bias into a product's,
+    but never while tensors are fake. A sum one of whose terms dies right after it is such an addition, where it is made
+    in backward, or by the very call that made the term. The order within a run of frees is arbitrary
     (autocast's cache is a hash map) and makes no difference to the allocator's totals.
     """
     events = list(trace.events)

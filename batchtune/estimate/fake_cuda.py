@@ -210,22 +210,28 @@ def _run_fallback_kernel(
     return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
-def _apply(module: nn.Module, convert: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+def _apply(
+    module: nn.Module,
+    convert: Callable[[Any], Any],
+    recurse: bool = True,
+    converted: dict[int, tuple[Any, Any]] | None = None,
+) -> nn.Module:
     """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied."""
-    converted: dict[int, tuple[Any, Any]] = {}
-    for part in module.modules() if recurse else (module,):
-        for name, parameter in part._parameters.items():  # noqa: SLF001
-            if parameter is None:
-                continue
-            if id(parameter) not in converted:
-                with torch.no_grad():
-                    moved = convert(parameter)
-                same = moved is parameter
-                converted[id(parameter)] = (parameter, parameter if same else _as_parameter(moved, parameter))
-            part._parameters[name] = converted[id(parameter)][1]  # noqa: SLF001
-        for name, buffer in part._buffers.items():  # noqa: SLF001
-            if buffer is not None:
-                part._buffers[name] = convert(buffer)  # noqa: SLF001
+    converted = {} if converted is None else converted
+    for child in module.children() if recurse else ():
+        _apply(child, convert, converted=converted)
+    for name, parameter in module._parameters.items():  # noqa: SLF001
+        if parameter is None:
+            continue
+        if id(parameter) not in converted:
+            with torch.no_grad():
+                moved = convert(parameter)
+            same = moved is parameter
+            converted[id(parameter)] = (parameter, parameter if same else _as_parameter(moved, parameter))
+        module._parameters[name] = converted[id(parameter)][1]  # noqa: SLF001
+    for name, buffer in module._buffers.items():  # noqa: SLF001
+        if buffer is not None:
+            module._buffers[name] = convert(buffer)  # noqa: SLF001
     return module
 
 

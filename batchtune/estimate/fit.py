@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchtune.estimate.allocator import ROUNDING_BYTES, CachingAllocator
-from batchtune.estimate.events import SCRATCH, Birth, Trace, Work
+from batchtune.estimate.events import Birth, Trace, Work
+from batchtune.estimate.scratch import Gpu
 
 BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
 QUADRATIC_BATCH_SIZE = 13
@@ -21,6 +22,9 @@ _LINEAR, _QUADRATIC = 1, 2
 
 class Step(Protocol):
     """A training step whose storages are known at any batch size."""
+
+    def on(self, gpu: Gpu) -> Step:
+        """The same step on another GPU."""
 
     def events(self, batch_size: int) -> list[int]:
         """Births and deaths, as in `Trace.events`."""
@@ -41,15 +45,21 @@ class FittedStep:
 
     Attributes:
         trace: one of the traces, for its events and what they are.
-        coefficients: (storages, 3) int64, twice the constant, linear and quadratic coefficient of each size.
+        coefficients: (lengths, 3) int64, twice the constant, linear and quadratic coefficient of each size, or of each
+            length that a scratch's size is calculated from.
         degree: 1 or 2, the highest that a size needed.
         work_coefficients: (3, 3) float64, constant, linear and quadratic coefficient of each field of `Work`.
+        gpu: on which it runs.
     """
 
     trace: Trace
     coefficients: NDArray[np.int64]
     degree: int
     work_coefficients: NDArray[np.float64]
+    gpu: Gpu = field(default_factory=Gpu)
+
+    def on(self, gpu: Gpu) -> FittedStep:
+        return replace(self, gpu=gpu)
 
     def events(self, batch_size: int) -> list[int]:  # noqa: ARG002 - the same at every size
         return self.trace.events
@@ -64,7 +74,13 @@ class FittedStep:
     def sizes(self, batch_size: int) -> list[int]:
         powers = np.array([1, batch_size, batch_size**2], dtype=np.int64)
         found: list[int] = (-(-(self.coefficients @ powers) // _DENOMINATOR)).tolist()
-        return found
+        lengths = iter(found)
+        return [
+            next(lengths)
+            if birth.block is None
+            else birth.block.formula(self.gpu, *(next(lengths) for _ in birth.block.lengths))
+            for birth in self.trace.births
+        ]
 
 
 @dataclass(frozen=True)
@@ -93,21 +109,23 @@ def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
         return different
     births = traces[0].births
     batch_sizes = [trace.batch_size for trace in traces]
-    sizes = np.array([[birth.size_bytes for birth in trace.births] for trace in traces], dtype=np.int64)
-    scratch = np.array([birth.op.startswith(SCRATCH) for birth in births], dtype=bool)
+    sizes = np.array([[each for birth in trace.births for each in _lengths(birth)] for trace in traces], dtype=np.int64)
     through = list(range(degree + 1))
     doubled = _DENOMINATOR * _coefficients([batch_sizes[i] for i in through], sizes[through])
-    ends = _DENOMINATOR * _coefficients([batch_sizes[0], batch_sizes[-1]], sizes[[0, -1]])
-    doubled[scratch] = np.ceil(ends[scratch])  # formulas with a round-up in them; a line through the ends is close
     whole = np.rint(doubled).astype(np.int64)
     powers = np.array([[1, size, size**2] for size in batch_sizes], dtype=np.int64)
     wrong = _DENOMINATOR * sizes != (whole @ powers.T).T
-    wrong[:, scratch] = False
     if wrong.any():
-        at = births[int(wrong.any(axis=0).argmax())]
+        owners = [birth for birth in births for _ in _lengths(birth)]
+        at = owners[int(wrong.any(axis=0).argmax())]
         return Misaligned(f"the size of {at.op} in {at.module or at.moment} is no polynomial of the batch size")
     works = np.array([astuple(traces[i].work) for i in through], dtype=np.float64)
     return FittedStep(traces[0], whole, degree, _coefficients([batch_sizes[i] for i in through], works))
+
+
+def _lengths(birth: Birth) -> tuple[int, ...]:
+    """What must be a polynomial of the batch size."""
+    return (birth.size_bytes,) if birth.block is None else birth.block.lengths
 
 
 def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
@@ -156,9 +174,10 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator) -> CachingA
     """
     sizes = step.sizes(batch_size)
     for event in step.events(batch_size):
-        if event > 0:
-            allocator.allocate(event, sizes[event - 1])
-        else:
+        size = sizes[abs(event) - 1]
+        if event > 0 and size:
+            allocator.allocate(event, size)
+        elif size:
             allocator.free(-event)
     return allocator
 

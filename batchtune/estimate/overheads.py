@@ -9,8 +9,8 @@ from typing import Literal
 from batchtune.estimate.allocator import MIB
 from batchtune.estimate.calibration import UNMEASURED, Offsets
 from batchtune.estimate.events import BRANCHES, UPPER_BOUND
+from batchtune.estimate.scratch import Gpu
 
-_MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _CONVOLUTION = "aten.convolution"
 _INSIDE_LIBRARIES = {
     "cuFFT": ("aten._fft_",),
@@ -29,12 +29,12 @@ class Overhead:
 
     Attributes:
         context_bytes: driver, kernels and libraries of a process that trains, outside the caching allocator.
-        workspace_bytes: cuBLAS's workspace of one handle, inside the caching allocator.
+        gpu: what scratch is calculated from, for the largest of the generation.
         source: where the figures come from.
     """
 
     context_bytes: int
-    workspace_bytes: int
+    gpu: Gpu
     source: str
 
 
@@ -43,20 +43,24 @@ _CONTEXT = (
     "on parts with many multiprocessors; not measured here"
 )
 _CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"
-_CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB from compute capability 9.0 on (CublasHandlePool.cpp, pytorch#120925)"
+_CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925)"
 _AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
-_WORKSPACE = 8_519_680
+_MULTIPROCESSORS = "multiprocessors: NVIDIA's architecture whitepapers; threads each: CUDA C++ Programming Guide"
+_HOPPER_WORKSPACE = 32 * MIB
 OVERHEADS = {
-    "Pascal": Overhead(350 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
-    "Volta": Overhead(400 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
-    "Turing": Overhead(350 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
-    "Ampere": Overhead(450 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
-    "Ada": Overhead(450 * MIB, _WORKSPACE, f"context: {_CONTEXT}; {_CUBLAS}"),
-    "Hopper": Overhead(550 * MIB, 32 * MIB, f"context: {_CONTEXT}; {_CUBLAS_HOPPER}"),
-    "Blackwell": Overhead(550 * MIB, 32 * MIB, f"context: {_CONTEXT}; {_CUBLAS_HOPPER}"),
+    "Pascal": Overhead(350 * MIB, Gpu(56, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Volta": Overhead(400 * MIB, Gpu(80, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Turing": Overhead(350 * MIB, Gpu(72, 1024), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Ampere": Overhead(450 * MIB, Gpu(108, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Ada": Overhead(450 * MIB, Gpu(142, 1536), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Hopper": Overhead(
+        550 * MIB,
+        Gpu(132, 2048, _HOPPER_WORKSPACE),
+        f"context: {_CONTEXT}; {_CUBLAS_HOPPER}; {_MULTIPROCESSORS}",
+    ),
+    "Blackwell": Overhead(550 * MIB, Gpu(188, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
 }
-_OTHER = Overhead(550 * MIB, 32 * MIB, f"context: {_AMD}; workspace: {_AMD}")
-_HANDLES = 2  # the forward pass and autograd's thread have one each
+_OTHER = Overhead(550 * MIB, Gpu(304, 2048, _HOPPER_WORKSPACE), f"context: {_AMD}; workspace: {_AMD}")
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
 
 
@@ -81,13 +85,9 @@ def custom_operators(ops: Iterable[str]) -> list[str]:
     return sorted(name for name in ops if not name.startswith(_TORCHS_OWN))
 
 
-def workspace_bytes(generation: str, ops: Iterable[str], measured: Offsets = UNMEASURED) -> int:
-    """What the allocator holds beside the storages of a trace, in bytes: measured, or cuBLAS's workspaces."""
-    names = set(ops)
-    if measured.workspace_bytes is not None and kind_of(names) == "plain":
-        return measured.workspace_bytes
-    multiplies = any(op.startswith(_MATMULS) for op in names)
-    return _HANDLES * overhead_of(generation).workspace_bytes if multiplies else 0
+def workspace_bytes(ops: Iterable[str], measured: Offsets = UNMEASURED) -> int:
+    """What the allocator was found to hold beside the storages of a trace, in bytes."""
+    return (measured.workspace_bytes or 0) if kind_of(ops) == "plain" else 0
 
 
 def unseen_share(ops: Iterable[str], measured: Offsets) -> float:
@@ -121,7 +121,7 @@ def capacity_bytes(
     reservable = total - context
     if limit is not None:
         reservable = min(reservable, limit)
-    reservable -= workspace_bytes(generation, names, measured)
+    reservable -= workspace_bytes(names, measured)
     return max(0, int(reservable / (1 + unseen_share(names, measured))))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
 from batchtune.estimate.places import place_outside_torch
-from batchtune.estimate.scratch import scratch_bytes
+from batchtune.estimate.scratch import LAST_FIRST, Block, Inside, inside, workspaces
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -43,6 +43,8 @@ class Recorder(TorchDispatchMode):
         self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._reads: Counter[str | None] = Counter()
+        self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
+        self._calls: tuple[Any, Any] = (None, None)  # where in Python the last two operators were called
         self._modules: list[nn.Module] = []
         self._paths: dict[int, str] = {}
 
@@ -100,19 +102,41 @@ class Recorder(TorchDispatchMode):
             return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._read(args[0])
+        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        caller = sys._getframe(1)  # noqa: SLF001
+        self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
+        kernel = inside(func, args) if self.device_type == "cuda" and self._on_device(args) else Inside()
+        before = self._take(kernel.before, func, in_backward=in_backward)
+        self._give_back(self._take(kernel.passing, func, in_backward=in_backward))
         out = self._run(func, args, kwargs)
         outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
-        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        for tensor in outputs:
+        for tensor in reversed(outputs) if func in LAST_FIRST else outputs:
             if tensor.device.type == self.device_type:
                 self._see(tensor, func, args, in_backward=in_backward)
         self._keep_values(outputs, func, args, kwargs)
         self._count(func, args, kwargs, out, outputs)
-        scratch = scratch_bytes(func, args, kwargs, out) if self.device_type == "cuda" else 0
-        if scratch:
-            number = self._born(scratch, SCRATCH + str(func), in_backward=in_backward)
-            self.trace.events.append(-(number + 1))
+        self._give_back([*before, *self._take(kernel.after, func, in_backward=in_backward)])
+        if self.device_type == "cuda":
+            self._take_workspaces(func, args, in_backward=in_backward)
         return out
+
+    def _on_device(self, args: Any) -> bool:
+        return any(each.device.type == self.device_type for each in tree_leaves(args) if _is_tensor(each))
+
+    def _take(self, blocks: Iterable[Block], func: Any, *, in_backward: bool) -> list[int]:
+        return [self._born(0, SCRATCH + str(func), in_backward=in_backward, block=block) for block in blocks]
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        self.trace.events += [-(number + 1) for number in numbers]
+
+    def _take_workspaces(self, func: Any, args: Any, *, in_backward: bool) -> None:
+        """The workspaces of this thread's library handles: the forward pass and autograd's thread have one each."""
+        if not self._on_device(args):
+            return
+        for library, block in workspaces(func, args).items():
+            if (library, in_backward) not in self._handles:
+                self._handles.add((library, in_backward))
+                self._born(0, SCRATCH + library, in_backward=in_backward, block=block)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
@@ -170,11 +194,15 @@ class Recorder(TorchDispatchMode):
         finalizer = weakref.finalize(storage, self._died, key, number)
         finalizer.atexit = False
         self._live[key] = (number, finalizer)
-        if in_backward and func is aten.add.Tensor and isinstance(args[1], Tensor) and args[0].shape == args[1].shape:
+        if (
+            func is aten.add.Tensor
+            and isinstance(args[1], Tensor)
+            and ((in_backward and args[0].shape == args[1].shape) or (self._calls[0] == self._calls[1]))
+        ):
             terms = (self.number_of(args[0]), self.number_of(args[1]))
             self.trace.births[number].adds_to = tuple(term for term in terms if term is not None)
 
-    def _born(self, size: int, op: str, *, in_backward: bool) -> int:
+    def _born(self, size: int, op: str, *, in_backward: bool, block: Block | None = None) -> int:
         module = self._modules[-1] if self._modules else None
         forward = self.moment.startswith("forward") and not in_backward
         path = "compute_loss" if forward else ""
@@ -182,7 +210,7 @@ class Recorder(TorchDispatchMode):
             path = self._paths.get(id(module)) or type(module).__name__
         moment = self.moment.replace("forward", "backward") if in_backward else self.moment
         line = (place_outside_torch(sys._getframe()) if forward else None) or ""  # noqa: SLF001
-        self.trace.births.append(Birth(size, op, path, line, moment))
+        self.trace.births.append(Birth(size, op, path, line, moment, block=block))
         self.trace.events.append(len(self.trace.births))
         return len(self.trace.births) - 1
 

@@ -151,9 +151,11 @@ class Roles:
         self._add("gradients", [grad for grad in grads if grad is not None])
 
     def updated(self, trainer: Trainer) -> None:
-        """What outlives the update and was not there before: the optimizer's states, and what a scaler keeps."""
+        """What the update made and outlives it: the optimizer's states. The last batch and loss live on as well."""
         del trainer
-        self._numbers["optimizer_states"] |= self._recorder.live() - self._numbers["parameters"]
+        births = self._recorder.trace.births
+        made = {number for number in self._recorder.live() if births[number].moment.startswith("optimizer")}
+        self._numbers["optimizer_states"] |= made
 
     def _add(self, category: str, tensors: list[Tensor]) -> None:
         self._numbers[category] |= {

@@ -17,6 +17,8 @@ Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, cal
 CEILING = 2**22  # samples; a search without a maximum ends here
 MAX_GROWTH = 128.0  # in one step: memory that hardly grows says nothing about sizes further away
 REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in growth is not used
+AS_ESTIMATED = 0.015  # standard deviation of where the prior itself puts the limit
+CONFIRMED = 0.97  # of the prior's largest fit: once that has trained, the prior is believed as it stands
 PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
 WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may be unable to give back at the limit
@@ -72,6 +74,10 @@ def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Gue
     """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
     guesses: list[Guess] = []
     grown = growth(points) if len(points) > 1 else None
+    if prior is not None and points:
+        expected = prior_fit(prior, limit, 1, CEILING)
+        if points[-1].size > CONFIRMED * expected:
+            guesses.append(Guess(len(WASTE) * FROM_PRIOR, expected, AS_ESTIMATED))
     for share in WASTE if points else ():
         last = points[-1]
         # Reserved bytes are limited but allocated ones extrapolated: under pressure the allocator gives back some of

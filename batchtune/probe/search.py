@@ -34,7 +34,7 @@ MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reje
 NEIGHBOURS, MOST_NEIGHBOURS = 6, 2  # a narrower bracket is bisected as soon; so many are tried at each end
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 SAME_CHANCE = 0.7  # of the sizes among which chance decides: in a bracket of less, either end is as likely to be wrong
-PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit; the second with no_oom
+PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
@@ -114,9 +114,10 @@ def next_size(
         failed = (attempt.batch_size for attempt in attempts if attempt.outcome == "oom")
         prior = None if any(prior(size) < PRIOR_REFUTED * limit for size in failed) else prior
     if low == 0:
-        share = (SAFE_PRIOR_START if bounds.no_oom else PRIOR_START) if prior and limit else 0
-        start = int(share * prior_fit(prior, limit, floor, CEILING)) if prior and limit else 0
-        return _first_fit(attempts, max(min(start, ceiling) // unit * unit, floor), floor, ceiling, unit)
+        expected = prior_fit(prior, limit, floor, CEILING) if prior and limit else 0
+        shares = (SAFE_PRIOR_START,) if bounds.no_oom else PRIOR_STARTS
+        starts = [max(min(int(share * expected), ceiling) // unit * unit, floor) for share in shares]
+        return _first_fit(attempts, starts, floor, ceiling, unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     if high is not None and high - low <= gap:
         return Choice(None, f"{low} fits, {high} does not")
@@ -138,10 +139,11 @@ def next_size(
     return Choice(max(size, low // unit * unit + unit), reason)
 
 
-def _first_fit(attempts: Sequence[Attempt], start: int, floor: int, ceiling: int, unit: int) -> Choice:
+def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, ceiling: int, unit: int) -> Choice:
     """While nothing fits: down after a failure, up after an error of the user's code (BatchNorm rejects one sample)."""
     last = {attempt.batch_size: attempt.outcome for attempt in attempts}
-    if not last:
+    start = starts[len(last)] if len(last) < len(starts) else floor
+    if not last or (start not in {floor, *last} and set(last.values()) == {"oom"}):
         return Choice(start, "the minimum" if start == floor else "below what the estimate says fits")
     most = floor * 2 ** (MAX_USER_ERRORS - 1)  # a larger size that the task rejects is too large, not too small
     rejected = [size for size, outcome in last.items() if outcome == "user_error" and size <= most]
@@ -154,7 +156,7 @@ def _first_fit(attempts: Sequence[Attempt], start: int, floor: int, ceiling: int
     if rejected:
         wanted = min(2 * under, (under + failed) // 2 if failed in last else ceiling) // unit * unit
         return Choice(max(wanted, under + unit), f"the task raised an error at {under}, try more")
-    return Choice(max(floor, int(0.5 ** (2 ** (len(last) - 1)) * failed) // unit * unit), f"{failed} failed, try less")
+    return Choice(max(floor, int(0.5 ** (2 ** len(last)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
 def _aim(

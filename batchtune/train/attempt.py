@@ -26,6 +26,7 @@ from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
+_MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
@@ -42,6 +43,7 @@ class PeakTracker:
         self._memory = memory
         self.highest = Peaks(None, None)
         self.forward_backward_bytes: int | None = None
+        self.retries = 0
         self._by_step: list[int] = []
 
     def start_phase(self) -> None:
@@ -51,6 +53,7 @@ class PeakTracker:
     def end_phase(self, *, forward_backward: bool) -> None:
         """Takes the high-water mark in."""
         now = self._memory.peaks()
+        self.retries = now.retries
         self.highest = Peaks(
             _higher(self.highest.allocated_bytes, now.allocated_bytes),
             _higher(self.highest.reserved_bytes, now.reserved_bytes),
@@ -114,7 +117,7 @@ def attempt(
     accumulation_steps: int = 1,
     parallel: Parallel | None = None,
 ) -> tuple[Attempt, bool]:
-    """Trains `steps` full optimizer steps at one micro-batch size.
+    """Trains `steps` full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
 
     Args:
         task: the user's code.
@@ -207,7 +210,9 @@ def _train(
 ) -> None:
     trainer = Trainer(task, memory.device, precision, parallel=parallel, loss_scale=1.0)
     batch = task.worst_batch(batch_size)
-    for number in range(steps):
+    most = steps if verify else _MOST_STRAINED * steps
+    agree = parallel.agree if parallel else bool
+    for number in range(most):
         memory.synchronize()
         started = time.perf_counter()
         tracker.start_phase()
@@ -221,6 +226,8 @@ def _train(
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)
+        if steps <= number + 1 < most and agree(not tracker.retries):
+            break  # else memory is full and cut up anew from step to step: the end may come in one of the next
     if verify:
         got_on(at_once=True)
         tracker.start_phase()

@@ -80,15 +80,21 @@ class Trainer:
         self.optimizer = task.optimizer(self.model, learning_rate, **optimizer_arguments or {})
         self.scheduler = task.scheduler(self.optimizer, total_steps) if total_steps else None
         self.scheduled_steps = total_steps or 0
+        self._batch: Any = None
+        self._last_loss: Tensor | None = None
 
     def forward_backward(self, batch: Any, accumulation_steps: int = 1) -> Tensor:
         """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps.
 
+        As with the variables `batch` and `loss` of a loop, the last ones live until the next are there: their memory
+        is a part of what training takes.
+
         Returns:
             The detached loss, still on the device.
         """
+        self._batch = move(batch, self.device)
         with self.precision.autocast():
-            loss = self._loss(move(batch, self.device), accumulation_steps)
+            loss = self._last_loss = self._loss(self._batch, accumulation_steps)
         if not loss.requires_grad:
             raise UserCodeError(
                 "compute_loss returned a tensor without a graph; no parameter of the model leads to it "

@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import functools
 import gc
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -164,9 +166,9 @@ def by_accelerate(job: Job) -> int:
 
 
 def by_lightning(job: Job, mode: str) -> int | None:
-    import lightning.pytorch as lightning
-    from lightning.pytorch.tuner import Tuner, batch_size_scaling
-
+    lightning = _lightning()
+    tuner = importlib.import_module(f"{lightning.__name__}.tuner")
+    batch_size_scaling = importlib.import_module(f"{tuner.__name__}.batch_size_scaling")
     folder = tempfile.TemporaryDirectory()
 
     def new_trainer(**options: Any) -> Any:
@@ -186,14 +188,19 @@ def by_lightning(job: Job, mode: str) -> int | None:
             trial(trainer, params)
 
     batch_size_scaling._try_loop_run = counted
-    tuner = Tuner(new_trainer(max_epochs=1))
-    found: int | None = tuner.scale_batch_size(lightning_module(job.task, 2), mode=mode, **LIGHTNING)
+    search = tuner.Tuner(new_trainer(max_epochs=1)).scale_batch_size
+    found: int | None = search(lightning_module(job.task, 2), mode=mode, **LIGHTNING)
     return found
+
+
+def _lightning() -> Any:
+    """Lightning under the one of its two names that is installed."""
+    whole = importlib.util.find_spec("lightning") is not None
+    return importlib.import_module("lightning.pytorch" if whole else "pytorch_lightning")
 
 
 def lightning_module(task: Task, size: int) -> Any:
     """The task as a LightningModule, which makes its batches whole as the other ways do."""
-    import lightning.pytorch as lightning
     from torch.utils.data import DataLoader, Dataset
 
     class Batches(Dataset):
@@ -208,7 +215,7 @@ def lightning_module(task: Task, size: int) -> Any:
         def __getitem__(self, _: int) -> Any:
             return task.make_batch(self.size)
 
-    class Module(lightning.LightningModule):
+    class Module(_lightning().LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.batch_size, self.model = size, task.build_model()

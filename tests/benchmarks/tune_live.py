@@ -138,28 +138,47 @@ class Stopwatch(Observer):
         self.last_run = self.now
 
 
-def overhead(result: Result, watch: Stopwatch) -> str:
-    """Where the study's wall clock went."""
-    wall_seconds, trials, probe = watch.now, result.trials or [], result.probe
+def shares(result: Result, watch: Stopwatch) -> dict[str, float]:
+    """Where the study's wall clock went, in seconds; `rest` is neither training nor evaluation, and holds the others.
+
+    `around` is what lies before the first and after the last run; attempts, timed steps, loading, noise scale and range
+    test are the `steps` of it.
+    """
+    trials, probe = result.trials or [], result.probe
     assert probe is not None
     assert watch.first_run is not None
+    wall_seconds = watch.now
     seconds = [trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials]
     before = [seconds[trial.continues] for trial in trials if trial.continues is not None]  # counted in both
     training = sum(seconds) - sum(before)
     evaluating = sum(trial.evaluation_seconds or 0.0 for trial in trials)
     around = watch.first_run + wall_seconds - watch.last_run
-    each = (wall_seconds - around - training - evaluating) / len(trials)
     steps = sum(attempt.seconds for attempt in probe.attempts)  # those of the prior are within what follows
     steps += watch.first_run - (watch.timing if watch.timing is not None else watch.first_run)
-    rest = wall_seconds - training - evaluating
-    without = f"{(rest - steps) / wall_seconds:.1%} without these"
-    parts = {"training": training, "evaluation": evaluating, "neither": rest}
-    shares = ", ".join(f"{what} {part:.1f} s ({part / wall_seconds:.1%})" for what, part in parts.items())
+    return {
+        "seconds": wall_seconds,
+        "training_seconds": training,
+        "evaluation_seconds": evaluating,
+        "rest_seconds": wall_seconds - training - evaluating,
+        "around_seconds": around,
+        "steps_seconds": steps,
+        "seconds_of_each_run": (wall_seconds - around - training - evaluating) / len(trials),
+    }
+
+
+def overhead(result: Result, watch: Stopwatch) -> str:
+    """Where the study's wall clock went, in a sentence."""
+    spent, trials = shares(result, watch), result.trials or []
+    wall_seconds, rest = spent["seconds"], spent["rest_seconds"]
+    without = f"{(rest - spent['steps_seconds']) / wall_seconds:.1%} without these"
+    parts = {"training": spent["training_seconds"], "evaluation": spent["evaluation_seconds"], "neither": rest}
+    told = ", ".join(f"{what} {part:.1f} s ({part / wall_seconds:.1%})" for what, part in parts.items())
     return (
         f"Study: {wall_seconds:.0f} s of wall clock, {len(trials)} runs, {sum(len(trial.curve) for trial in trials)} "
-        f"evaluations: {shares} (goal: neither for at most 5 % of 5 minutes). That is {around:.1f} s before the first "
-        f"and after the last run, of which attempts, timed steps, loading, noise scale and range test took {steps:.1f} "
-        f"s ({without}), and {each:.2f} s with each run, its warm-up steps included."
+        f"evaluations: {told} (goal: neither for at most 5 % of 5 minutes). That is {spent['around_seconds']:.1f} s "
+        f"before the first and after the last run, of which attempts, timed steps, loading, noise scale and range test "
+        f"took {spent['steps_seconds']:.1f} s ({without}), and {spent['seconds_of_each_run']:.2f} s with each run, its "
+        f"warm-up steps included."
     )
 
 
@@ -169,13 +188,13 @@ def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, 
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         result = batchtune.tune(config, fresh=True, observer=watch, run_folders=folder)
-    shares = overhead(result, watch)
+    spent = overhead(result, watch)
     found, probe = result.recommendation, result.probe
     assert isinstance(found, Recommendation)
     assert probe is not None
     assert result.target is not None
     if study_only:
-        return f"## {name}\n\n{shares}"
+        return f"## {name}\n\n{spent}"
     settings = WorkerSettings(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
     with Worker(settings) as worker:
         worker.start()
@@ -207,7 +226,7 @@ def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, 
         f"Time of the recommendation over that of the grid's best: {ratio}. Training seconds: the study's search",
     ]
     lines += [f"{searched:.0f}, all of the study {everything:.0f}, the grid {grid_seconds:.0f}.", ""]
-    lines.append(shares)
+    lines.append(spent)
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Which models the benchmarks of memory train, at which precision and with which optimizer; each case is a task.
 
 A case is one by what it does: two sizes of a family are one case. Where a library is missing, its cases are left out;
-`absent()` names them. As a task for any command: `tests/benchmarks/zoo.py:mlp_adamw` (the name in small letters).
+`absent()` names them. As a task for any command: `tests/benchmarks/zoo.py:case_mlp_adamw`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Case:
     @property
     def slug(self) -> str:
         """The name as an attribute of this module."""
-        return re.sub(r"\W+", "_", self.name.lower()).strip("_")
+        return "case_" + re.sub(r"\W+", "_", self.name.lower()).strip("_")
 
     def source(self) -> SimpleNamespace:
         """The names of the task contract."""

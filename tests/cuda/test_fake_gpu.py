@@ -400,11 +400,13 @@ def caught(work):
 x = torch.randn(8, 3, 16, 16, device="cuda")
 card.other = {4242: card.capacity - card.used - 2**20}
 facts["cudnn"] = caught(lambda: torch.backends.cudnn.is_acceptable(x) and nn.functional.conv2d(x, x))
+card.other = {4242: card.capacity - card.used_by(os.getpid()) - 40 * 2**20}  # not for a handle
 facts["cublas"] = caught(lambda: x[0, 0] @ x[0, 0])
 card.other = {}
 x[0, 0] @ x[0, 0]
 facts["handle"] = card.used_by(os.getpid()) - torch.cuda.memory_reserved()
-fake_gpu.fail("cublasSgemm_v2", 13, after=1)
+for function in ("cublasSgemm_v2", "cublasGemmEx", "cublasLtMatmul"):  # PyTorch's choice differs between versions
+    fake_gpu.fail(function, 13, after=1)
 facts["sgemm"] = [caught(lambda: x[0, 0] @ x[0, 0]) for _ in range(3)]
 lstm = nn.LSTM(4, 8, 2, bidirectional=True).cuda()
 lstm(torch.randn(5, 2, 4, device="cuda"))[0].sum().backward()
@@ -525,10 +527,17 @@ optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
     model(torch.randn(8, 512, device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()
 torch.cuda.synchronize()
+said = torch.tensor([5 - rank], device="cuda")
+dist.all_reduce(said, op=dist.ReduceOp.MIN)
+heard = [torch.empty(1, dtype=torch.long, device="cuda") for _ in range(2)]
+dist.all_gather(heard, torch.tensor([rank + 7], device="cuda"))
+told = torch.tensor([rank + 3.5], device="cuda")
+dist.broadcast(told, 1)
+heard = [said.item(), [each.item() for each in heard], told.item()]
 outside = fake_gpu.this_machine().cards[rank].used_by(os.getpid()) - torch.cuda.memory_reserved()
 dist.barrier()
 dist.destroy_process_group()
-print(json.dumps([outside, torch.cuda.max_memory_allocated()]))
+print(json.dumps([outside, torch.cuda.max_memory_allocated(), heard]))
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -544,7 +553,8 @@ print(json.dumps([outside, torch.cuda.max_memory_allocated()]))
         said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     for out, _ in said:
-        outside, peak = json.loads(out)
+        outside, peak, heard = json.loads(out)
+        assert heard == [4, [7, 8], 4.5], "small collectives are heard"
         assert outside == 200 * MiB
         assert peak > 4 * 513 * 512 * 4, "parameters, gradients and two states of AdamW"
 

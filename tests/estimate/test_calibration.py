@@ -97,7 +97,7 @@ def test_measured_overheads_take_the_place_of_the_tables():
     record(DRIVER, "convolution_share", 0.25)
     measured = offsets_of("A100-80GB")
     assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", plain, None, measured) == 80 * GIB - 800 * MIB
-    table = 80 * GIB - 700 * MIB - workspace_bytes("Ampere", conv)
+    table = 80 * GIB - 700 * MIB - workspace_bytes(conv, measured)
     assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", conv, None, measured) == pytest.approx(table / 1.25, abs=1)
     assert (kind_of(plain), kind_of(conv), kind_of({"nn.RNNBase"} | conv)) == ("plain", "convolution", "recurrent")
 

@@ -10,6 +10,11 @@ from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAlloca
 from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.events import SCRATCH, Birth, Trace, Work, normalized
 from batchtune.estimate.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
+from batchtune.estimate.scratch import Block, Gpu
+
+
+def rounded(gpu, length):
+    return -(-length // 128) * 128 + (1 << 20) * (gpu.multiprocessors - Gpu().multiprocessors)
 
 
 def step_trace(batch_size, *, constant=1 << 20, linear=1 << 16, quadratic=0, op="aten.mm"):
@@ -19,7 +24,7 @@ def step_trace(batch_size, *, constant=1 << 20, linear=1 << 16, quadratic=0, op=
         Birth(
             linear * batch_size + quadratic * batch_size**2, op, "blocks.3.up", "model.py:7", "forward 1", "activations"
         ),
-        Birth(-(-batch_size * 1000 // 128) * 128, SCRATCH + "aten.mm", moment="backward"),
+        Birth(0, SCRATCH + "aten.mm", moment="backward", block=Block(rounded, (batch_size * 1000,))),
     ]
     return Trace(batch_size, [1, 2, 3, -3, -2], births, work=Work(10.0 * batch_size, 4.0 * batch_size, 2.0))
 
@@ -30,7 +35,16 @@ def test_linear_sizes_are_exact_at_every_batch_size(constant, linear, batch_size
     step = fit(lambda size: step_trace(size, constant=constant, linear=linear + 1))
     assert isinstance(step, FittedStep)
     assert step.degree == 1
-    assert step.sizes(batch_size)[:2] == [constant, (linear + 1) * batch_size]
+    assert step.sizes(batch_size) == [constant, (linear + 1) * batch_size, rounded(Gpu(), 1000 * batch_size)]
+
+
+def test_scratch_may_depend_on_the_gpu():
+    step = fit(step_trace)
+    assert [larger - size for larger, size in zip(step.on(Gpu(109)).sizes(7), step.sizes(7), strict=True)] == [
+        0,
+        0,
+        1 << 20,
+    ]
 
 
 def test_quadratic_sizes_take_a_fourth_trace_and_are_exact():

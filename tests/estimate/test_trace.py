@@ -98,10 +98,11 @@ def test_what_cuda_runs_as_one_kernel_keeps_nothing_of_its_parts(ask, layer, sam
             return model(batch).square().mean()
     """
 
-    def largest(of):
-        return ask(source.replace("LAYER", of), memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
+    def kept(of):
+        detail = ask(source.replace("LAYER", of), memory_limit=2 << 30)["details"][0]
+        return detail["activations_bytes"] / detail["batch_size"]
 
-    assert largest(layer) == pytest.approx(largest(same), rel=0.01)
+    assert kept(layer) == pytest.approx(kept(same), rel=0.01)
 
 
 def test_gradients_outlive_the_first_of_two_micro_batches(ask):
@@ -153,9 +154,13 @@ def test_checkpointing_halves_what_is_kept(ask):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_keeps_activations_in_half(ask, precision):
     wide = MLP.replace("torch.randn(size, 1024)", "torch.randn(size, 256, 1024)")
-    full = ask(wide, memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
-    half = ask(wide, precision, memory_limit=2 << 30)["gpus"][0]["max_batch_size"]
-    assert half > 1.1 * full
+    wide = wide.replace("nn.ReLU()", "*(nn.ReLU() for _ in range(8))")
+
+    def kept(*precision):
+        detail = ask(wide, *precision, memory_limit=2 << 30)["details"][0]
+        return detail["activations_bytes"] / detail["batch_size"]
+
+    assert kept(precision) < 0.9 * kept()
 
 
 def test_rates_read_from_small_tensors_are_real(ask):

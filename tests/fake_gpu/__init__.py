@@ -16,6 +16,7 @@ from ctypes import Structure, c_char, c_double, c_int64, sizeof
 from pathlib import Path
 
 CARDS, PROCESSES, OTHERS, FAULTS = 32, 64, 8, 16
+EXCHANGES, RANKS, SAID_BYTES = 32, 16, 4096
 NVML = {"full": 0, "old driver": 1, "wsl": 2, "absent": 3}
 READS = {"known": 0, "zero": 1, "stored": 2}
 ASSERT, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 710, 700, 719  # the errors after which a CUDA context is lost
@@ -55,13 +56,22 @@ class _Fault(Structure):
     ]
 
 
+class _Exchange(Structure):
+    _fields_ = [
+        *[(name, c_int64) for name in ("communicator", "sequence", "arrived", "left")],
+        ("known", c_int64 * RANKS),
+        ("said", c_char * SAID_BYTES * RANKS),
+    ]
+
+
 class _Machine(Structure):
     _fields_ = [
-        *[(name, c_int64) for name in ("size", "lock", "count", "nvml", "reads", "driver", "faults_set")],
+        *[(name, c_int64) for name in ("size", "lock", "count", "nvml", "reads", "peers", "faults_set")],
         ("started", c_double),
         ("faults", _Fault * FAULTS),
         ("cards", _Card * CARDS),
         ("processes", _Process * PROCESSES),
+        ("exchanges", _Exchange * EXCHANGES),
     ]
 
 
@@ -205,7 +215,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine(*cards, nvml="full", reads="known", data=False):
+def machine(*cards, nvml="full", reads="known", data=False, peers=True):
     """A machine with these cards, for this process and those it starts.
 
     Args:
@@ -214,12 +224,14 @@ def machine(*cards, nvml="full", reads="known", data=False):
         reads: what comes back from the card. "known": what a copy put there and no kernel can have changed since, else
             zeros, and 1 for a single byte, which is a flag; "zero": zeros; "stored": all copies are real.
         data: short for reads="stored".
+        peers: whether the ranks of a communicator hear each other, and wait for it, in collectives of up to 4 KiB;
+            False: a rank is alone, and the others are taken to hold what it holds.
     """
     handle, path = tempfile.mkstemp(prefix="fake-gpu-")
     os.close(handle)
     before = os.environ.get("FAKE_GPU")
     try:
-        yield create(path, *cards, nvml=nvml, reads="stored" if data else reads)
+        yield create(path, *cards, nvml=nvml, reads="stored" if data else reads, peers=peers)
     finally:
         os.environ.pop("FAKE_GPU")
         if before is not None:
@@ -227,12 +239,12 @@ def machine(*cards, nvml="full", reads="known", data=False):
         Path(path).unlink()
 
 
-def create(path, *cards, nvml="full", reads="known"):
+def create(path, *cards, nvml="full", reads="known", peers=True):
     """Write a machine to a file and make it this process' and its children's."""
     Path(path).write_bytes(bytes(sizeof(_Machine)))
     made = Machine(path)
     made.raw.size, made.raw.started = sizeof(_Machine), time.monotonic()
-    made.nvml, made.reads = nvml, reads
+    made.nvml, made.reads, made.raw.peers = nvml, reads, peers
     for card in cards:
         parent = _add(made, card, card.memory, card.name, card.uuid or f"GPU-{_uuid(made)}", -1)
         if card.mig:

@@ -102,10 +102,10 @@ class Compiler:
             self._gcc("-c", source, "-o", binary)
             sources, defined = [binary], set(symbols(binary, "--defined-only"))
         generic = self._scratch / f"{short}_generic.c"
-        head = f"int fake_gpu_fault(const char *);\nstatic int refusal = {REFUSALS.get(short, 0)};\n"
-        head += "static int ask(const char *name) { int status = fake_gpu_fault(name); return status ? status : refusal; }\n"
-        body = [f'int {name}(void) {{ return ask("{name}"); }}\n' for name in sorted(functions - defined)]
-        generic.write_text(head + "".join(body))
+        head = "int fake_gpu_fault(const char *);\n#define OR_ELSE(status, other) (status ?: other)\n"
+        ends = f", {REFUSALS.get(short, 0)}); }}\n"
+        body = [f'int {name}(void) {{ return OR_ELSE(fake_gpu_fault("{name}")' + ends for name in functions - defined]
+        generic.write_text(head + "".join(sorted(body)))
         self.library(library, [generic, *sources], version)
         print(f"{library:24} {len(functions & defined):4} of its {len(functions)} functions by hand")
 

@@ -20,10 +20,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS_NEED = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "psutil"}
-ASK_FOR_TORCH = {"accelerate", "timm", "torchvision"}  # installed without dependencies: theirs would bring torch's own
+TESTS_NEED = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema", "psutil", "pytorch-lightning"}
+ASK_FOR_TORCH = {"accelerate", "pytorch-lightning"}  # installed without dependencies: theirs would bring torch's own
 NO_PART = re.compile(r"nvidia-(?!ml-py)|cuda-|triton")  # what the CUDA wheel asks for and the stand-ins replace
 FAILED = 2
+_RECIPE = (ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__).resolve())
 
 
 class CannotMake(Exception):
@@ -55,7 +56,7 @@ class Environment:
         if not shutil.which("gcc") or not shutil.which("readelf"):
             raise CannotMake("no C compiler here; install one: apt-get install gcc libc6-dev binutils")
         done = json.loads(self._stamp.read_text()) if self._stamp.exists() else {}
-        packages = {"torch": self.torch, "requirements": _digest(ROOT / "pyproject.toml", ROOT / "constraints.txt")}
+        packages = {"torch": self.torch, "requirements": _digest(*_RECIPE)}
         if done.get("packages") != packages:
             self._install()
             done = {"packages": packages}
@@ -73,12 +74,12 @@ class Environment:
         self._pip("--no-deps", f"torch=={self.torch}")
         plain, bare = _requirements(self._needs_of("torch"))
         vision = min(minor + 15, 29)  # 0.24 is torch 2.9's and both count on; 0.29 is for torch 2.14 and later
-        bare |= {"timm", f"torchvision==0.{vision}.*"}
+        bare |= {"timm", "torchmetrics", f"torchvision==0.{vision}.*"}
         with tempfile.TemporaryDirectory() as scratch:
             constraints = Path(scratch) / "constraints.txt"
             lines = (ROOT / "constraints.txt").read_text().splitlines()
             constraints.write_text("\n".join(line for line in lines if not re.match(r"torch|triton", line)))
-            self._pip("-c", constraints, "pillow", *sorted(plain))
+            self._pip("-c", constraints, "lightning-utilities", "pillow", *sorted(plain))
             self._pip("-c", constraints, "--no-deps", *sorted(bare))
         self._pip("--no-deps", "-e", ROOT)
         listed = json.loads(_output(self.python, "-m", "pip", "list", "--format=json"))

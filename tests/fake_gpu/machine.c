@@ -43,7 +43,7 @@ void machine_attach(void) {
 /* The owner's pid is the lock: of a process that was killed inside it, the next one takes it over. */
 static int alive(int64_t pid, int64_t started);
 
-static void lock(void) {
+void lock_machine(void) {
   int64_t me = getpid();
   for (;;) {
     int64_t owner = 0;
@@ -55,7 +55,7 @@ static void lock(void) {
   }
 }
 
-static void unlock(void) { __atomic_store_n(&machine->lock, 0, __ATOMIC_RELEASE); }
+void unlock_machine(void) { __atomic_store_n(&machine->lock, 0, __ATOMIC_RELEASE); }
 
 /* ---- processes ---- */
 
@@ -126,10 +126,10 @@ static int64_t used_now(int card) {
 }
 
 int64_t used(int card) {
-  lock();
+  lock_machine();
   sweep();
   int64_t sum = used_now(card);
-  unlock();
+  unlock_machine();
   return sum;
 }
 
@@ -151,16 +151,16 @@ static int charge_locked(int card, int64_t bytes) {
 }
 
 int charge(int card, int64_t bytes) {
-  lock();
+  lock_machine();
   int refused = charge_locked(card, bytes);
-  unlock();
+  unlock_machine();
   return refused;
 }
 
 void give_back(int card, int64_t bytes) {
-  lock();
+  lock_machine();
   my_entry()->bytes[card] -= bytes;
-  unlock();
+  unlock_machine();
 }
 
 static int context_pid[CARDS]; /* which process opened it: a forked child has the parent's variables */
@@ -171,10 +171,10 @@ int open_context(int card) {
   if (context_pid[card] == getpid()) return 0;
   for (int i = 0; i < CARDS; i++)
     if (context_pid[i] && context_pid[i] != getpid()) return 3;
-  lock();
+  lock_machine();
   int refused = charge_locked(card, machine->cards[card].context_bytes);
   if (!refused) my_entry()->context[card] = 1;
-  unlock();
+  unlock_machine();
   if (!refused) context_pid[card] = getpid();
   return refused ? 2 : 0;
 }
@@ -183,7 +183,7 @@ int has_context(int card) { return context_pid[card] == getpid(); }
 
 int list_processes(int card, int64_t *pids, int64_t *bytes, int room) {
   int count = 0;
-  lock();
+  lock_machine();
   sweep();
   for (int i = 0; i < machine->count; i++) {
     if (i != card && machine->cards[i].parent != card) continue;
@@ -200,7 +200,7 @@ int list_processes(int card, int64_t *pids, int64_t *bytes, int room) {
       count++;
     }
   }
-  unlock();
+  unlock_machine();
   return count;
 }
 
@@ -307,7 +307,7 @@ int fault(const char *function) {
   if (!machine->faults_set) return 0;
   int64_t me = getpid();
   int status = 0;
-  lock();
+  lock_machine();
   for (int i = 0; i < FAULTS && !status; i++) {
     struct fault *wanted = &machine->faults[i];
     if (!wanted->active || (wanted->pid && wanted->pid != me) || strcmp(wanted->function, function)) continue;
@@ -316,7 +316,7 @@ int fault(const char *function) {
     if (wanted->times > 0) wanted->times--;
     status = (int)wanted->status;
   }
-  unlock();
+  unlock_machine();
   return status;
 }
 
@@ -337,11 +337,11 @@ void work(int card, double threads, double flops) {
   struct card *it = &machine->cards[card];
   if (!clock_on(card)) return;
   double seconds = it->launch_seconds + threads * it->thread_seconds + (it->flops > 0 ? flops / it->flops : 0);
-  lock();
+  lock_machine();
   double start = now();
   it->busy_until = (it->busy_until > start ? it->busy_until : start) + seconds;
   it->busy_seconds += seconds;
-  unlock();
+  unlock_machine();
 }
 
 void wait_until(double when) {
@@ -357,7 +357,7 @@ double busy_done(int card) {
 /* NVML averages over a sample period of 1/6 s to 1 s (nvml.h, nvmlUtilization_t); heat follows within seconds. */
 void look_at_sensors(int card) {
   struct card *it = &machine->cards[card];
-  lock();
+  lock_machine();
   double time = now(), passed = time - (it->looked ? it->looked : machine->started), done = busy_done(card);
   if (passed >= 0.1) {
     it->utilization = fmin(1, fmax(0, (done - it->looked_busy) / passed) + it->busy_by_others);
@@ -366,7 +366,7 @@ void look_at_sensors(int card) {
     it->looked = time;
     it->looked_busy = done;
   }
-  unlock();
+  unlock_machine();
 }
 
 /* ---- addresses ---- */
@@ -377,14 +377,28 @@ static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 
 enum { PAGE = 2 << 20 };
 
+/* Addresses rise from one allocation to the next and come again only once all were used: among free blocks of one size
+   PyTorch's allocator takes the one at the lowest address, so what a run takes depends on them. */
+static char *const first_address = (char *)0x100000000000, *const last_address = (char *)0x600000000000;
+static char *next_address = (char *)0x100000000000;
+
 void *map_device(size_t bytes) {
-  char *start = mmap(NULL, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+  size_t room = (bytes + PAGE - 1) / PAGE * PAGE;
+  pthread_mutex_lock(&memory_lock);
+  char *start = MAP_FAILED;
+  for (int round = 0; start == MAP_FAILED && round < 2; round++) {
+    for (; start == MAP_FAILED && next_address + room < last_address; next_address += room) {
+      start = mmap(next_address, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+      if (start == MAP_FAILED && errno != EEXIST) round = 2; /* not taken: the host has no room */
+      if (round == 2) break;
+    }
+    if (start == MAP_FAILED) next_address = first_address;
+  }
+  pthread_mutex_unlock(&memory_lock);
   if (start == MAP_FAILED) return NULL;
-  char *aligned = (char *)(((uintptr_t)start + PAGE - 1) & ~(uintptr_t)(PAGE - 1));
-  if (aligned > start) munmap(start, aligned - start);
-  munmap(aligned + bytes, start + PAGE - aligned);
-  madvise(aligned, bytes, MADV_NOHUGEPAGE); /* a stored byte shall cost 4 KiB, not 2 MiB */
-  return aligned;
+  madvise(start, bytes, MADV_NOHUGEPAGE); /* a stored byte shall cost 4 KiB, not 2 MiB */
+  return start;
 }
 
 void remember(void *start, size_t bytes, int card, int kind) {
@@ -461,6 +475,18 @@ static void learn(const char *at, const void *value, size_t bytes) {
   known[kept].value = realloc(known[kept].value, bytes);
   memcpy(known[kept].value, value, bytes);
   known_count++;
+}
+
+int read_known(void *to, const void *from, size_t bytes) {
+  if (machine->reads == READS_STORED) {
+    memcpy(to, from, bytes);
+    return 1;
+  }
+  pthread_mutex_lock(&known_lock);
+  const char *value = machine->reads == READS_ZERO ? NULL : known_at(from, bytes);
+  if (value) memcpy(to, value, bytes);
+  pthread_mutex_unlock(&known_lock);
+  return value != NULL;
 }
 
 void copy(void *to, const void *from, size_t bytes) {

@@ -32,6 +32,9 @@
 #define copy fake_gpu_copy
 #define fill fake_gpu_fill
 #define kernel_ran fake_gpu_kernel_ran
+#define read_known fake_gpu_read_known
+#define lock_machine fake_gpu_lock_machine
+#define unlock_machine fake_gpu_unlock_machine
 #define current_card fake_gpu_current_card
 #define pci_name fake_gpu_pci_name
 #define uuid_bytes fake_gpu_uuid_bytes
@@ -42,6 +45,7 @@
 enum { CARDS = 32, PROCESSES = 64, OTHERS = 8, FAULTS = 16 };
 enum { NVML_FULL, NVML_OLD, NVML_WSL, NVML_ABSENT };
 enum { READS_KNOWN, READS_ZERO, READS_STORED };
+enum { EXCHANGES = 32, RANKS = 16, SAID_BYTES = 4096 };
 
 struct other { /* a process that is not ours: it only has memory */
   int64_t pid, bytes;
@@ -74,17 +78,25 @@ struct fault {
   char function[64];                         /* "*": every call of CUDA's */
 };
 
+struct exchange { /* what the ranks of one communicator say in one small collective */
+  int64_t communicator, sequence, arrived, left, known[RANKS];
+  char said[RANKS][SAID_BYTES];
+};
+
 struct machine {
-  int64_t size, lock, count, nvml, reads, driver, faults_set;
+  int64_t size, lock, count, nvml, reads, peers, faults_set;
   double started;
   struct fault faults[FAULTS];
   struct card cards[CARDS];
   struct process processes[PROCESSES];
+  struct exchange exchanges[EXCHANGES];
 };
 
 extern struct machine *machine; /* never NULL: without FAKE_GPU a machine with no card */
 
 void machine_attach(void);
+void lock_machine(void);
+void unlock_machine(void);
 int visible_count(void);
 int visible_card(int ordinal); /* index into machine->cards of what this process calls device `ordinal` */
 int visible_ordinal(int card);
@@ -118,6 +130,7 @@ int forget(void *start, int kind, struct memory *found); /* 0 where it was known
 int find_memory(const void *address, struct memory *found);
 void copy(void *to, const void *from, size_t bytes);
 void fill(void *to, int value, size_t bytes);
+int read_known(void *to, const void *from, size_t bytes); /* whether what lies there is known */
 void kernel_ran(void); /* what lay on the device may be anything now */
 int *current_card(void);  /* the thread's, as an ordinal */
 void pci_name(int card, char *text, size_t room);

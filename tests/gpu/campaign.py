@@ -1,0 +1,207 @@
+"""Everything that only a real GPU can tell, in one command of at most eight minutes, the most telling part first.
+
+    python3 tests/gpu/campaign.py --output DIR                    # again with the same DIR: does what is missing
+    python3 tests/gpu/campaign.py --output DIR --parts probe,mfu  # these alone, once more
+
+writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with a time
+limit of its own: one that fails or hangs costs only itself, and what it had measured until then is kept. On a stand-in
+for a GPU the same command gives the figures that stand beside the measured ones (results/gpu_campaign_rig.json).
+batchtune need not be installed; torchvision, timm, transformers, lightning and accelerate should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PATHS = [str(folder) for folder in (ROOT, HERE, ROOT / "tests" / "benchmarks")]
+sys.path[:0] = PATHS
+
+import campaign_memory  # noqa: E402 - batchtune need not be installed
+import campaign_report  # noqa: E402
+import campaign_work  # noqa: E402
+
+Row = dict[str, Any]
+RIG = ROOT / "tests" / "benchmarks" / "results" / "gpu_campaign_rig.json"
+PACKAGES = ("torch", "torchvision", "timm", "transformers", "pytorch-lightning", "accelerate", "optuna", "nvidia-ml-py")
+USUAL_SECONDS = 480.0
+LEAST_SECONDS = 10.0  # no part is begun with less
+TOLD = 600  # characters of an error
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question to the GPU.
+
+    Attributes:
+        work: yields a row for each case as it is measured; with `quick`, few and small ones.
+        judge: the goals, from the rows there are.
+        seconds: the part's limit.
+    """
+
+    title: str
+    work: Callable[[bool], Iterator[Row]]
+    judge: Callable[[list[Row]], list[Row]]
+    seconds: float
+
+
+PARTS = {
+    "estimate": Part(
+        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 150
+    ),
+    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 120),
+    "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 120),
+    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 60),
+    "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 50),
+    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 60),
+    "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 45),
+    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 240),
+}
+
+
+def machine() -> Row:
+    """What the figures belong to; the device is asked in a process of its own, which batchtune starts."""
+    import batchtune
+
+    found = batchtune.environment("cuda")["environment"]
+    names = ("device", "device_memory_bytes", "driver", "cuda", "allocator_conf", "torch")
+    facts = {name: found[name] for name in names if found.get(name) is not None}
+    facts |= {"batchtune": batchtune.__version__, "python": platform.python_version(), "processors": os.cpu_count()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            facts[package] = version(package)
+    return facts
+
+
+def work(name: str, *, quick: bool) -> None:
+    """Does one part in this process: rows as lines of JSON on standard output, all else that is printed beside them."""
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for row in PARTS[name].work(quick):
+        print(json.dumps(row), file=rows, flush=True)
+
+
+def run(name: str, folder: Path, limit: float, *, quick: bool) -> Row:
+    """One part in a process of its own, with what it started ended at its limit, if it lasts as long."""
+    command = [sys.executable, sys.argv[0], "--part", name, *(["--quick"] if quick else [])]
+    paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
+    began, kept = time.perf_counter(), folder / f"{name}.jsonl"  # it stays if we are ended, too
+    with kept.open("w") as rows, tempfile.TemporaryFile() as errors:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for a GPU may fork afterwards
+        child = subprocess.Popen(command, stdout=rows, stderr=errors, env=environment, process_group=0)
+        try:
+            code, state = child.wait(limit), "done"
+        except subprocess.TimeoutExpired:
+            code, state = None, "stopped"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()[-TOLD:]
+    found = [json.loads(line) for line in kept.read_text().splitlines() if line.endswith("}")]
+    record = {"state": state, "seconds": round(time.perf_counter() - began, 1), "rows": found}
+    if code:
+        record |= {"state": "failed", "error": said.rpartition("\n")[2] if code > 0 else f"signal {-code}", "end": said}
+    elif code is None:
+        record["error"] = f"stopped after {limit:.0f} s, {len(found)} rows were there"
+    kept.unlink()
+    return record
+
+
+def judged(part: Part, rows: list[Row]) -> list[Row]:
+    """The goals; one that the rows there are do not suffice for is missed, and says why."""
+    try:
+        return part.judge(rows)
+    except Exception as error:  # noqa: BLE001 - rows of a part that was cut short
+        return [campaign_report.goal("all of it measured", f"{type(error).__name__}: {error}", met=False)]
+
+
+def write(folder: Path, campaign: Row) -> None:
+    """Both files, each replaced in one go."""
+    rig = json.loads(RIG.read_text()) if RIG.exists() else {"parts": {}}
+    titles = {name: part.title for name, part in PARTS.items()}
+    texts = {"json": json.dumps(campaign, indent=1), "md": campaign_report.markdown(campaign, rig, titles)}
+    for ending, text in texts.items():
+        new = folder / f"gpu_campaign.{ending}.new"
+        new.write_text(text + "\n")
+        new.replace(folder / f"gpu_campaign.{ending}")
+
+
+def begin(folder: Path) -> Row:
+    """The campaign as an earlier call left it in the folder, or a new one.
+
+    Raises:
+        SystemExit: there is no GPU here, or the folder's figures are another one's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        facts = machine()
+    except Exception as error:  # noqa: BLE001 - whatever keeps us from the device is the one thing to tell
+        raise SystemExit(f"no campaign without a GPU: {error}") from None
+    old = folder / "gpu_campaign.json"
+    if not old.exists():
+        return {"machine": facts, "began": f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC", "parts": {}}
+    campaign: Row = json.loads(old.read_text())
+    if campaign["machine"]["device"] != facts["device"]:
+        raise SystemExit(f"--output {folder}: the figures there are of {campaign['machine']['device']}; name another")
+    return campaign
+
+
+def main() -> None:
+    """Does the parts that are missing, as long as there is time, and keeps each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder of the report, and of what an earlier call left")
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)}: these alone, also if they are there")
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="for all of it; what is left waits for a next call"
+    )
+    parser.add_argument("--quick", action="store_true", help="few and small cases: shows that every part works")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part:
+        return work(given.part, quick=given.quick)
+    names = given.parts.split(",") if given.parts else list(PARTS)
+    if given.output is None or set(names) - set(PARTS):
+        parser.error(f"needs --output DIR, and --parts of {','.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no part outlives us
+    end = time.perf_counter() + given.seconds
+    campaign = begin(given.output)
+    command = " ".join(sys.argv).replace(str(given.output), given.output.name)
+    campaign |= {"command": f"python3 {command}", "quick": given.quick}
+    for name in names:
+        left = end - time.perf_counter()
+        there = campaign["parts"].get(name, {}).get("state", "unfinished") != "unfinished"
+        if (there and not given.parts) or left < LEAST_SECONDS:
+            continue
+        print(f"{name}: ", end="", file=sys.stderr, flush=True)
+        limit = PARTS[name].seconds * max(1.0, given.seconds / USUAL_SECONDS)
+        record = run(name, given.output, min(limit, left), quick=given.quick)
+        if record["state"] == "stopped" and left < limit:  # cut short by us: the next call does it again
+            record["state"] = "unfinished"
+        campaign["parts"][name] = record | {"goals": judged(PARTS[name], record["rows"])}
+        write(given.output, campaign)
+        print(f"{record['state']} in {record['seconds']} s {record.get('error', '')}", file=sys.stderr, flush=True)
+    print(campaign_report.summary(campaign, {name: part.title for name, part in PARTS.items()}))
+    return None
+
+
+if __name__ == "__main__":
+    main()
