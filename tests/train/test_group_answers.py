@@ -40,9 +40,15 @@ def test_a_rank_that_did_not_answer_or_is_damaged_makes_the_group_start_again():
     assert not merged({1: attempt("oom", usable=False), 0: attempt("oom")})["usable"]
 
 
-def test_the_memory_limit_of_a_group_is_that_of_its_least_rank():
-    done = merge("open", {1: {"done": {"memory_limit_bytes": 7}}, 0: {"done": {"memory_limit_bytes": 9}}}, 2)["done"]
+def test_the_memory_limit_of_a_group_is_that_of_its_least_rank_and_its_neighbours_are_all_of_theirs():
+    def facts(limit, *pids):
+        return {
+            "done": {"memory_limit_bytes": limit, "environment": {"other_processes": [{"pid": pid} for pid in pids]}}
+        }
+
+    done = merge("open", {1: facts(7, 42, 43), 0: facts(9, 42)}, 2)["done"]
     assert (done["memory_limit_bytes"], done["rank_memory_limits_bytes"]) == (7, [9, 7])
+    assert done["environment"]["other_processes"] == [{"pid": 42}, {"pid": 43}]
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank():
