@@ -97,7 +97,7 @@ def require_cuda_autograd() -> None:
     if not done:
         raise DeviceError(
             f"estimate cannot trace with this build of torch ({torch.__version__}, {platform.machine()}): its CUDA "
-            "device guard is not where it is expected; use an official build of torch 2.9 or later"
+            "device guard is not where it is expected; use an official build of torch 2.10 or later"
         )
 
 
