@@ -140,14 +140,10 @@ class AcceleratorMemory:
         _, total, free = self.describe()
         if total is None:
             return None
-        free = free + (self.reserved_bytes() or 0) if free is not None else None  # in whose own limit it counts
+        held = getattr(self._module, "memory_reserved", None)  # by this process, in whose own limit it counts
+        free = free + int(held()) if free is not None and held is not None else free
         shared = free is not None and free < total * (1 - margin)
         return int((free if shared and free is not None else total) * (1 - margin))
-
-    def reserved_bytes(self) -> int | None:
-        """What this process's allocator holds now, in use or not; None where it does not tell."""
-        reserved = getattr(self._module, "memory_reserved", None)
-        return None if reserved is None else int(reserved())
 
     def enforce(self, limit_bytes: int) -> None:
         total = self.describe()[1]

@@ -26,7 +26,6 @@ from batchtune.train.worker import Worker, WorkerSettings
 
 _SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
 _SETTLING_SECONDS = (0.0, 0.3, 1.0)
-_TOLD_SECONDS = 60.0  # in which a child that trains nothing answers
 
 
 def run_probe(
@@ -227,15 +226,11 @@ class _Session:
         self._fed = (fastest.precision, found)
 
     def look(self, worker: Worker) -> None:
-        """Free memory of an accelerator beside a child that has trained, with what its allocator still holds of it.
-
-        That is the workspaces of cuBLAS, which PyTorch allocates like tensors and keeps.
-        """
+        """Free memory of an accelerator beside a child that has trained and given its tensors back."""
         uuid = self.facts.get("nvml_uuid")
         seen, opened = look(uuid) if uuid else None, worker.facts["environment"]["device_memory_free_bytes"]
         if seen and seen.free_bytes and opened and "world_size" not in self.facts:
-            kept = worker.call("reserved", timeout=_TOLD_SECONDS)["reserved_bytes"]
-            self._beside_child = opened, seen.free_bytes + kept
+            self._beside_child = opened, seen.free_bytes
 
     def look_again(self, worker: Worker) -> None:
         """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""

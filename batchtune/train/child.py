@@ -118,10 +118,6 @@ class Child:
         limit: int | None = self._memory.default_limit(margin)
         return limit
 
-    def reserved(self) -> dict[str, Any]:
-        """Bytes of the device that the allocator holds now, with no attempt at work."""
-        return {"reserved_bytes": self._memory.reserved_bytes() or 0}
-
     def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
         module, _, name = function.partition(":")
@@ -280,8 +276,8 @@ def serve(child: Child, channel: Channel) -> None:
     """Answers commands until the parent closes the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     names = (
-        *("describe", "load_libraries", "open", "apply", "attempt", "reserved", "time_steps", "count_flops"),
-        *("time_loader", "range_test", "noise_scale", "train", "rejoin"),
+        *("describe", "load_libraries", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
+        *("range_test", "noise_scale", "train", "rejoin"),
     )
     methods = {name: getattr(child, name) for name in names if hasattr(child, name)}
     while True:
