@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchtune.estimate.allocator import ExpandableAllocator
+from batchtune.estimate.allocator import ExpandableAllocator, FallingAllocator
 from batchtune.estimate.calibration import Offsets
 from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
@@ -135,15 +135,20 @@ def _measured(gpu: dict[str, Any]) -> Offsets:
 
 @dataclass(frozen=True)
 class _Searches:
-    """The searches of one step, by the allocator's segments."""
+    """The searches of one step, by the allocator's segments: fixed ones, and those with falling addresses."""
 
     step: Step
     fixed: Search
+    falling: Search
     expandable: Search
+
+    def safe(self, capacity_bytes: int) -> int:
+        """The largest batch size that fits in whichever order the driver hands out addresses."""
+        return min(self.fixed(capacity_bytes), self.falling(capacity_bytes))
 
     @classmethod
     def of(cls, step: Step) -> _Searches:
-        return cls(step, Search(step), Search(step, ExpandableAllocator))
+        return cls(step, Search(step), Search(step, FallingAllocator), Search(step, ExpandableAllocator))
 
 
 def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]
         "notes": list(sure.notes),
         "max_batch_size": expected,
         "limited_by": "max" if expected >= LARGEST else "memory",
-        "safe_max_batch_size": min(expected, searches.fixed(_rounded_down(int(capacity / (1 + sure.band))))),
+        "safe_max_batch_size": min(expected, searches.safe(_rounded_down(int(capacity / (1 + sure.band))))),
         "expandable_segments_max_batch_size": max(expected, searches.expandable(within)),
     }
     if expected:

@@ -20,6 +20,11 @@ _INSIDE_LIBRARIES = {
     ),
     "cuSPARSE": ("aten._sparse", "aten.sparse", "aten._coalesce"),
 }
+# Kernels of torch's own that take much which no formula here tells, as tests/benchmarks/estimate_allocator.py found.
+_INSIDE_KERNELS = {
+    "medium": ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique"),
+    "low": ("aten._cdist_", "aten.cdist."),
+}
 _TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
 
 
@@ -162,6 +167,11 @@ def confidence(
     if any(name.startswith(_CONVOLUTION) for name in names):
         level = "medium"
         reasons.append("convolutions: cuDNN's workspace depends on the algorithm it chooses")
+    for worst, operators in _INSIDE_KERNELS.items():
+        found = sorted(name for name in names if name.startswith(operators))
+        if found:
+            level = worst
+            reasons.append(f"memory inside {', '.join(found)} is not seen")
     if kind_of(names) == "recurrent":
         level = "low"
         reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")

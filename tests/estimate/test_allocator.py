@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
+from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator, FallingAllocator, OutOfMemory
 
-ALLOCATORS = pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+ALLOCATORS = pytest.mark.parametrize("kind", [CachingAllocator, FallingAllocator, ExpandableAllocator])
 sizes = st.one_of(
     st.integers(1, 5_000), st.integers(1, MIB), st.integers(MIB, 10 * MIB), st.integers(10 * MIB, 60 * MIB)
 )
@@ -152,3 +152,16 @@ def test_a_split_segment_cannot_be_given_back_but_an_expandable_one_can_lose_its
     allocator = ExpandableAllocator(100 * MIB)
     fill(allocator)
     assert allocator.reserved_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(("kind", "left"), [(CachingAllocator, 30 * MIB), (FallingAllocator, 40 * MIB)])
+def test_of_equal_free_blocks_the_one_with_the_lowest_address_is_taken(kind, left):
+    allocator = kind()
+    for key, size in enumerate((30, 40)):  # each segment's second half is held, so that its first is a block of 20 MiB
+        allocator.allocate(f"first {key}", 20 * MIB)
+        allocator.allocate(f"rest {key}", size * MIB)
+        allocator.free(f"first {key}")
+    allocator.allocate("between", 20 * MIB)
+    taken = next(block for block in allocator.blocks() if not block.free and block.size == 20 * MIB)
+    assert taken.address == min(block.address for block in allocator.blocks() if block.size == 20 * MIB)
+    del left

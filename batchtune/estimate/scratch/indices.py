@@ -34,7 +34,7 @@ def _embedding_backward(args: Any) -> Steps:
     sorting = (indices.numel(), indices.element_size())
     rows = (*sorting, weights)
     ids = Block(_sorted, sorting)
-    before: Steps = (*contiguous(gradient, indices), ids, ids, ids, (ids, Block(_radix_sort, sorting)))
+    before: Steps = (*contiguous(gradient, indices), ids, ids, (ids, Block(_radix_sort, sorting)))
     segments, one = Block(_segments, rows), Block(_one, sorting)
     partial: Steps = (Block(_partial_segments, rows), Block(_partial_sums, (*rows, gradient.shape[-1])))
     return ((*before, RESULTS, ids, one, segments, segments, one, *partial),)
