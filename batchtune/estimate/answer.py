@@ -17,8 +17,8 @@ from batchtune.estimate.overheads import (
     capacity_bytes,
     confidence,
     custom_operators,
+    gpu_of,
     kind_of,
-    overhead_of,
     unseen_share,
     workspace_bytes,
 )
@@ -70,7 +70,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
             facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
             aligned = isinstance(found, FittedStep)
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
-            kind = overhead_of(gpu["generation"]).gpu
+            kind = gpu_of(gpu["name"], gpu["generation"])
             if kind not in searches:
                 searches[kind] = _Searches.of(step.on(kind))
             rows.append(_row(searches[kind], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
@@ -111,7 +111,7 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
 def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
     """The fields of `Foreseen` that follow from the step, the device and the limit."""
     workspace = 0
-    step = step if gpu is None else step.on(overhead_of(gpu["generation"]).gpu)
+    step = step if gpu is None else step.on(gpu_of(gpu.get("name", ""), gpu["generation"]))
     if gpu is None:  # a block of its own for every large tensor, nothing cached
         room, expected = memory_limit, largest_allocated(step, memory_limit)
     else:
