@@ -73,7 +73,7 @@ APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set o
 
 # multi_processor_count in public logs of torch (A5000, A10G), and vendors' and databases' pages; of other GPUs the
 # largest of the generation is taken, with which reductions are spread further and scratch is larger.
-_MULTIPROCESSORS = {
+_KNOWN_MULTIPROCESSORS = {
     "T4": 40,
     "A100-40GB": 108,
     "A100-80GB": 108,
@@ -95,7 +95,7 @@ def gpu_of(name: str, generation: str) -> Gpu:
     except UsageError:
         return largest
     threads = _THREADS.get(known.compute_capability or (0, 0), largest.threads)
-    multiprocessors = _MULTIPROCESSORS.get(known.name, largest.multiprocessors)
+    multiprocessors = _KNOWN_MULTIPROCESSORS.get(known.name, largest.multiprocessors)
     return replace(largest, multiprocessors=multiprocessors, threads=threads)
 
 
