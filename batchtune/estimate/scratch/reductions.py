@@ -54,7 +54,7 @@ def reduction(
         vector if along and fastest == 1 and len(summed) == 1 else 1,
         element,
         partial_bytes or max(FLOAT, element),
-        *((tensor.storage_offset(), kept[0][1], *others) if fastest == 1 and not along else (1,)),
+        *((int(tensor.storage_offset()), kept[0][1], *others) if fastest == 1 and not along else (1,)),
     )
     return Block(_partial_results, lengths), Block(_semaphores, lengths)
 
