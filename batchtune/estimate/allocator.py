@@ -19,6 +19,7 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 LARGE_SEGMENT_LIMIT_BYTES = 10 * MIB
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 _SEGMENT_GAP = 1 << 40  # segments are far apart, so that blocks of two never look adjacent
+_HIGHEST_ADDRESS = 1 << 62
 _ADDRESS_SPACE = 1 << 50  # of an expandable segment; the real one is 1.125 x the device's memory
 
 
@@ -49,6 +50,8 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: what it may reserve; None for no limit.
+        falling: whether each segment lies below the last one. Of equal free blocks the one with the lowest address is
+            taken, and the order in which the driver hands out addresses is documented nowhere.
 
     Attributes:
         allocated_bytes: bytes in blocks that are in use.
@@ -58,7 +61,7 @@ class CachingAllocator:
         retries: how often it gave segments back in order not to fail.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, *, falling: bool = False) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -66,7 +69,7 @@ class CachingAllocator:
         self._in_use: dict[int, Block] = {}
         self._at: dict[int, Block] = {}  # free blocks by address
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted, by pool
-        self._next_address = 0
+        self._next_address, self._gap = (_HIGHEST_ADDRESS, -_SEGMENT_GAP) if falling else (0, _SEGMENT_GAP)
 
     def allocate(self, key: int, size: int) -> None:
         """Takes a block of at least `size` bytes, known from now on by `key`.
@@ -113,7 +116,7 @@ class CachingAllocator:
         else:
             segment = round_up(size, SEGMENT_ROUNDING_BYTES)
         self._reserve(segment)
-        self._next_address += _SEGMENT_GAP
+        self._next_address += self._gap
         return Block(self._next_address, segment, small)
 
     def _reserve(self, size: int) -> None:
@@ -169,6 +172,13 @@ class CachingAllocator:
         candidates = self._free[block.small]
         del candidates[bisect.bisect_left(candidates, (block.size, block.address))]
         del self._at[block.address]
+
+
+class FallingAllocator(CachingAllocator):
+    """The allocator where each segment lies below the last one."""
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes, falling=True)
 
 
 class ExpandableAllocator(CachingAllocator):

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchtune.estimate.allocator import ExpandableAllocator
+from batchtune.estimate.allocator import ExpandableAllocator, FallingAllocator
 from batchtune.estimate.calibration import Offsets
 from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
 from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
@@ -17,8 +17,8 @@ from batchtune.estimate.overheads import (
     capacity_bytes,
     confidence,
     custom_operators,
+    gpu_of,
     kind_of,
-    overhead_of,
     unseen_share,
     workspace_bytes,
 )
@@ -70,7 +70,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
             facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
             aligned = isinstance(found, FittedStep)
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
-            kind = overhead_of(gpu["generation"]).gpu
+            kind = gpu_of(gpu["name"], gpu["generation"])
             if kind not in searches:
                 searches[kind] = _Searches.of(step.on(kind))
             rows.append(_row(searches[kind], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
@@ -111,7 +111,7 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
 def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
     """The fields of `Foreseen` that follow from the step, the device and the limit."""
     workspace = 0
-    step = step if gpu is None else step.on(overhead_of(gpu["generation"]).gpu)
+    step = step if gpu is None else step.on(gpu_of(gpu.get("name", ""), gpu["generation"]))
     if gpu is None:  # a block of its own for every large tensor, nothing cached
         room, expected = memory_limit, largest_allocated(step, memory_limit)
     else:
@@ -135,15 +135,20 @@ def _measured(gpu: dict[str, Any]) -> Offsets:
 
 @dataclass(frozen=True)
 class _Searches:
-    """The searches of one step, by the allocator's segments."""
+    """The searches of one step, by the allocator's segments: fixed ones, and those with falling addresses."""
 
     step: Step
     fixed: Search
+    falling: Search
     expandable: Search
+
+    def safe(self, capacity_bytes: int) -> int:
+        """The largest batch size that fits in whichever order the driver hands out addresses."""
+        return min(self.fixed(capacity_bytes), self.falling(capacity_bytes))
 
     @classmethod
     def of(cls, step: Step) -> _Searches:
-        return cls(step, Search(step), Search(step, ExpandableAllocator))
+        return cls(step, Search(step), Search(step, FallingAllocator), Search(step, ExpandableAllocator))
 
 
 def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:
@@ -155,7 +160,7 @@ def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]
         "notes": list(sure.notes),
         "max_batch_size": expected,
         "limited_by": "max" if expected >= LARGEST else "memory",
-        "safe_max_batch_size": min(expected, searches.fixed(_rounded_down(int(capacity / (1 + sure.band))))),
+        "safe_max_batch_size": min(expected, searches.safe(_rounded_down(int(capacity / (1 + sure.band))))),
         "expandable_segments_max_batch_size": max(expected, searches.expandable(within)),
     }
     if expected:

@@ -147,4 +147,4 @@ def _gpu(device_name: str) -> dict[str, Any]:
         gpu = find_gpu(device_name)
     except UsageError:
         return {"generation": "", "measured": {}}
-    return {"generation": gpu.generation, "measured": asdict(offsets_of(gpu.name))}
+    return {"name": gpu.name, "generation": gpu.generation, "measured": asdict(offsets_of(gpu.name))}

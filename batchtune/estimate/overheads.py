@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from batchtune.device.gpus import find_gpu
+from batchtune.errors import UsageError
 from batchtune.estimate.allocator import MIB
 from batchtune.estimate.calibration import UNMEASURED, Offsets
 from batchtune.estimate.events import BRANCHES, UPPER_BOUND
@@ -19,6 +21,11 @@ _INSIDE_LIBRARIES = {
         *(f"aten.linalg_{name}" for name in ("cholesky", "eig", "inv", "ldl", "lstsq", "lu", "qr", "solve")),
     ),
     "cuSPARSE": ("aten._sparse", "aten.sparse", "aten._coalesce"),
+}
+# Kernels of torch's own that take much which no formula here tells, as tests/benchmarks/estimate_allocator.py found.
+_INSIDE_KERNELS = {
+    "medium": ("aten.sort.", "aten.argsort.", "aten.topk.", "aten.kthvalue.", "aten._unique", "aten.unique"),
+    "low": ("aten._cdist_", "aten.cdist."),
 }
 _TORCHS_OWN = ("aten.", "prims.", "prim.", "nn.RNNBase", "c10d.", "_c10d_functional.", "higher_order.")
 
@@ -62,6 +69,34 @@ OVERHEADS = {
 }
 _OTHER = Overhead(550 * MIB, Gpu(304, 2048, _HOPPER_WORKSPACE), f"context: {_AMD}; workspace: {_AMD}")
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
+
+
+# multi_processor_count in public logs of torch (A5000, A10G), and vendors' and databases' pages; of other GPUs the
+# largest of the generation is taken, with which reductions are spread further and scratch is larger.
+_KNOWN_MULTIPROCESSORS = {
+    "T4": 40,
+    "A100-40GB": 108,
+    "A100-80GB": 108,
+    "A10G": 80,
+    "RTX A5000": 64,
+    "RTX 3090": 82,
+    "RTX 4090": 128,
+    "H100 SXM": 132,
+}
+# Most threads of a multiprocessor by compute capability: CUDA C++ Programming Guide, technical specifications.
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+
+
+def gpu_of(name: str, generation: str) -> Gpu:
+    """What scratch is calculated from on a GPU; what is not known of it is that of its generation's largest."""
+    largest = overhead_of(generation).gpu
+    try:
+        known = find_gpu(name)
+    except UsageError:
+        return largest
+    threads = _THREADS.get(known.compute_capability or (0, 0), largest.threads)
+    multiprocessors = _KNOWN_MULTIPROCESSORS.get(known.name, largest.multiprocessors)
+    return replace(largest, multiprocessors=multiprocessors, threads=threads)
 
 
 def overhead_of(generation: str) -> Overhead:
@@ -148,6 +183,22 @@ class Confidence:
 _BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}
 
 
+def _not_seen(names: set[str]) -> list[tuple[str, str]]:
+    """Libraries and kernels among the operators whose memory no formula tells: the confidence they leave, and why."""
+    found = [
+        ("low", f"{library}: the memory inside of it is not seen")
+        for library, operators in _INSIDE_LIBRARIES.items()
+        if any(name.startswith(operators) for name in names)
+    ]
+    for level, operators in _INSIDE_KERNELS.items():
+        found += [
+            (level, f"{name}: the memory inside of it is not seen")
+            for name in sorted(names)
+            if name.startswith(operators)
+        ]
+    return found
+
+
 def confidence(
     ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str, measured: Offsets = UNMEASURED
 ) -> Confidence:
@@ -167,10 +218,9 @@ def confidence(
         reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
     if any(words in note for note in reasons for words in (BRANCHES, UPPER_BOUND)):
         level = "low"
-    for library, operators in _INSIDE_LIBRARIES.items():
-        if any(name.startswith(operators) for name in names):
-            level = "low"
-            reasons.append(f"{library}: the memory inside of it is not seen")
+    for worst, reason in _not_seen(names):
+        level = max(level, worst, key=list(_BANDS).index)
+        reasons.append(reason)
     custom = custom_operators(names)
     if custom:
         level = "low"

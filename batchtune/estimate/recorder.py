@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
 from batchtune.estimate.places import place_outside_torch
-from batchtune.estimate.scratch import LAST_FIRST, Block, Inside, inside, workspaces
+from batchtune.estimate.scratch import RESULTS, Block, Steps, inside, workspaces
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -105,17 +105,13 @@ class Recorder(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
-        kernel = inside(func, args) if self.device_type == "cuda" and self._on_device(args) else Inside()
-        before = self._take(kernel.before, func, in_backward=in_backward)
-        self._give_back(self._take(kernel.passing, func, in_backward=in_backward))
+        steps = inside(func, args) if self.device_type == "cuda" and self._on_device(args) else (RESULTS,)
         out = self._run(func, args, kwargs)
-        outputs = [each for each in ([out] if isinstance(out, Tensor) else tree_leaves(out)) if _is_tensor(each)]
-        for tensor in reversed(outputs) if func in LAST_FIRST else outputs:
-            if tensor.device.type == self.device_type:
-                self._see(tensor, func, args, in_backward=in_backward)
+        outputs = [each for each in tree_leaves(out) if _is_tensor(each)]
+        places = out if isinstance(out, list | tuple) else (out,)
+        self._play(steps, outputs, places, func, args, in_backward=in_backward)
         self._keep_values(outputs, func, args, kwargs)
         self._count(func, args, kwargs, out, outputs)
-        self._give_back([*before, *self._take(kernel.after, func, in_backward=in_backward)])
         if self.device_type == "cuda":
             self._take_workspaces(func, args, in_backward=in_backward)
         return out
@@ -123,11 +119,21 @@ class Recorder(TorchDispatchMode):
     def _on_device(self, args: Any) -> bool:
         return any(each.device.type == self.device_type for each in tree_leaves(args) if _is_tensor(each))
 
-    def _take(self, blocks: Iterable[Block], func: Any, *, in_backward: bool) -> list[int]:
-        return [self._born(0, SCRATCH + str(func), in_backward=in_backward, block=block) for block in blocks]
-
-    def _give_back(self, numbers: Iterable[int]) -> None:
-        self.trace.events += [-(number + 1) for number in numbers]
+    def _play(
+        self, steps: Steps, outputs: list[Tensor], places: Any, func: Any, args: Any, *, in_backward: bool
+    ) -> None:
+        """What happens inside a kernel, in its order: its blocks are born and die, its results are born."""
+        taken = []
+        for step in steps:
+            if isinstance(step, tuple):
+                self._play(step, outputs, places, func, args, in_backward=in_backward)
+            elif isinstance(step, Block):
+                taken.append(self._born(0, SCRATCH + str(func), in_backward=in_backward, block=step))
+            else:
+                for tensor in outputs if step == RESULTS else [places[step]]:
+                    if _is_tensor(tensor) and tensor.device.type == self.device_type:
+                        self._see(tensor, func, args, in_backward=in_backward)
+        self.trace.events += [-(number + 1) for number in taken]
 
     def _take_workspaces(self, func: Any, args: Any, *, in_backward: bool) -> None:
         """The workspaces of this thread's library handles: the forward pass and autograd's thread have one each."""

@@ -133,11 +133,11 @@ def _expected(tracer: Any, gpu: dict[str, Any], size: int) -> tuple[int, int, in
     from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
     from batchtune.estimate.capacity import TracedStep
     from batchtune.estimate.fit import FittedStep, fit, replay
-    from batchtune.estimate.overheads import overhead_of
+    from batchtune.estimate.overheads import gpu_of
 
     found = fit(tracer.trace)
     step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
-    step = step.on(overhead_of(gpu["generation"]).gpu)
+    step = step.on(gpu_of(gpu["name"], gpu["generation"]))
     fixed, expandable = (replay(step, size, make()) for make in (CachingAllocator, ExpandableAllocator))
     return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
+from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator, FallingAllocator, OutOfMemory
 
-ALLOCATORS = pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+ALLOCATORS = pytest.mark.parametrize("kind", [CachingAllocator, FallingAllocator, ExpandableAllocator])
 sizes = st.one_of(
     st.integers(1, 5_000), st.integers(1, MIB), st.integers(MIB, 10 * MIB), st.integers(10 * MIB, 60 * MIB)
 )
@@ -152,3 +152,15 @@ def test_a_split_segment_cannot_be_given_back_but_an_expandable_one_can_lose_its
     allocator = ExpandableAllocator(100 * MIB)
     fill(allocator)
     assert allocator.reserved_bytes == 100 * MIB
+
+
+@pytest.mark.parametrize(("kind", "taken"), [(CachingAllocator, 0), (FallingAllocator, 1)], ids=["rising", "falling"])
+def test_of_equal_free_blocks_the_one_with_the_lowest_address_is_taken(kind, taken):
+    allocator = kind()
+    for key in (0, 1):
+        allocator.allocate(key, 20 * MIB)
+    addresses = [block.address for block in allocator.blocks()]
+    allocator.free(0)
+    allocator.free(1)
+    allocator.allocate(2, 20 * MIB)
+    assert [block.address for block in allocator.blocks() if not block.free] == [addresses[taken]]

@@ -8,7 +8,7 @@ import pytest
 
 from batchtune.errors import UsageError
 from batchtune.estimate.allocator import MIB
-from batchtune.estimate.overheads import OVERHEADS, capacity_bytes, confidence, overhead_of
+from batchtune.estimate.overheads import OVERHEADS, capacity_bytes, confidence, gpu_of, overhead_of
 from batchtune.estimate.run import Question, choose, estimate_task, samples_per_second
 
 GIB = 1 << 30
@@ -172,3 +172,12 @@ def test_speed_is_bounded_by_arithmetic_or_by_memory_and_absent_where_a_rate_is_
 def test_an_unknown_precision_is_a_usage_error():
     with pytest.raises(UsageError, match="--precision int8"):
         estimate_task(Question(task="model.py"), [Gpu()], ["int8"])
+
+
+def test_scratch_is_that_of_the_gpu_where_it_is_known_and_else_of_its_generations_largest():
+    a5000, a4000, unknown = (
+        gpu_of(name, "Ampere") for name in ("NVIDIA RTX A5000", "RTX A4000", "nothing of the kind")
+    )
+    assert (a5000.multiprocessors, a5000.threads) == (64, 1536)
+    assert (a4000.multiprocessors, a4000.threads) == (108, 1536)
+    assert unknown == OVERHEADS["Ampere"].gpu

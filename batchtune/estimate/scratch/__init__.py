@@ -1,0 +1,56 @@
+"""Memory that CUDA kernels and libraries take for themselves: formulas from PyTorch's own sources.
+
+A dispatch mode sees results only. These are the operators of usual models whose scratch is not small beside their
+results; cuDNN's workspace, which it chooses by algorithm, is in `overheads` instead. What a kernel takes may jump with
+the batch, so a block is kept as its formula and the lengths that it is calculated from, polynomials of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchtune.estimate.scratch.attention import ATTENTION
+from batchtune.estimate.scratch.blocks import RESULTS, Block, Gpu, Steps, bytes_of
+from batchtune.estimate.scratch.convolutions import CONVOLUTIONS
+from batchtune.estimate.scratch.indices import INDICES
+from batchtune.estimate.scratch.normalizations import NORMALIZATIONS
+from batchtune.estimate.scratch.reductions import REDUCTIONS
+
+__all__ = ["RESULTS", "Block", "Gpu", "Steps", "inside", "workspaces"]
+aten = torch.ops.aten
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_INSIDE: dict[Any, Callable[[Any], Steps]] = {
+    **REDUCTIONS,
+    **NORMALIZATIONS,
+    **ATTENTION,
+    **INDICES,
+    **CONVOLUTIONS,
+    aten.native_dropout.default: lambda _: (1, 0),  # native_dropout_cuda in Dropout.cu makes the mask first
+}
+
+
+def inside(func: Any, args: Any) -> Steps:
+    """What the CUDA kernel of `func` allocates, its results among it; results that are not are not on the device."""
+    find = _INSIDE.get(func)
+    return (RESULTS,) if find is None else find(args)
+
+
+def workspaces(func: Any, args: Any) -> dict[str, Block]:
+    """The workspaces by library that a matrix product's thread takes at its first one, and never gives back.
+
+    CUDABlas.cpp and CublasHandlePool.cpp: each thread has a handle of its own, with 8,519,680 bytes, 32 MiB on
+    compute capability 9.0; `addmm` with a bias of one dimension goes to cuBLASLt, which takes 1 MiB more.
+    """
+    if func not in _PRODUCTS:
+        return {}
+    found = {"cublas": Block(_cublas, ())}
+    if func is aten.addmm.default and args[0].dim() == 1 and min(args[1].shape) > 1 and min(args[2].shape) > 1:
+        found["cublaslt"] = bytes_of(1 << 20)
+    return found
+
+
+def _cublas(gpu: Gpu) -> int:
+    return gpu.cublas_bytes
