@@ -33,14 +33,7 @@ CLOSE = 0.01
 FEWEST = 20  # probes of whose mean something can be asked
 RESOLUTION = 0.002  # of the truth, where it is not the answer itself
 HOST_BYTES = 256 << 20  # a batch that takes more of the host's memory is left out: the loop has it three times
-QUICK = (
-    "contrastive_b_x_b_logits",
-    "transformer_bf16",
-    "densenet",
-    "nn_transformerencoder",
-    "lora_bf16",
-    "diffusion_bf16",
-)
+QUICK = ("case_transformer_bf16", "case_densenet", "case_nn_transformerencoder")
 WITHOUT_ESTIMATE = "from batchtune.estimate.foresight import Foresight; Foresight.look = lambda *_, **__: None; "
 
 
@@ -273,7 +266,7 @@ def _read(path: Path) -> dict[Setup, Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="6 models at 2 sizes, no table")
+    parser.add_argument("--quick", action="store_true", help="3 models at 2 sizes, no table")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
     parser.add_argument("--only", default="", help="cases whose name has one of these words in it, no table")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GiB")

@@ -117,6 +117,7 @@ def test_figures_of_another_device_are_not_mixed_in(ended):
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_part_reports(tmp_path):
     sys.path.insert(0, str(GPU))
