@@ -149,10 +149,10 @@ def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, c
     rejected = [size for size, outcome in last.items() if outcome == "user_error" and size <= most]
     failed = min((size for size in last if size not in rejected), default=ceiling + unit)
     under = max((size for size in rejected if size < failed), default=floor - unit)
-    if len(rejected) >= MAX_USER_ERRORS or failed - under <= unit:
-        return Choice(None, f"nothing fits: tried {', '.join(map(str, sorted(last)))}")
     if floor not in last and rejected:
         return Choice(floor, "nothing fits yet, try the minimum")
+    if len(rejected) >= MAX_USER_ERRORS or failed - under <= unit:
+        return Choice(None, f"nothing fits: tried {', '.join(map(str, sorted(last)))}")
     if rejected:
         wanted = min(2 * under, (under + failed) // 2 if failed in last else ceiling) // unit * unit
         return Choice(max(wanted, under + unit), f"the task raised an error at {under}, try more")

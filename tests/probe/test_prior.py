@@ -7,6 +7,7 @@ import pytest
 from batchtune.estimate.foresight import Foreseen
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
+from batchtune.probe.search import Bounds, next_size
 from batchtune.progress import Observer
 from batchtune.results import Attempt
 from batchtune.train.worker import WorkerSettings
@@ -156,3 +157,10 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
     assert result.probe.max_batch_size == pytest.approx(4864, rel=0.01)
     assert (device.sizes[0] > 1000) == (foreseen is not None)
     assert learnt == ([("NVIDIA A100-SXM4-80GB", len(result.probe.attempts))] if foreseen else [])
+
+
+def test_a_start_at_the_maximum_that_the_task_rejects_does_not_end_the_search():
+    bounds = Bounds(minimum=10, maximum=14, multiple_of=1, tolerance=0.0)
+    rejected = Attempt(batch_size=14, outcome="user_error", seconds=0.1, message="no more than 12 classes")
+    choice = next_size([rejected], bounds, LIMIT, lambda size: size)
+    assert choice.batch_size == 10
