@@ -92,11 +92,13 @@ def batchtune(*arguments, **environment):
     return result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("visible", [None, "", "0"], ids=["as it is", "hidden", "shown by the task"])
+NO_CARD, THAT_CARD, ANOTHER = [], [fake_gpu.Card(capability=(8, 6))], [fake_gpu.Card("8GiB", capability=(12, 0))]
+
+
 @pytest.mark.parametrize(
-    "cards",
-    [[], [fake_gpu.Card("24GiB", capability=(8, 6))], [fake_gpu.Card("8GiB", capability=(12, 0))]],
-    ids=["no card", "that card", "another generation"],
+    ("cards", "visible"),
+    [(NO_CARD, None), (THAT_CARD, None), (THAT_CARD, ""), (ANOTHER, "0")],
+    ids=["no card", "that card", "hidden", "another generation, shown by the task"],
 )
 def test_an_estimate_is_the_same_with_any_card_or_none_and_opens_none(task, cards, visible):
     path = task(MLP + (f'\nimport os\nos.environ["CUDA_VISIBLE_DEVICES"] = "{visible}"\n' if visible else ""))
