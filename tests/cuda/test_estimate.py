@@ -118,11 +118,14 @@ def test_a_probe_starts_from_its_estimate(task):
     assert int(first[1].replace(",", "")) > 1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("source", [MLP, LANGUAGE, CONVOLUTIONS], ids=["MLP", "language model", "convolutions"])
+@pytest.mark.parametrize(
+    ("source", "precision"),
+    [(MLP, "fp32"), (LANGUAGE, "bf16"), (CONVOLUTIONS, "bf16")],
+    ids=["MLP", "language model", "convolutions"],
+)
 def test_peaks_are_those_of_torchs_own_allocator(script, task, source, precision):
     path = task(source)
     with fake_gpu.machine(fake_gpu.Card("80GiB", capability=(8, 0), multiprocessors=108, cudnn_workspace_bytes=0)):
-        for size in (3, 64, 500):
+        for size in (3, 500):
             allocated, reserved = script(TRAINED, path, precision, size)
             assert script(TRACED, path, precision, size) == [allocated, pytest.approx(reserved, rel=0.01)], size
