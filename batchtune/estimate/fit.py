@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -18,6 +19,8 @@ BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kerne
 QUADRATIC_BATCH_SIZE = 13
 _DENOMINATOR = 2  # B * (B - 1) / 2 is the one fraction that real losses have
 _LINEAR, _QUADRATIC = 1, 2
+_SECOND = "forward 2"  # the moment in which the second step begins
+_FEWEST_STEPS, _MOST_STEPS, _CALM_STEPS = 3, 9, 2  # of a replay, as of an attempt; without making room
 
 
 class Step(Protocol):
@@ -167,19 +170,51 @@ def peak_allocated_bytes(step: Step, batch_size: int) -> int:
 
 
 def replay(step: Step, batch_size: int, allocator: CachingAllocator) -> CachingAllocator:
-    """Runs the step's allocations through an allocator.
+    """Runs the step's allocations through an allocator, for as many steps as `batchtune.train.attempt` takes.
+
+    Blocks are cut up anew from step to step: the second one is repeated, once, or more often where the allocator had
+    to make room, until it had not to for two steps in a row.
 
     Raises:
         OutOfMemory: they pass its capacity.
     """
-    sizes = step.sizes(batch_size)
-    for event in step.events(batch_size):
+    sizes, events = step.sizes(batch_size), step.events(batch_size)
+    _play(events, sizes, allocator)
+    steps, calm = 2, 0
+    for repeated in itertools.cycle(_repeated(events, sizes, step.births(batch_size))):
+        if steps >= (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
+            break
+        before = allocator.retries
+        _play(repeated, sizes, allocator)
+        steps, calm = steps + 1, calm + 1 if allocator.retries == before else 0
+    return allocator
+
+
+def _play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocator) -> None:
+    for event in events:
         size = sizes[abs(event) - 1]
         if event > 0 and size:
             allocator.allocate(event, size)
         elif size:
             allocator.free(-event)
-    return allocator
+
+
+def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[list[int]]:
+    """The events of the third step and of the fourth; none where the second left more or other storages than it found.
+
+    What the second step leaves behind, such as the last batch, takes the place of what it frees of the first. In the
+    third, those numbers change places, and in the fourth they do so again.
+    """
+    first = next((place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND), None)
+    second = events[first:] if first is not None else []
+    born = {event for event in second if event > 0}
+    died = {-event for event in second if event < 0}
+    before, after = sorted(died - born), sorted(born - died)
+    if [sizes[each - 1] for each in before] != [sizes[each - 1] for each in after]:
+        return []
+    places = dict(zip(before + after, after + before, strict=True))
+    swapped = [places.get(event, event) if event > 0 else -places.get(-event, -event) for event in second]
+    return [swapped, second]
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision:
                 trace.work = Work()
                 for _ in range(micro_batches):
                     recorder.moment = f"forward {step + 1}"
-                    trainer.forward_backward(batch, micro_batches)
+                    loss = trainer.forward_backward(batch, micro_batches)  # noqa: F841 - it lives as long as in a loop
                     roles.backward_done(trainer)
                 recorder.moment = f"optimizer {step + 1}"
                 trainer.update()

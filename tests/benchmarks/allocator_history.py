@@ -14,49 +14,43 @@ from zoo import Case
 ROUNDING = 512
 _LOOK_AHEAD = 40  # allocations, of both sides together, until which they are alike again
 _KINDS = 4  # of differences that are told
+_STEPS = 2  # as many as are traced
 
 
-def first_difference(case: Case, size: int) -> str:
+def first_difference(case: Case, gpu: dict[str, Any], size: int) -> str:
     """In words: at which operator of the trace an allocation or a free differs; run in a process without CUDA."""
     from estimate_allocator import forked
 
-    traced = forked(_traced, case, size)
+    traced = forked(_traced, case, gpu, size)
     return compare(traced, forked(_recorded, case, size))
 
 
-def _traced(case: Case, size: int) -> list[tuple[int, int, str]]:
+def _traced(case: Case, gpu: dict[str, Any], size: int) -> list[tuple[int, int, str]]:
     """(number of the storage, its rounded size or 0 where it dies, what it is) for each event."""
     from batchtune.estimate.answer import warm_up
-    from batchtune.estimate.scratch import Gpu
+    from batchtune.estimate.overheads import gpu_of
     from batchtune.estimate.trace import Tracer
 
     warm_up()
     trace = Tracer(f"{Path(zoo.__file__)}:{case.slug}", case.precision, case.accumulation_steps).trace(size)
+    kind = gpu_of(gpu["name"], gpu["generation"])
     found = []
     for event in trace.events:
         birth = trace.births[abs(event) - 1]
-        size_bytes = birth.size_bytes if birth.block is None else birth.block.formula(Gpu(), *birth.block.lengths)
-        if not size_bytes and birth.block:
-            continue
-        what = f"{birth.op} ({birth.moment.split()[0]})"
-        rounded = max(1, -(-size_bytes // ROUNDING)) * ROUNDING
-        found.append((abs(event), rounded if event > 0 else 0, what))
+        size_bytes = birth.bytes_on(kind)
+        if size_bytes:
+            what = f"{birth.op} ({birth.moment.split()[0]})"
+            found.append((abs(event), -(-size_bytes // ROUNDING) * ROUNDING if event > 0 else 0, what))
     return found
 
 
 def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:
     """The same of real steps, from the allocator's history; what it is: the innermost Python line."""
-    from batchtune.train.step import Trainer
+    from estimate_allocator import attempted
 
-    batch = case.batch(size)
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")
-    device = torch.device("cuda", 0)
-    trainer = Trainer(case.task(), device, case.precision, loss_scale=1.0)
-    for _ in range(2):
-        for _ in range(min(2, case.accumulation_steps)):
-            trainer.forward_backward(batch, case.accumulation_steps)
-        trainer.update()
+    attempted(case, case.model(**case.options), size, None, steps=_STEPS)
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     found, number, at = [], 0, {}
     for event in events:

@@ -160,7 +160,9 @@ def with_model(case: Case, model: Any) -> Any:
     return Task(SimpleNamespace(**members), case.name)
 
 
-def attempted(case: Case, model: Any, size: int, limit: int | None, settings: str = "") -> dict[str, Any]:
+def attempted(
+    case: Case, model: Any, size: int, limit: int | None, settings: str = "", *, steps: int = STEPS
+) -> dict[str, Any]:
     """One size trained for real; settings of the allocator must be there before CUDA is."""
     from batchtune.device.memory import open_device
 
@@ -170,7 +172,7 @@ def attempted(case: Case, model: Any, size: int, limit: int | None, settings: st
     if limit is not None:
         memory.enforce(limit)
     how = {"precision": case.precision, "accumulation_steps": case.accumulation_steps}
-    found, _ = attempt(with_model(case, model), memory, batch_size=size, steps=STEPS, **how)
+    found, _ = attempt(with_model(case, model), memory, batch_size=size, steps=steps, **how)
     if found.outcome not in ("fit", "oom"):
         raise RuntimeError(f"{found.outcome} at {size}: {found.message}")
     return {"fits": found.fits, "peaks": (found.peak_allocated_bytes, found.peak_reserved_bytes)}
@@ -244,7 +246,7 @@ def examined(
     record |= {"estimated": guess, "measured": truth}
     if not exact(record):
         try:
-            record["difference"] = forked(first_difference, case, sorted(guess["peaks"])[len(guess["peaks"]) // 2])
+            record["difference"] = forked(first_difference, case, gpu, sorted(guess["peaks"])[len(guess["peaks"]) // 2])
         except RuntimeError as error:
             record["difference"] = f"not found: {error}"[:300]
     return record | {"seconds": round(time.perf_counter() - started, 1)}
