@@ -24,7 +24,7 @@ class Birth:
         line: `file:line` of the innermost code that is not torch's, for what is born in a forward; else empty.
         moment: `build`, `forward`, `backward` or `optimizer`, with the step's number after the first three letters.
         category: one of CATEGORIES.
-        adds_to: for a sum that torch makes in place but not of fake tensors, the storages of its two terms.
+        replaces: for what torch makes in place but not of fake tensors, the storage in whose place it is made.
         block: for scratch, the formula of its size, which `size_bytes` does not tell.
     """
 
@@ -34,7 +34,7 @@ class Birth:
     line: str = ""
     moment: str = "build"
     category: str = "temporaries"
-    adds_to: tuple[int, ...] = ()
+    replaces: int | None = None
     block: Block | None = None
 
     def bytes_on(self, gpu: Gpu) -> int:
@@ -83,26 +83,26 @@ class Trace:
 def normalized(trace: Trace) -> Trace:
     """The trace as a GPU would see it: sums of gradients in place, and runs of frees in one order.
 
-    Autograd adds a gradient that arrives second into the first one's storage, and `linear` its bias into a product's,
-    but never while tensors are fake. A sum one of whose terms dies right after it is such an addition, where it is made
-    in backward, or by the very call that made the term. The order within a run of frees is arbitrary
-    (autocast's cache is a hash map) and makes no difference to the allocator's totals.
+    Autograd adds a gradient that arrives second into the first one's storage, fills zeros of its own, and `linear` adds
+    its bias to a product, but never while tensors are fake. Where what could be replaced so dies right after, it was.
+    The order within a run of frees is arbitrary (autocast's cache is a hash map) and makes no difference to the
+    allocator's totals.
     """
     events = list(trace.events)
     stands_for: dict[int, int] = {}
     dropped: set[int] = set()
     for place, event in enumerate(events):
-        if event < 0 or not trace.births[event - 1].adds_to:
+        replaced = trace.births[event - 1].replaces if event > 0 else None
+        if replaced is None:
             continue
-        terms = {stands_for.get(term, term) for term in trace.births[event - 1].adds_to}
+        replaced = stands_for.get(replaced, replaced)
         for later in range(place + 1, min(place + 1 + _LOOK_AHEAD, len(events))):
             if events[later] > 0:
                 break
             dying = -events[later] - 1
-            dying = stands_for.get(dying, dying)
-            if dying in terms and later not in dropped:
+            if stands_for.get(dying, dying) == replaced and later not in dropped:
                 dropped |= {place, later}
-                stands_for[event - 1] = dying
+                stands_for[event - 1] = replaced
                 break
     kept = (event for place, event in enumerate(events) if place not in dropped)
     return renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))

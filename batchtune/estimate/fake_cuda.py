@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
@@ -166,6 +167,7 @@ def _install_hooks() -> bool:
 @contextlib.contextmanager
 def _replaced() -> Iterator[None]:
     """Python names of torch that would answer for a machine without a GPU, or refuse fake tensors."""
+    import torch._subclasses as subclasses
     import torch._subclasses.fake_impls as rules
     import torch._subclasses.fake_tensor as fakes
     import torch.optim.optimizer as optimizers
@@ -185,6 +187,8 @@ def _replaced() -> Iterator[None]:
         (torch.cuda, "get_device_capability", lambda *_, **__: (8, 0)),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "empty_cache", lambda: None),
+        (subclasses, "FakeTensor", _NobodysTensor),  # by which libraries ask whether they are being compiled
+        (torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
         (nn.Module, "_apply", _apply),
@@ -199,6 +203,16 @@ def _replaced() -> Iterator[None]:
     finally:
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+class _NobodysTensor(torch.Tensor):
+    """A class of which no tensor is."""
+
+
+def _format_of_convolution(tensor: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
+    """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
+    found: torch.memory_format = suggest_memory_format(tensor)
+    return found if found != torch.contiguous_format else suggest_memory_format(weight)
 
 
 def _run_fallback_kernel(

@@ -19,12 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
 from batchtune.estimate.places import place_outside_torch
-from batchtune.estimate.scratch import RESULTS, Block, Steps, inside, workspaces
+from batchtune.estimate.scratch import RESULTS, Block, Held, Steps, inside, workspaces
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
 _MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
+_FILLS_ZEROS = {aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default}
+_IN_PLACE_IN = {"BinaryCrossEntropyWithLogitsBackward0": (aten.sub.Tensor, aten.mul.Tensor, aten.add.Tensor)}
 _ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
 
 
@@ -121,19 +123,27 @@ class Recorder(TorchDispatchMode):
 
     def _play(
         self, steps: Steps, outputs: list[Tensor], places: Any, func: Any, args: Any, *, in_backward: bool
-    ) -> None:
-        """What happens inside a kernel, in its order: its blocks are born and die, its results are born."""
-        taken = []
+    ) -> list[int]:
+        """What happens inside a kernel, in its order: its blocks are born and die, its results are born.
+
+        Returns:
+            The blocks that are still to die.
+        """
+        taken, kept = [], []
         for step in steps:
             if isinstance(step, tuple):
-                self._play(step, outputs, places, func, args, in_backward=in_backward)
+                taken += self._play(step, outputs, places, func, args, in_backward=in_backward)
             elif isinstance(step, Block):
-                taken.append(self._born(0, SCRATCH + str(func), in_backward=in_backward, block=step))
+                number = self._born(0, SCRATCH + str(func), in_backward=in_backward, block=step)
+                (kept if step.outlives else taken).append(number)
             else:
-                for tensor in outputs if step == RESULTS else [places[step]]:
+                held = step.size_bytes if isinstance(step, Held) else None
+                place = step.place if isinstance(step, Held) else step
+                for tensor in outputs if place == RESULTS else [places[place]]:
                     if _is_tensor(tensor) and tensor.device.type == self.device_type:
-                        self._see(tensor, func, args, in_backward=in_backward)
+                        self._see(tensor, func, args, in_backward=in_backward, held=held)
         self.trace.events += [-(number + 1) for number in taken]
+        return kept
 
     def _take_workspaces(self, func: Any, args: Any, *, in_backward: bool) -> None:
         """The workspaces of this thread's library handles: the forward pass and autograd's thread have one each."""
@@ -185,7 +195,7 @@ class Recorder(TorchDispatchMode):
             work.flops += formula(*args, **kwargs, out_val=out)
             work.matmul_bytes += moved
 
-    def _see(self, tensor: Tensor, func: Any, args: Any, *, in_backward: bool) -> None:
+    def _see(self, tensor: Tensor, func: Any, args: Any, *, in_backward: bool, held: int | None = None) -> None:
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
@@ -195,18 +205,29 @@ class Recorder(TorchDispatchMode):
             return
         number = self.number_of(args[0]) if func.is_view and args and _is_tensor(args[0]) else None
         if number is None:
-            number = self._born(size, str(func), in_backward=in_backward)
+            number = self._born(held or size, str(func), in_backward=in_backward)
         self._storages[number] += 1
         finalizer = weakref.finalize(storage, self._died, key, number)
         finalizer.atexit = False
         self._live[key] = (number, finalizer)
-        if (
-            func is aten.add.Tensor
-            and isinstance(args[1], Tensor)
-            and ((in_backward and args[0].shape == args[1].shape) or (self._calls[0] == self._calls[1]))
-        ):
-            terms = (self.number_of(args[0]), self.number_of(args[1]))
-            self.trace.births[number].adds_to = tuple(term for term in terms if term is not None)
+        if args and _is_tensor(args[0]) and self._is_made_in_place(func, args, in_backward=in_backward):
+            self.trace.births[number].replaces = self.number_of(args[0])
+
+    def _is_made_in_place(self, func: Any, args: Any, *, in_backward: bool) -> bool:
+        """Whether torch would write a result over its first argument if tensors were not fake.
+
+        A sum of gradients in `InputBuffer::accumulate` of input_buffer.cpp, which takes a dense first one, and what
+        FunctionsManual.cpp does where `areAnyTensorSubclassLike` is false.
+        """
+        summing = in_backward and not torch.is_grad_enabled()  # which it is where a checkpoint computes again
+        if func is aten.add.Tensor and isinstance(args[1], Tensor):
+            return (
+                args[0].shape == args[1].shape and _is_dense(args[0]) if summing else self._calls[0] == self._calls[1]
+            )
+        if not summing:
+            return False
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001
+        return func in _FILLS_ZEROS or func in _IN_PLACE_IN.get(type(node).__name__, ())
 
     def _born(self, size: int, op: str, *, in_backward: bool, block: Block | None = None) -> int:
         module = self._modules[-1] if self._modules else None
@@ -293,6 +314,16 @@ class Recorder(TorchDispatchMode):
             f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed: {UPPER_BOUND}"
         )
         return out
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once, in any order of its dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _is_tensor(value: Any) -> bool:

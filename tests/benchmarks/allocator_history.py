@@ -48,13 +48,17 @@ def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:
     """The same of real steps, from the allocator's history; what it is: the innermost Python line."""
     from estimate_allocator import attempted
 
+    from batchtune.train.step import require_finite
+
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")
     attempted(case, case.model(**case.options), size, None, steps=_STEPS)
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     found, number, at = [], 0, {}
     for event in events:
-        if event["action"] == "alloc":
+        if event["action"] == "alloc" and not any(
+            frame["name"] == require_finite.__name__ for frame in event["frames"]
+        ):
             number += 1
             at[event["addr"]] = number
             frames = [each for each in event["frames"] if each["filename"] != "??"]

@@ -80,6 +80,7 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
     reading, writing = os.pipe()
     process = os.fork()
     if not process:
+        torch.set_num_threads(1)  # makes anew what a fork lost, before autograd's threads do so at the same time
         try:
             answer = (True, work(*arguments))
         except BaseException as error:  # noqa: BLE001 - the parent raises it

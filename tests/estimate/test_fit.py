@@ -138,13 +138,13 @@ def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
 
 
 def test_a_gradient_that_is_added_to_another_takes_no_memory_of_its_own():
-    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", adds_to=(0, 1)), Birth(7, "x")]
+    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", replaces=0), Birth(7, "x")]
     trace = normalized(Trace(3, [1, 2, 3, -1, -2, 4, -3, -4], births))
     assert trace.events == [1, 2, -2, 3, -1, -3]
     assert [birth.op for birth in trace.births] == ["first", "second", "x"]
 
 
 def test_a_sum_whose_terms_live_on_keeps_its_own_memory():
-    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", adds_to=(0, 1)), Birth(7, "x")]
+    births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", replaces=0), Birth(7, "x")]
     trace = normalized(Trace(3, [1, 2, 3, 4, -1, -2, -3, -4], births))
     assert len(trace.births) == 4

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from batchtune.estimate.scratch.attention import ATTENTION
-from batchtune.estimate.scratch.blocks import RESULTS, Block, Gpu, Steps, bytes_of
+from batchtune.estimate.scratch.blocks import RESULTS, Block, Gpu, Held, Steps, bytes_of
 from batchtune.estimate.scratch.convolutions import CONVOLUTIONS
 from batchtune.estimate.scratch.indices import INDICES
+from batchtune.estimate.scratch.losses import LOSSES
 from batchtune.estimate.scratch.normalizations import NORMALIZATIONS
 from batchtune.estimate.scratch.reductions import REDUCTIONS
 
-__all__ = ["RESULTS", "Block", "Gpu", "Steps", "inside", "workspaces"]
+__all__ = ["RESULTS", "Block", "Gpu", "Held", "Steps", "inside", "workspaces"]
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _INSIDE: dict[Any, Callable[[Any], Steps]] = {
@@ -28,6 +29,7 @@ _INSIDE: dict[Any, Callable[[Any], Steps]] = {
     **ATTENTION,
     **INDICES,
     **CONVOLUTIONS,
+    **LOSSES,
     aten.native_dropout.default: lambda _: (1, 0),  # native_dropout_cuda in Dropout.cu makes the mask first
 }
 

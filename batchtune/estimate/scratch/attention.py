@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from batchtune.estimate.allocator import round_up
-from batchtune.estimate.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, copy_of
+from batchtune.estimate.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, copy_of, given
 
 aten = torch.ops.aten
 _STORAGE_HEADER = 16  # GradQTempStorage: lock, counter and padding before its buffer
@@ -50,9 +50,10 @@ def _efficient_backward(args: Any) -> Steps:
     batch, heads, length, head = query.shape
     sums = bytes_of(batch * heads * length * FLOAT)
     float32 = query.dtype == torch.float32
-    products: Steps = ((copy_of(gradient), sums, sums),) if float32 else ()
+    delta = Block(given, (batch * heads * length * FLOAT,), outlives=float32)
     workspace = Block(_workspace, (batch, heads, length, key.shape[2], head, int(float32)))
-    return ((*copied, RESULTS, *products, sums, workspace),)
+    rows: Steps = ((copy_of(gradient), sums, delta),) if float32 else (delta,)
+    return ((*copied, RESULTS, *rows, workspace),)
 
 
 def _workspace(gpu: Gpu, batch: int, heads: int, queries: int, keys: int, head: int, float32: int) -> int:  # noqa: ARG001

@@ -32,15 +32,27 @@ Formula = Callable[..., int]  # of a Gpu and lengths
 
 @dataclass(frozen=True)
 class Block:
-    """Memory of one kernel: a formula and what it is calculated from; 0 bytes are none."""
+    """Memory of one kernel: a formula and what it is calculated from; 0 bytes are none.
+
+    One that `outlives` its group is given back with the group around it.
+    """
 
     formula: Formula
     lengths: tuple[int, ...]
+    outlives: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A result whose memory was taken when it was larger."""
+
+    place: int
+    size_bytes: int
 
 
 # What a kernel allocates, in its order: a block, the place of a result among the operator's results, or a group of
 # such, whose blocks are given back when the group is done.
-Step: TypeAlias = Union[Block, int, "tuple[Step, ...]"]
+Step: TypeAlias = Union[Block, Held, int, "tuple[Step, ...]"]
 Steps: TypeAlias = tuple[Step, ...]
 RESULTS = -1  # as a step: all results, in their order
 

@@ -13,6 +13,7 @@ from batchtune.estimate.scratch.reductions import rows_summed
 
 aten = torch.ops.aten
 _WARP = 32
+_WEIGHT, _BIAS = 1, 2  # places of the gradients
 _MANY_ROWS, _ROWS_PER_BLOCK, _MOST_BLOCKS = 64 << 10, 32, 32 << 10
 
 
@@ -24,14 +25,16 @@ def _layer_norm(args: Any) -> Steps:
 def _layer_norm_backward(args: Any) -> Steps:
     """LaunchGammaBetaBackwardCUDAKernel in layer_norm_kernel.cu: with very many short rows, sums of every 32 rows.
 
-    Those are then summed by `sum(0)`, with a result and scratch of its own.
+    Those are then summed by `sum(0)`, whose result takes the place of the one that was there before.
     """
     rows = math.prod(args[3].shape)
     lengths = (rows, args[1].numel() // max(1, rows), args[5].element_size() if args[5] is not None else FLOAT)
-    weights = sum(args[7][1:])
-    summed = (Block(_summed, lengths), (Block(_partial_results, lengths), Block(_semaphores, lengths)))
-    inside = (*contiguous(args[0]), *(Block(_sums_of_rows, lengths),) * weights, *(summed,) * weights)
-    return ((*contiguous(args[1]), RESULTS, inside),)
+    wanted = [place for place in (_WEIGHT, _BIAS) if args[7][place]]
+    before, partial = Block(_summed, lengths), Block(_sums_of_rows, lengths)
+    scratch: Steps = (Block(_partial_results, lengths), Block(_semaphores, lengths))
+    sums = tuple(each for place in wanted for each in (place, scratch))
+    inside = (*contiguous(args[0]), *(before,) * len(wanted), *(partial,) * len(wanted), *sums)
+    return ((*contiguous(args[1]), 0, inside),)
 
 
 def _blocks_of_rows(gpu: Gpu, rows: int, width: int) -> int:

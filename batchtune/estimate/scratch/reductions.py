@@ -10,13 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchtune.estimate.scratch.blocks import FLOAT, INT, LONG, RESULTS, Block, Gpu, Steps, copy_of
+from batchtune.estimate.scratch.blocks import (
+    FLOAT,
+    INT,
+    LONG,
+    RESULTS,
+    Block,
+    Gpu,
+    Step,
+    Steps,
+    bytes_of,
+    copy_of,
+    given,
+)
 
 aten = torch.ops.aten
 _THREADS, _FEWEST_VALUES, _MOST_VALUES = 512, 16, 256  # MAX_NUM_THREADS, min_ and max_values_per_thread
 _WARP, _VECTOR, _LEAST_VECTORIZED = 32, 4, 128
 _INDEXED_BYTES = 2**31 - 1  # by 32 bits; a larger tensor is halved until it is not
 _WELFORD_BYTES = 16  # WelfordData: two floats, two 32-bit counts
+_CHUNK = 1 << 16  # kChunkSize of MultiTensorApply.cuh
 _PAIR_BYTES = 16  # of a float and the 64-bit index of it
 
 
@@ -168,7 +181,27 @@ def _moments(args: Any) -> Steps:
     return (RESULTS, reduction(args[0], _dims(args), partial_bytes=_WELFORD_BYTES, vector=2))
 
 
+def _norms(args: Any) -> Steps:
+    """foreach_tensor_norm_cuda in ForeachReduceOp.cu: as many partial results for each as the longest has chunks."""
+    longest = max((-(-each.numel() // _CHUNK) for each in args[0]), default=0)
+    return ((bytes_of(len(args[0]) * longest * max(FLOAT, args[0][0].element_size())), RESULTS),)
+
+
+def _distances(args: Any) -> Steps:
+    """_euclidean_dist in Distance.cpp: one product of both sides, each joined with its squared norms and with ones."""
+    inside: list[Step] = []
+    joined: list[Step] = []
+    for tensor in args[:2]:
+        rows, size = tensor.numel() // tensor.shape[-1], tensor.element_size()
+        norms = Block(given, (rows * size,), outlives=True)
+        inside += [(copy_of(tensor), norms), bytes_of(rows * size)]
+        joined.append(Block(given, (tensor.numel() * size + 2 * rows * size,), outlives=True))
+    return ((*inside, (copy_of(args[0]), joined[0]), (joined[1],), RESULTS),)
+
+
 REDUCTIONS = {
+    aten._euclidean_dist.default: _distances,  # noqa: SLF001
+    aten._foreach_norm.Scalar: _norms,  # noqa: SLF001
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _sum,
