@@ -23,7 +23,9 @@ from batchtune.estimate.scratch import RESULTS, Block, Held, Steps, inside, work
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_VALUES_KEPT = 1024  # elements up to which a CPU tensor's values are calculated for real
+_VALUES_KEPT = 1 << 17  # elements up to which a tensor's values are calculated for real
+_ATTENTION = 4  # dimensions: batch, heads, length, head size
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
 _FILLS_ZEROS = {aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default}
 _IN_PLACE_IN = {"BinaryCrossEntropyWithLogitsBackward0": (aten.sub.Tensor, aten.mul.Tensor, aten.add.Tensor)}
@@ -33,8 +35,9 @@ _ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Te
 class Recorder(TorchDispatchMode):
     """Records storages on one type of device; to be entered inside a `FakeTensorMode`.
 
-    Small CPU tensors keep real values (schedules of dropout rates, optimizer step counters), so that code which reads
-    them builds what it would build in training. A value of the fake device that is read is assumed to be 0, and noted.
+    Small tensors that follow from no data keep real values (schedules of dropout rates, positions, optimizer step
+    counters), so that code which reads them builds what it would build in training. Another value that is read is
+    assumed to be 0, and noted.
     """
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
@@ -44,6 +47,8 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, Any]] = {}
         self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._calculated = {"cpu", device_type}
         self._reads: Counter[str | None] = Counter()
         self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
         self._calls: tuple[Any, Any] = (None, None)  # where in Python the last two operators were called
@@ -111,6 +116,8 @@ class Recorder(TorchDispatchMode):
         out = self._run(func, args, kwargs)
         outputs = [each for each in tree_leaves(out) if _is_tensor(each)]
         places = out if isinstance(out, list | tuple) else (out,)
+        for each in outputs if func.is_view else ():
+            self._views[each] = True
         self._play(steps, outputs, places, func, args, in_backward=in_backward)
         self._keep_values(outputs, func, args, kwargs)
         self._count(func, args, kwargs, out, outputs)
@@ -129,7 +136,8 @@ class Recorder(TorchDispatchMode):
         Returns:
             The blocks that are still to die.
         """
-        taken, kept = [], []
+        taken: list[int] = []
+        kept: list[int] = []
         for step in steps:
             if isinstance(step, tuple):
                 taken += self._play(step, outputs, places, func, args, in_backward=in_backward)
@@ -192,7 +200,8 @@ class Recorder(TorchDispatchMode):
         if formula is None:
             work.other_bytes += moved
         else:
-            work.flops += formula(*args, **kwargs, out_val=out)
+            arguments = _with_as_many_heads(args) if "attention" in str(func) else args
+            work.flops += formula(*arguments, **kwargs, out_val=out)
             work.matmul_bytes += moved
 
     def _see(self, tensor: Tensor, func: Any, args: Any, *, in_backward: bool, held: int | None = None) -> None:
@@ -216,14 +225,14 @@ class Recorder(TorchDispatchMode):
     def _is_made_in_place(self, func: Any, args: Any, *, in_backward: bool) -> bool:
         """Whether torch would write a result over its first argument if tensors were not fake.
 
-        A sum of gradients in `InputBuffer::accumulate` of input_buffer.cpp, which takes a dense first one, and what
-        FunctionsManual.cpp does where `areAnyTensorSubclassLike` is false.
+        A sum of gradients in `InputBuffer::accumulate` of input_buffer.cpp, which takes the first where it is dense and
+        no view, whose base would live on with it, and what FunctionsManual.cpp does where `areAnyTensorSubclassLike`
+        is false.
         """
         summing = in_backward and not torch.is_grad_enabled()  # which it is where a checkpoint computes again
         if func is aten.add.Tensor and isinstance(args[1], Tensor):
-            return (
-                args[0].shape == args[1].shape and _is_dense(args[0]) if summing else self._calls[0] == self._calls[1]
-            )
+            alone = args[0] not in self._views and _is_dense(args[0]) and args[0].shape == args[1].shape
+            return alone if summing else self._calls[0] == self._calls[1]
         if not summing:
             return False
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001
@@ -274,17 +283,17 @@ class Recorder(TorchDispatchMode):
             self.trace.notes.append(text)
 
     def _keep_values(self, outputs: list[Tensor], func: Any, args: Any, kwargs: Any) -> None:
-        """Calculates what comes of small CPU tensors for real, from real inputs."""
+        """Calculates on the CPU what comes of small tensors whose values are known, or of none, such as positions."""
         inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
         touched = [*inputs, *outputs]
-        if not touched or any(each.device.type != "cpu" or each.numel() > _VALUES_KEPT for each in touched):
-            return
-        known = all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
-        if not known or torch.Tag.nondeterministic_seeded in func.tags:
-            for each in outputs:
+        small = all(each.device.type in self._calculated and each.numel() <= _VALUES_KEPT for each in touched)
+        known = small and all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
+        if not touched or not known or torch.Tag.nondeterministic_seeded in func.tags or _leaves_as_it_was(func):
+            for each in touched if func._schema.is_mutable else outputs:  # noqa: SLF001
                 self._values.pop(each, None)
             return
         real_args, real_kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
+        real_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), real_kwargs)
         with _disable_current_modes(), contextlib.suppress(RuntimeError, NotImplementedError):
             values = tree_leaves(func(*real_args, **real_kwargs))
             self._values.update(zip(outputs, filter(_is_tensor, values), strict=False))
@@ -314,6 +323,20 @@ class Recorder(TorchDispatchMode):
             f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed: {UPPER_BOUND}"
         )
         return out
+
+
+def _with_as_many_heads(args: Any) -> Any:
+    """The shapes of grouped-query attention with as many keys and values as queries, as formulas of flops take them."""
+    heads = max((each.shape[1] for each in args if _is_tensor(each) and each.dim() == _ATTENTION), default=0)
+    return [
+        torch.Size((each.shape[0], heads, *each.shape[2:])) if _is_tensor(each) and each.dim() == _ATTENTION else each
+        for each in args
+    ]
+
+
+def _leaves_as_it_was(func: Any) -> bool:
+    """Whether it makes memory and writes nothing to it."""
+    return func.overloadpacket._qualified_op_name.partition("::")[2] in _EMPTY  # noqa: SLF001
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zoo
 from zoo import Case
+
+from batchtune.estimate.fit import Step
 
 ROUNDING = 512
 _LOOK_AHEAD = 40  # allocations, of both sides together, until which they are alike again
@@ -17,31 +18,23 @@ _KINDS = 4  # of differences that are told
 _STEPS = 2  # as many as are traced
 
 
-def first_difference(case: Case, gpu: dict[str, Any], size: int) -> str:
+def first_difference(case: Case, traced: list[tuple[int, int, str]], size: int) -> str:
     """In words: at which operator of the trace an allocation or a free differs; run in a process without CUDA."""
     from estimate_allocator import forked
 
-    traced = forked(_traced, case, gpu, size)
     return compare(traced, forked(_recorded, case, size))
 
 
-def _traced(case: Case, gpu: dict[str, Any], size: int) -> list[tuple[int, int, str]]:
+def events_of(step: Step, size: int) -> list[tuple[int, int, str]]:
     """(number of the storage, its rounded size or 0 where it dies, what it is) for each event."""
-    from batchtune.estimate.answer import warm_up
-    from batchtune.estimate.overheads import gpu_of
-    from batchtune.estimate.trace import Tracer
-
-    warm_up()
-    trace = Tracer(f"{Path(zoo.__file__)}:{case.slug}", case.precision, case.accumulation_steps).trace(size)
-    kind = gpu_of(gpu["name"], gpu["generation"])
-    found = []
-    for event in trace.events:
-        birth = trace.births[abs(event) - 1]
-        size_bytes = birth.bytes_on(kind)
+    births, sizes = step.births(size), step.sizes(size)
+    events = []
+    for event in step.events(size):
+        birth, size_bytes = births[abs(event) - 1], sizes[abs(event) - 1]
         if size_bytes:
             what = f"{birth.op} ({birth.moment.split()[0]})"
-            found.append((abs(event), -(-size_bytes // ROUNDING) * ROUNDING if event > 0 else 0, what))
-    return found
+            events.append((abs(event), -(-size_bytes // ROUNDING) * ROUNDING if event > 0 else 0, what))
+    return events
 
 
 def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:

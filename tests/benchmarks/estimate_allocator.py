@@ -31,7 +31,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a G
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import zoo
-from allocator_history import first_difference
+from allocator_history import events_of, first_difference
 from torch.overrides import TorchFunctionMode
 from zoo import Case
 
@@ -47,6 +47,7 @@ STEPS = 3
 _WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
 A100 = {"name": "NVIDIA A100-SXM4-40GB", "capability": (8, 0), "multiprocessors": 108, "context_bytes": "450MiB"}
 EXPANDABLE = "expandable_segments:True"
+_EXPANDABLE = "expandable_segments_max_batch_size"  # its place among an estimate's figures
 QUICK = (
     "MLP, AdamW",
     "MLP, 2 micro-batches",
@@ -126,19 +127,26 @@ def estimated(case: Case, gpu: dict[str, Any], sizes: list[int] | None = None) -
         rows.append({name: value for name, value in found["gpus"][0].items() if name != "work"})
     largest = rows[0]["max_batch_size"]
     sizes = sizes or sorted({max(1, min(2, largest)), max(1, largest // 3), max(1, largest * 19 // 20)})
-    return {"limits": rows, "peaks": {size: _expected(tracer, gpu, size) for size in sizes}}
+    step = _step(tracer, gpu)
+    events = events_of(step, sizes[len(sizes) // 2])
+    return {"limits": rows, "peaks": {size: _expected(step, size) for size in sizes}, "events": events}
 
 
-def _expected(tracer: Any, gpu: dict[str, Any], size: int) -> tuple[int, int, int]:
-    """Bytes allocated and reserved, and reserved with expandable segments."""
-    from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
+def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
     from batchtune.estimate.capacity import TracedStep
-    from batchtune.estimate.fit import FittedStep, fit, replay
+    from batchtune.estimate.fit import FittedStep, fit
     from batchtune.estimate.overheads import gpu_of
 
     found = fit(tracer.trace)
     step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
-    step = step.on(gpu_of(gpu["name"], gpu["generation"]))
+    return step.on(gpu_of(gpu["name"], gpu["generation"]))
+
+
+def _expected(step: Any, size: int) -> tuple[int, int, int]:
+    """Bytes allocated and reserved, and reserved with expandable segments."""
+    from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
+    from batchtune.estimate.fit import replay
+
     fixed, expandable = (replay(step, size, make()) for make in (CachingAllocator, ExpandableAllocator))
     return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes
 
@@ -212,12 +220,26 @@ def measured(case: Case, guess: dict[str, Any], *, expandable: bool) -> dict[str
             continue
         truth = {"max": largest(lambda size, within=limit: tried(size, within)["fits"], row["max_batch_size"])}
         if expandable and limit == LIMITS[0]:
-            name = "expandable_segments_max_batch_size"
-            truth["expandable"] = largest(lambda size: tried(size, LIMITS[0], EXPANDABLE)["fits"], row[name])
+            truth["expandable"] = largest(lambda size: tried(size, LIMITS[0], EXPANDABLE)["fits"], row[_EXPANDABLE])
         found["limits"].append(truth)
     if expandable:
         near = max(guess["peaks"])
         found["expandable"] = {"size": near, "peaks": tried(near, None, EXPANDABLE)["peaks"]}
+    return found
+
+
+def checked(case: Case, guess: dict[str, Any], truth: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The largest real sizes, and whether the estimated ones themselves train: bisection has its resolution."""
+    torch.manual_seed(0)
+    model = case.model(**case.options)
+    found = []
+    for limit, row, real in zip(LIMITS if len(truth) > 1 else LIMITS[:1], guess["limits"], truth, strict=False):
+        now = {name: size for name, size in real.items() if not name.startswith("trains")}
+        for name, key, settings in (("max", "max_batch_size", ""), ("expandable", _EXPANDABLE, EXPANDABLE)):
+            if name in real and row[key]:
+                now[f"trains_{name}"] = forked(attempted, case, model, row[key], limit, settings)["fits"]
+                now[name] = max(real[name], row[key]) if now[f"trains_{name}"] else real[name]
+        found.append(now)
     return found
 
 
@@ -241,13 +263,17 @@ def examined(
         record |= {"traced_seconds": round(time.perf_counter() - started, 1)}
         if "refused" in guess:
             return record | guess
+        events = guess.pop("events")
         truth = truth or forked(functools.partial(measured, expandable=expandable), case, guess)
+        truth = truth | {"limits": forked(checked, case, guess, truth["limits"])}
     except RuntimeError as error:
         return record | {"failed": str(error)[:300]}
     record |= {"estimated": guess, "measured": truth}
     if not exact(record):
         try:
-            record["difference"] = forked(first_difference, case, gpu, sorted(guess["peaks"])[len(guess["peaks"]) // 2])
+            record["difference"] = forked(
+                first_difference, case, events, sorted(guess["peaks"])[len(guess["peaks"]) // 2]
+            )
         except RuntimeError as error:
             record["difference"] = f"not found: {error}"[:300]
     return record | {"seconds": round(time.perf_counter() - started, 1)}
@@ -277,7 +303,7 @@ def batches(record: dict[str, Any]) -> list[tuple[int, int, int]]:
     for guess, truth in zip(record["estimated"]["limits"], record["measured"]["limits"], strict=False):
         found.append((guess["max_batch_size"], guess["safe_max_batch_size"], truth["max"]))
         if "expandable" in truth:
-            found.append((guess["expandable_segments_max_batch_size"], 0, truth["expandable"]))
+            found.append((guess[_EXPANDABLE], 0, truth["expandable"]))
     return found
 
 
