@@ -24,6 +24,7 @@ from batchtune.estimate.scratch import RESULTS, Block, Held, Steps, inside, work
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _VALUES_KEPT = 1 << 17  # elements up to which a tensor's values are calculated for real
+_PRODUCTS = {str(aten.mm.default), str(aten.bmm.default)}
 _ATTENTION = 4  # dimensions: batch, heads, length, head size
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
@@ -231,8 +232,11 @@ class Recorder(TorchDispatchMode):
         """
         summing = in_backward and not torch.is_grad_enabled()  # which it is where a checkpoint computes again
         if func is aten.add.Tensor and isinstance(args[1], Tensor):
-            alone = args[0] not in self._views and _is_dense(args[0]) and args[0].shape == args[1].shape
-            return alone if summing else self._calls[0] == self._calls[1]
+            if summing:
+                return args[0] not in self._views and _is_dense(args[0]) and args[0].shape == args[1].shape
+            product = self.number_of(args[0])
+            made_here = self._calls[0] == self._calls[1] and product is not None
+            return made_here and self.trace.births[product].op in _PRODUCTS
         if not summing:
             return False
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001

@@ -10,20 +10,31 @@ from batchtune.estimate.allocator import round_up
 from batchtune.estimate.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, copy_of, given
 
 aten = torch.ops.aten
+_STATE, _UNUSED = 6, 7  # places of flash attention's results
+_RANDOM_STATE = 16
 _STORAGE_HEADER = 16  # GradQTempStorage: lock, counter and padding before its buffer
 _SMALL_HEAD, _LARGE_HEAD = 64, 128
 _KEYS_PER_BLOCK = 64  # kBlockSizeJ of the kernels that gather dk and dv
+
+
+def _flash(args: Any) -> Steps:
+    """mha_fwd in flash_attn/flash_api.cpp: dropout's random state replaces one that was there before."""
+    dropout = args[3] if len(args) > 3 else 0.0  # noqa: PLR2004 - query, key, value, dropout_p
+    return ((0, 1, bytes_of(_RANDOM_STATE), _UNUSED, _STATE),) if dropout else (RESULTS,)
 
 
 def _flash_backward(args: Any) -> Steps:
     """mha_bwd in flash_attn/flash_api.cpp: softmax's row sums, and dq in float; lengths rounded to 128.
 
     _flash_attention_backward in attention_backward.cu copies the result and its gradient where they do not lie in
-    memory as (batch, length, heads, head size).
+    memory as (batch, length, heads, head size). Queries in groups have dk and dv for each query's head before they are
+    summed.
     """
     copied = [copy_of(each) for each in (args[0], args[4]) if not each.transpose(1, 2).is_contiguous()]
-    lengths = (*args[1].shape,)
-    return ((*copied, RESULTS, Block(_row_sums, lengths), Block(_float_rows, lengths)),)
+    query, key = args[1], args[2]
+    lengths = (*query.shape,)
+    grouped = (copy_of(query),) * 2 if key.shape[1] != query.shape[1] else ()
+    return ((*copied, RESULTS, Block(_row_sums, lengths), Block(_float_rows, lengths), *grouped),)
 
 
 def _row_sums(gpu: Gpu, batch: int, heads: int, length: int, head: int) -> int:  # noqa: ARG001
@@ -67,6 +78,7 @@ def _workspace(gpu: Gpu, batch: int, heads: int, queries: int, keys: int, head: 
 
 
 ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,  # noqa: SLF001
     aten._scaled_dot_product_efficient_attention.default: _efficient,  # noqa: SLF001
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,  # noqa: SLF001

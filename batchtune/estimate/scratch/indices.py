@@ -41,13 +41,13 @@ def _embedding_backward(args: Any) -> Steps:
     """embedding_dense_backward_cuda in Embedding.cu, and its kernel in EmbeddingBackwardKernel.cu.
 
     Indices sorted with their places; then segments of equal indices, cut at every tenth, and a row of sums in float for
-    each. Gradient and indices are made contiguous before.
+    each. Indices and gradient are made contiguous before.
     """
     gradient, indices, weights = args[0], args[1], args[2]
     sorting = (indices.numel(), indices.element_size())
     rows = (*sorting, weights)
     ids = Block(_sorted, sorting)
-    before: Steps = (*contiguous(gradient, indices), ids, ids, (ids, Block(_sorted_by_radix, sorting)))
+    before: Steps = (*contiguous(indices, gradient), ids, ids, (ids, Block(_sorted_by_radix, sorting)))
     segments, one = Block(_segments, rows), Block(_one, sorting)
     unique: Steps = (ids, Block(_unique_by_key, sorting))
     partial: Steps = (Block(_partial_segments, rows), Block(_partial_sums, (*rows, gradient.shape[-1])))
