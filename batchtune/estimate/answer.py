@@ -161,7 +161,7 @@ def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]
         "max_batch_size": expected,
         "limited_by": "max" if expected >= LARGEST else "memory",
         "safe_max_batch_size": min(expected, searches.safe(_rounded_down(int(capacity / (1 + sure.band))))),
-        "expandable_segments_max_batch_size": max(expected, searches.expandable(within)),
+        "expandable_segments_max_batch_size": searches.expandable(within),
     }
     if expected:
         row["peak_bytes"] = peak_allocated_bytes(step, expected)

@@ -111,7 +111,9 @@ def card() -> dict[str, Any]:
     return facts | {"generation": known.generation, "vendor": known.vendor}
 
 
-def estimated(case: Case, gpu: dict[str, Any], sizes: list[int] | None = None) -> dict[str, Any]:
+def estimated(
+    case: Case, gpu: dict[str, Any], sizes: list[int] | None = None, limits: tuple[int, ...] = LIMITS[:1]
+) -> dict[str, Any]:
     """The estimate's answers within each limit, and its peaks: at three batch sizes where none are given."""
     product.warm_up()
     task = f"{Path(zoo.__file__)}:{case.slug}"
@@ -120,7 +122,7 @@ def estimated(case: Case, gpu: dict[str, Any], sizes: list[int] | None = None) -
     tracer.trace = functools.cache(tracer.trace)
     trace.Tracer = lambda **_: tracer  # type: ignore[misc]  # traced once for all questions
     rows = []
-    for limit in LIMITS:
+    for limit in limits:
         found = product.answer(gpus=[gpu], memory_limit=limit, task=task)
         if "refused" in found:
             return {"refused": found["refused"]}
@@ -215,9 +217,7 @@ def measured(case: Case, guess: dict[str, Any], *, expandable: bool) -> dict[str
         return forked(attempted, case, model, size, limit, settings)
 
     found: dict[str, Any] = {"peaks": {size: tried(size)["peaks"] for size in guess["peaks"]}, "limits": []}
-    for limit, row in zip(LIMITS, guess["limits"], strict=True):
-        if limit != LIMITS[0] and not expandable:
-            continue
+    for limit, row in zip(LIMITS, guess["limits"], strict=False):
         truth = {"max": largest(lambda size, within=limit: tried(size, within)["fits"], row["max_batch_size"])}
         if expandable and limit == LIMITS[0]:
             truth["expandable"] = largest(lambda size: tried(size, LIMITS[0], EXPANDABLE)["fits"], row[_EXPANDABLE])
@@ -233,7 +233,7 @@ def checked(case: Case, guess: dict[str, Any], truth: list[dict[str, Any]]) -> l
     torch.manual_seed(0)
     model = case.model(**case.options)
     found = []
-    for limit, row, real in zip(LIMITS if len(truth) > 1 else LIMITS[:1], guess["limits"], truth, strict=False):
+    for limit, row, real in zip(LIMITS, guess["limits"], truth, strict=False):
         now = {name: size for name, size in real.items() if not name.startswith("trains")}
         for name, key, settings in (("max", "max_batch_size", ""), ("expandable", _EXPANDABLE, EXPANDABLE)):
             if name in real and row[key]:
@@ -259,7 +259,8 @@ def examined(
         return record | {"not_measured": f"{case.world_size} ranks"}
     started = time.perf_counter()
     try:
-        guess = forked(estimated, case, gpu, [int(size) for size in truth["peaks"]] if truth else None)
+        sizes = [int(size) for size in truth["peaks"]] if truth else None
+        guess = forked(estimated, case, gpu, sizes, LIMITS if expandable else LIMITS[:1])
         record |= {"traced_seconds": round(time.perf_counter() - started, 1)}
         if "refused" in guess:
             return record | guess
