@@ -43,11 +43,11 @@ def started_children():
 def script():
     """Run code in a process of its own on the machine that FAKE_GPU names; what it prints last, as JSON, is returned.
 
-    `PYTORCH_…` variables are there when torch is imported.
+    The one setting that torch reads at its import is that of another allocator.
     """
 
     def script(code, *arguments, timeout=120, **environment):
-        starts = any(name.startswith("PYTORCH_") for name in environment)
+        starts = any(value.startswith("backend:") for value in environment.values())
         run = functools.partial(subprocess.run, capture_output=True, text=True) if starts else forks.run
         environment = os.environ | {"PYTHONPATH": str(forks.TESTS)} | environment
         result = run([sys.executable, "-c", code, *map(str, arguments)], env=environment, timeout=timeout)
