@@ -64,6 +64,10 @@ class TrainerTask(Adapted):
         ours = next(each for each in inspect.getmro(type(self._trainer)) if each.__module__ == "transformers.trainer")
         return getattr(type(self._trainer), name) is not getattr(ours, name)
 
+    @property
+    def _evaluates(self) -> bool:
+        return self._trainer.eval_dataset is not None or self._overrides("evaluate")
+
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         trainer, args = self._trainer, self._args
         optim = str(getattr(args.optim, "value", args.optim))
@@ -81,7 +85,7 @@ class TrainerTask(Adapted):
         if purpose == "tune":
             kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
             refusals |= {
-                "tune needs an eval_dataset": trainer.eval_dataset is None and not self._overrides("evaluate"),
+                "tune needs an eval_dataset": not self._evaluates,
                 f"lr_scheduler_type={kind} waits for a metric; use one that goes by steps": kind in _WAITS_FOR_METRIC,
                 "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": (
                     self._has_scheduler
@@ -167,7 +171,12 @@ class TrainerTask(Adapted):
             self._let_go()
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float]:
-        """The Trainer's own `evaluate`: `eval_loss` (also as `val_loss`) and what `compute_metrics` returns."""
+        """The Trainer's own `evaluate`: `eval_loss` (also as `val_loss`) and what `compute_metrics` returns.
+
+        Nothing, where it has nothing to evaluate on: such a Trainer trains, and can be probed.
+        """
+        if not self._evaluates:
+            return {}
         device = next(model.parameters()).device
         if device.type == self._args.device.type:  # it takes the first of them otherwise
             vars(self._args)["_setup_devices"] = self._trainer.accelerator.state.device = device

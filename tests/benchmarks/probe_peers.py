@@ -130,16 +130,20 @@ def call(
     return [json.loads(line) for line in told.splitlines() if line.endswith(b"}")], time.perf_counter() - began
 
 
-def search(case: Case, method: str, start: int) -> Found:
-    """One method, from the start of its process to its end; Lightning's warm-up, which is ours, is left out."""
-    told, seconds = call(case, method, "--size", start)
+def search(case: Case, method: str, start: int, cap: float | None = None) -> Found:
+    """One method, from the start of its process to its end; Lightning's warm-up, which is ours, is left out.
+
+    One that does not end within `cap` seconds says so as its trouble.
+    """
+    cap = cap or caps(case.device)[0]
+    told, seconds = call(case, method, "--size", start, cap=cap)
     found = Found(method, seconds, [each for each in told if "outcome" in each])
     last = told[-1] if told else {}
     found.seconds -= sum(each.get("warm_up_seconds", 0.0) for each in told)
     found.answer = last.get("answer")
     print(f"{case.task}, {method}: {found.seconds:.1f} s, {len(found.attempts)} attempts", file=sys.stderr, flush=True)
     if "answer" not in last:
-        found.trouble = last.get("error") or (UNFINISHED if seconds >= caps(case.device)[0] else "died")
+        found.trouble = last.get("error") or (UNFINISHED if seconds >= cap else "died")
     return found
 
 

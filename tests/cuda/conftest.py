@@ -1,5 +1,6 @@
 """The lane `cuda`: tests that need PyTorch's CUDA build on the stand-ins of tests/fake_gpu."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,8 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import fake_gpu
 import pytest
+from fake_gpu import forks
 
 HERE = Path(__file__).parent
 LIBRARIES = Path(sysconfig.get_path("purelib"), "fake_gpu_libraries")
@@ -26,16 +27,30 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=MISSING))
 
 
+@pytest.fixture(autouse=True)
+def _children_are_forks(request, monkeypatch):
+    """Children need not import torch, but for those of commands and of tests that ask for `started_children`."""
+    if "started_children" not in request.fixturenames:
+        forks.children_are_forks(monkeypatch.setattr)
+
+
+@pytest.fixture
+def started_children():
+    """Every child is a process of its own from its first instruction on."""
+
+
 @pytest.fixture(scope="session")
 def script():
-    """Run code in a fresh interpreter on the machine that FAKE_GPU names; what it prints last, as JSON, is returned."""
+    """Run code in a process of its own on the machine that FAKE_GPU names; what it prints last, as JSON, is returned.
+
+    The one setting that torch reads at its import is that of another allocator.
+    """
 
     def script(code, *arguments, timeout=120, **environment):
-        result = subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(Path(fake_gpu.__file__).parents[1])} | environment,
-            capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        starts = any(value.startswith("backend:") for value in environment.values())
+        run = functools.partial(subprocess.run, capture_output=True, text=True) if starts else forks.run
+        environment = os.environ | {"PYTHONPATH": str(forks.TESTS)} | environment
+        result = run([sys.executable, "-c", code, *map(str, arguments)], env=environment, timeout=timeout)
         assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(result.stdout.splitlines()[-1])
 

@@ -1,13 +1,9 @@
 """The estimate on CUDA builds: blind to the card, whatever it is, and to the byte what torch's allocator does."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import fake_gpu
 import pytest
+
+import batchtune
 
 MLP = """
 import torch
@@ -82,17 +78,12 @@ def task(tmp_path):
     return task
 
 
-def batchtune(*arguments, **environment):
-    result = subprocess.run(
-        [sys.executable, "-m", "batchtune", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(Path(fake_gpu.__file__).parents[2]), "COLUMNS": "200"} | environment,
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr
-
-
 NO_CARD, THAT_CARD, ANOTHER = [], [fake_gpu.Card(capability=(8, 6))], [fake_gpu.Card("8GiB", capability=(12, 0))]
+
+
+@pytest.fixture(scope="module")
+def told():
+    return {}
 
 
 @pytest.mark.parametrize(
@@ -100,22 +91,22 @@ NO_CARD, THAT_CARD, ANOTHER = [], [fake_gpu.Card(capability=(8, 6))], [fake_gpu.
     [(NO_CARD, None), (THAT_CARD, None), (THAT_CARD, ""), (ANOTHER, "0")],
     ids=["no card", "that card", "hidden", "another generation, shown by the task"],
 )
-def test_an_estimate_is_the_same_with_any_card_or_none_and_opens_none(task, cards, visible):
+def test_an_estimate_is_the_same_with_any_card_or_none_and_opens_none(task, told, cards, visible, monkeypatch):
     path = task(MLP + (f'\nimport os\nos.environ["CUDA_VISIBLE_DEVICES"] = "{visible}"\n' if visible else ""))
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with fake_gpu.machine(*cards) as machine:
         machine.fail("cudaMalloc", 2, times=1 << 30)  # whoever opens the card ends here
-        told = batchtune("estimate", path, "--gpu", "A5000", **environment)
-    assert "refused" not in told
-    assert "high" in told
+        (found,) = batchtune.estimate(path, gpus="A5000").estimates
+        assert [card.mallocs for card in machine.cards] == [0 for _ in cards]
+    assert found.confidence.startswith("high")
+    assert told.setdefault("first", found) == found
 
 
 def test_a_probe_starts_from_its_estimate(task):
     with fake_gpu.machine(fake_gpu.Card("8GiB")):
-        told = batchtune("probe", task(MLP), "--memory-limit", "2GiB")
-    first = re.search(r"probing bf16\n +batch .*\n +([\d,]+) ", told)
-    assert first is not None, told
-    assert int(first[1].replace(",", "")) > 1
+        found = batchtune.probe(task(MLP), device="cuda", memory_limit="2GiB", verify_steps=1, throughput=False).probe
+    assert found.attempts[0].batch_size > 0.5 * found.max_batch_size > 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fake_gpu
 import pytest
+from fake_gpu import forks
 
 pynvml = pytest.importorskip("pynvml")
 GiB, MiB = 2**30, 2**20
@@ -542,14 +543,9 @@ print(json.dumps([outside, torch.cuda.max_memory_allocated(), heard]))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with fake_gpu.machine(*[fake_gpu.Card("2GiB", nccl_bytes="200MiB")] * 2):
-        environment = os.environ | {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(Path(fake_gpu.__file__).parents[1]),
-        }  # fmt: skip
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in (0, 1)
-        ]  # fmt: skip
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = [forks.Popen([sys.executable, "-c", code, str(rank)], env=environment, **pipes) for rank in (0, 1)]
         said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     for out, _ in said:
@@ -557,6 +553,27 @@ print(json.dumps([outside, torch.cuda.max_memory_allocated(), heard]))
         assert heard == [4, [7, 8], 4.5], "small collectives are heard"
         assert outside == 200 * MiB
         assert peak > 4 * 513 * 512 * 4, "parameters, gradients and two states of AdamW"
+
+
+def test_a_fork_is_a_child_like_any_other_that_has_torch_already(tmp_path, monkeypatch):
+    code = (
+        "import os, sys, torch; print(os.getppid(), os.getcwd(), os.environ['HERE'], len(sys.argv), sys.stdin.read())"
+    )
+    code += "; print(torch.cuda.device_count(), torch.cuda.is_initialized(), file=sys.stderr); raise SystemExit(7)"
+    monkeypatch.delenv("FAKE_GPU", raising=False)
+    for cards in ([], [fake_gpu.Card()] * 3):
+        with fake_gpu.machine(*cards):
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            child = forks.Popen([sys.executable, "-c", code, "an argument"], cwd=tmp_path, text=True,
+                                env=os.environ | {"HERE": "yes"}, **pipes)  # fmt: skip
+            out, err = child.communicate("what is said", timeout=60)
+        assert out == f"{os.getpid()} {tmp_path} yes 2 what is said\n"
+        assert err == f"{len(cards)} False\n"
+        assert child.returncode == 7
+    killed = forks.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert os.getpgid(killed.pid) == killed.pid
+    killed.kill()
+    assert killed.wait(10) == -signal.SIGKILL
 
 
 def test_python_and_c_agree_on_the_layout():

@@ -43,6 +43,7 @@ def task(tmp_path, monkeypatch):
     return tmp_path / "model.py"
 
 
+@pytest.mark.usefixtures("started_children")
 def test_a_probe_starts_from_its_estimate_calibrates_the_next_and_only_one_child_opens_the_card(task):
     card = fake_gpu.Card(
         "8GiB", context_bytes=300 * MiB, cublas_handle_bytes=32 * MiB, launch_seconds=2e-5, flops=2e13,

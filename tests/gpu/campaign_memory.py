@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -45,6 +46,7 @@ TRACED = (  # at three batch sizes each
 )
 LARGEST = TRACED[:4]  # bisected on the device, too
 COMPARED = (("Gpt2", 8), ("ResNet50", 24), ("WideContrastive", None))
+PEER_SECONDS = 60  # in which a method ends, or is told as one that does not
 PEERS = ("batchtune", "Lightning binsearch", "Accelerate", "doubling + bisection")
 
 
@@ -121,6 +123,19 @@ def _stages(answers: Any, questions: Any) -> None:
         gradient = torch.ones_like(out)
         figures = beyond(lambda: torch.autograd.grad(out, (images, kernel), gradient))  # noqa: B023
         asked(f"cuDNN, {kind}, backward", **figures)
+    asked("addresses of segments, in the order of their creation", **_directions(torch))
+
+
+def _directions(torch: Any) -> dict[str, int]:
+    """How often the next new segment of the allocator lies above the one before, and how often below."""
+    held, addresses, known = [], [], {each["address"] for each in torch.cuda.memory_snapshot()}
+    for _ in range(12):
+        held.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+        new = {each["address"] for each in torch.cuda.memory_snapshot()} - known
+        addresses += sorted(new)
+        known |= new
+    rises = sum(later > earlier for earlier, later in itertools.pairwise(addresses))
+    return {"rises": rises, "falls": len(addresses) - 1 - rises}
 
 
 def overheads() -> Iterator[Row]:
@@ -206,7 +221,7 @@ def judge_probes(rows: list[Row]) -> list[Row]:
 
 def peers(quick: bool) -> Iterator[Row]:
     """Every method in a process of its own with nothing beside it, as tests/benchmarks/probe_peers.py runs them."""
-    from probe_peers import Case, outcome, search
+    from probe_peers import UNFINISHED, Case, outcome, search
     from probe_tasks import TASKS
 
     for name, gib in (("Mlp", 1),) if quick else COMPARED:
@@ -219,7 +234,8 @@ def peers(quick: bool) -> Iterator[Row]:
         true = true_size(source, "fp32", limit, near, quick=quick)["true_batch_size"]
         start = 1 << (true or near).bit_length()  # the power of two above: as good a start as a user can name
         lived = 0
-        for each in (*found, *(search(case, method, start) for method in (() if quick else PEERS[1:]))):
+        others = () if quick else PEERS[1:]
+        for each in (*found, *(search(case, method, start, PEER_SECONDS) for method in others)):
             if each.answer and each.answer > lived:
                 later = outcome(case, each.answer, 5 if quick else LATER_STEPS)
                 lived = each.answer if later == "fit" else lived
@@ -233,7 +249,7 @@ def peers(quick: bool) -> Iterator[Row]:
                 "ooms": each.ooms,
                 "seconds": each.seconds,
                 "later": later,
-                "trouble": each.trouble,
+                "trouble": f"{each.trouble} in {PEER_SECONDS} s" if each.trouble == UNFINISHED else each.trouble,
             }
 
 

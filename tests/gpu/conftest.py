@@ -28,3 +28,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE) and "silicon" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a real GPU: arithmetic, times or sensors of silicon"))
+
+
+@pytest.fixture(autouse=True)
+def _children_are_forks(monkeypatch):
+    """On the stand-ins children start without importing torch."""
+    if ON_STAND_INS:
+        from fake_gpu import forks
+
+        forks.children_are_forks(monkeypatch.setattr)

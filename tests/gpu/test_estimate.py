@@ -21,7 +21,7 @@ from torch import nn
 
 def build_model():
     layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
-    return nn.Sequential(nn.Embedding(5000, 512), nn.TransformerEncoder(layer, 6), nn.Linear(512, 5000))
+    return nn.Sequential(nn.Embedding(5000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 5000))
 
 def make_batch(batch_size):
     return torch.randint(0, 5000, (batch_size, 256))
