@@ -32,7 +32,7 @@ LARGER_CARD, CONTEXT, MARGIN = 192, "500MiB", 0.05
 CLOSE = 0.01
 FEWEST = 20  # probes of whose mean something can be asked
 RESOLUTION = 0.002  # of the truth, where it is not the answer itself
-HOST_BYTES = 256 << 20  # a batch that takes more of the host's memory is left out: the loop has it three times
+COMPARED = 10  # of so many probes, one is also made without the estimate
 QUICK = ("case_transformer_bf16", "case_densenet", "case_nn_transformerencoder")
 WITHOUT_ESTIMATE = "from batchtune.estimate.foresight import Foresight; Foresight.look = lambda *_, **__: None; "
 
@@ -62,7 +62,10 @@ class Setup:
 
 @dataclass
 class Row:
-    """What came of it; `truth` is the largest size that the loop trains with every habit."""
+    """What came of it; `truth` is the largest size that the loop trains with every habit.
+
+    It is the answer where that trains and one percent more does not, else it is bisected.
+    """
 
     setup: Setup
     answer: int | None = None
@@ -144,7 +147,7 @@ def measure(setup: Setup, *, compare: bool) -> Row:
 
     Args:
         setup: what is probed.
-        compare: also probe without the estimate.
+        compare: also probe without the estimate, and look for habits with which more trains.
     """
     import truth_tasks
     from plain_loop import Truth
@@ -165,13 +168,11 @@ def measure(setup: Setup, *, compare: bool) -> Row:
             started = time.perf_counter()
             _, attempts, ooms = _figures(probe(setup, case.precision, estimate=False)["probe"] or {})
             row.plain = attempts, ooms, round(time.perf_counter() - started, 1)
-        if row.answer * truth_tasks.sample_bytes(source) > HOST_BYTES:
-            row.trouble = "the batch takes too much of the host's memory for the loop"
-            return row
         truth = Truth(source, case.precision, None if setup.way == "card" else found["memory_limit_bytes"])
-        row.truth = truth.largest(row.answer, RESOLUTION)
         above = int(row.answer * (1 + CLOSE)) + 1
-        if not truth.trains(above):
+        good = truth.trains(row.answer) and not truth.trains(above)
+        row.truth = row.answer if good else truth.largest(row.answer, RESOLUTION)
+        if good and compare:
             row.easier = truth.habits_that_train(above)
         row.trouble = truth.broken[0].splitlines()[-1][:200] if truth.broken else ""
     return row
@@ -269,27 +270,31 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 models at 8 GiB, no table")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
     parser.add_argument("--only", default="", help="cases whose name has one of these words in it, no table")
+    parser.add_argument("--cases", type=int, help="only the first so many")
+    parser.add_argument("--part", default="0/1", help="0/2 and 1/2 may run side by side with one state")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GiB")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the table of what is there")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "probe_truth.jsonl")
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
     import truth_tasks
 
     slugs = [
         slug
-        for slug in (QUICK if options.quick else truth_tasks.CASES)
+        for slug in (QUICK if options.quick else list(truth_tasks.CASES)[: options.cases])
         if any(word in slug for word in options.only.split(","))
     ]
     wanted = setups(slugs, (8,) if options.quick else [int(size) for size in options.sizes.split(",")])
-    keeps, writes = not options.quick, options.table or not (options.quick or options.only)
+    keeps, writes = not options.quick, options.table or not (options.quick or options.only or parts > 1)
     rows = _read(options.state) if options.resume or options.table else {}
     if keeps and not (options.resume or options.table):
         options.state.unlink(missing_ok=True)
     if options.table:
         wanted = list(rows)
+    wanted = wanted[part::parts]
     for number, setup in enumerate(wanted, 1):
         if setup not in rows:
-            row = rows[setup] = measure(setup, compare=not options.quick and number % 4 == 0)
+            row = rows[setup] = measure(setup, compare=not options.quick and number % COMPARED == 0)
             print(f"{number}/{len(wanted)} {row}", flush=True)
             if keeps:
                 with options.state.open("a") as file:
