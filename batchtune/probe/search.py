@@ -169,7 +169,7 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
     if width <= 2 * gap:
         return high - gap, f"fit or not, {high - gap} ends the search"
     fine, between = gap < FINE * low, f"between {low} and {high}"
-    if fine and width <= LAST * low and low % _power_up_to(width) == 0 and not _has_neighbours(attempts, gap):
+    if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % _power_up_to(width) == 0:
         return low + gap, f"{between}, where {low} is the roundest"
     recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
@@ -185,10 +185,10 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
     return min(max(wanted, low + gap), high - gap), between
 
 
-def _has_neighbours(attempts: Sequence[Attempt], gap: int) -> bool:
-    """Whether two fits lie next to each other: then memory did not end at the first, round as it may be."""
+def _neighbours(attempts: Sequence[Attempt], gap: int) -> int:
+    """How many fits lie next to each other: so often memory did not end at the first, round as it was."""
     fits = {attempt.batch_size for attempt in attempts if attempt.fits}
-    return any(size + gap in fits for size in fits)
+    return sum(size + gap in fits for size in fits)
 
 
 def _power_up_to(number: int) -> int:
