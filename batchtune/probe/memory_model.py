@@ -17,12 +17,13 @@ Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, cal
 CEILING = 2**22  # samples; a search without a maximum ends here
 MAX_GROWTH = 128.0  # in one step: memory that hardly grows says nothing about sizes further away
 REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in growth is not used
-AS_ESTIMATED = 0.015  # standard deviation of where the prior itself puts the limit
-CONFIRMED = 0.97  # of the prior's largest fit: once that has trained, the prior is believed as it stands
 PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
-WASTE = (0.1, 0.5, 0.9)  # shares of reserved - allocated that the allocator may be unable to give back at the limit
-FULL, GIVEN_BACK = 0.99, 0.5  # of the limit: there less is kept than elsewhere; of what is kept, by then
+KEPT, KEPT_DOUBT = (0.1, 0.5, 0.9), 0.1  # shares of reserved - allocated that stay at the limit, without a prior
+IN_USE, IN_USE_DOUBT = 2.0, 0.02  # with one: the weight of a guess by which all of it stays, and its doubt
+HALF_KEPT, HALF_DOUBT = 0.5, 0.25  # what is left of reserved - allocated at the limit, where that is not so
+CUT_UP = 0.03  # of the limit: what is left of it once the allocator gives back all that it can
+GIVES_BACK = 0.9  # of the share that was kept at a smaller size: with less, memory is being given back
 ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batch
 TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution, and its width in spreads
 LEAST_ERROR, LEAST_NOISE = 0.15, 0.1  # of a slope's error and of noise: so much is believed in whatever three fits say
@@ -74,25 +75,35 @@ def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Gue
     """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
     guesses: list[Guess] = []
     grown = growth(points) if len(points) > 1 else None
-    if prior is not None and points:
-        expected = prior_fit(prior, limit, 1, CEILING)
-        if points[-1].size > CONFIRMED * expected:
-            guesses.append(Guess(len(WASTE) * FROM_PRIOR, expected, AS_ESTIMATED))
-    for share in WASTE if points else ():
+    for weight, allowed, doubt in _ends(points, limit, foreseen=prior is not None) if points else ():
         last = points[-1]
-        # Reserved bytes are limited but allocated ones extrapolated: under pressure the allocator gives back some of
-        # what it holds in vain; how much shows only at the limit.
-        waste = last.reserved / last.allocated - 1
-        allowed = limit / (1 + share * waste)
-        blur = math.hypot(last.noise * (grown.noise if grown else 1.0), 0.1 * waste * limit)
-        if prior is not None:
-            guesses.append(prior_guess(points, allowed - last.allocated, blur, prior))
+        blur = math.hypot(last.noise * (grown.noise if grown else 1.0), doubt * limit)
+        found = [] if prior is None else [prior_guess(points, allowed - last.allocated, blur, prior)]
         room = max(allowed - last.activation, -0.3 * last.activation)
         if grown:
-            guesses += _curve_guesses(grown, last.size, room, blur)
+            found += _curve_guesses(grown, last.size, room, blur)
         elif prior is None:
-            guesses.append(Guess(1.0, last.size * max(1.1, 1 + ONE_POINT * room / last.activation), 1.0))
+            found.append(Guess(1.0, last.size * max(1.1, 1 + ONE_POINT * room / last.activation), 1.0))
+        guesses += [guess._replace(weight=weight * guess.weight) for guess in found]
     return guesses
+
+
+def _ends(points: list[Point], limit: int, *, foreseen: bool) -> list[tuple[float, float, float]]:
+    """Allocated bytes at which memory may end: weight, bytes and doubt (a share of the limit).
+
+    Reserved bytes are limited but allocated ones extrapolated. What the allocator holds beyond those are blocks that
+    are in use in part, which it keeps, and free ones, which it gives back when it must. Measured with torch's own
+    allocator: all that is held stays, or all but some hundredths of the limit is given back.
+    """
+    last = points[-1]
+    kept = last.reserved / last.allocated - 1
+    if not foreseen:
+        return [(1.0, limit / (1 + share * kept), KEPT_DOUBT * kept) for share in KEPT]
+    earlier = [each.reserved / each.allocated - 1 for each in points[:-1] if last.size < 2 * each.size]
+    if any(kept < GIVES_BACK * each for each in earlier):
+        return [(1.0, (1 - CUT_UP) * limit, CUT_UP)]
+    half = 1.0, limit / (1 + HALF_KEPT * kept), HALF_DOUBT * kept
+    return [half, (IN_USE, limit / (1 + kept), IN_USE_DOUBT * kept)]
 
 
 class Growth(NamedTuple):
@@ -138,16 +149,6 @@ def growth(points: list[Point]) -> Growth:
         max(shown, min(worst, max(0.0, change + 2 * doubt) / width)),
         min(max(off_line, LEAST_NOISE), 1.0) if last.noise <= NOISE * last.activation else 1.0,
     )
-
-
-def ragged(points: list[Point], limit: int) -> float:
-    """Samples around the boundary of which some fit and some do not: what is kept in vain differs from size to size."""
-    if len(points) < 3:  # noqa: PLR2004 - fewer tell no spread
-        return 0.0
-    kept = [point.reserved / point.allocated for point in points if point.reserved < FULL * limit]
-    spread = max(kept, default=1.0) - min(kept, default=1.0)
-    noise = GIVEN_BACK * spread * limit if max(kept, default=1.0) > 1 else points[-1].noise
-    return noise / growth(points).slope
 
 
 def reach(room: float, slope: float, curvature: float) -> float:

@@ -22,7 +22,6 @@ from batchtune.probe.memory_model import (
     prior_fit,
     prior_guess,
     quantile,
-    ragged,
     reach,
     standing,
 )
@@ -31,9 +30,9 @@ from batchtune.results import Attempt
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
 MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
-NEIGHBOURS, MOST_NEIGHBOURS = 6, 2  # a narrower bracket is bisected as soon; so many are tried at each end
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
-SAME_CHANCE = 0.7  # of the sizes among which chance decides: in a bracket of less, either end is as likely to be wrong
+MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
+LAST = 0.001  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
@@ -129,9 +128,7 @@ def next_size(
         if wanted < min(low + gap, ceiling):
             return Choice(None, f"{low} fits, {reason}")
     else:
-        wanted, reason = _aim(
-            attempts, guesses_of(points, limit or 0, prior), ragged(points, limit or 0), low, high, gap
-        )
+        wanted, reason = _aim(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
         wanted = _affordable(min(wanted, max(CEILING, 2 * low)) // unit * unit, low, high, gap, tried)
@@ -159,9 +156,7 @@ def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, c
     return Choice(max(floor, int(0.5 ** (2 ** len(last)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
-def _aim(
-    attempts: Sequence[Attempt], guesses: list[Guess], ragged: float, low: int, high: int | None, gap: int
-) -> tuple[float, str]:
+def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int) -> tuple[float, str]:
     """Where to look: below the limit while a fit still teaches, then where one attempt may end the search."""
     if high is None:
         if not guesses:
@@ -170,31 +165,42 @@ def _aim(
         # A fit near the limit tells where it is; an OOM only that it was passed.
         wanted = min(quantile(guesses, 0.3 if middle > 2 * low else 0.4, low, None), middle - 0.5 * gap)
         return max(wanted, low + gap), f"the memory used so far points to a limit near {middle:.0f}"
-    if high - low <= 2 * gap:
+    width = high - low
+    if width <= 2 * gap:
         return high - gap, f"fit or not, {high - gap} ends the search"
+    fine, between = gap < FINE * low, f"between {low} and {high}"
+    if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % _power_up_to(width) == 0:
+        return low + gap, f"{between}, where {low} is the roundest"
     recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
     refuted = guesses and high > 1.03 * low and standing(guesses, low, high) < REFUTED_SHARE
-    fine = gap < FINE * low
     if unexpected or refuted or not guesses or (sum(recent) in (0, PATIENCE) and not fine):
-        return math.sqrt(low * high) if high > 4 * low else (low + high) / 2, f"between {low} and {high}"
-    if fine and NEIGHBOURS * gap < high - low <= SAME_CHANCE * ragged:
-        # What fits differs from size to size here: a neighbour of either end may well be the other kind and end it.
-        fits, failures = (_run(attempts, end, step) for end, step in ((low, -gap), (high, gap)))
-        if min(fits, failures) <= MOST_NEIGHBOURS:
-            return (
-                low + gap if fits <= failures else high - gap
-            ), f"between {low} and {high} sizes fit or not by chance"
-    wanted = quantile(guesses, 0.45 if fine else 0.4, low, high)
-    return min(max(wanted, low + gap), high - gap), f"between {low} and {high}, by the memory used so far"
+        if high > 4 * low:
+            return math.sqrt(low * high), between
+        least, aim, most = (low + share * width for share in MIDDLE)
+    else:
+        least, aim, most = (quantile(guesses, share, low, high) for share in MIDDLE)
+        between += ", by the memory used so far"
+    wanted = _roundest(math.ceil(least), math.ceil(most)) if fine else aim
+    return min(max(wanted, low + gap), high - gap), between
 
 
-def _run(attempts: Sequence[Attempt], end: int, step: int) -> int:
-    """How many sizes in a row, from `end` outwards, were tried."""
-    tried, count = {attempt.batch_size for attempt in attempts}, 0
-    while end in tried:
-        end, count = end + step, count + 1
-    return count
+def _neighbours(attempts: Sequence[Attempt], gap: int) -> int:
+    """How many fits lie next to each other: so often memory did not end at the first, round as it was."""
+    fits = {attempt.batch_size for attempt in attempts if attempt.fits}
+    return sum(size + gap in fits for size in fits)
+
+
+def _power_up_to(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _roundest(least: int, most: int) -> int:
+    """The number with the most factors of two: at such sizes tensors fill the allocator's blocks of 2 MiB."""
+    power = 1
+    while most // (2 * power) * 2 * power >= least:
+        power *= 2
+    return most // power * power
 
 
 def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int) -> float:

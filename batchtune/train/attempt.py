@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import statistics
@@ -26,6 +27,7 @@ from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
+_STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
@@ -222,7 +224,7 @@ def _train(
         if number == 0:
             require_finite(loss, batch_size)
         tracker.start_phase()
-        trainer.update()
+        trainer.update(free_late=(most - number) % 2 == 1)  # in turn, and so before evaluation
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)
@@ -232,6 +234,9 @@ def _train(
         got_on(at_once=True)
         tracker.start_phase()
         _evaluate_and_save(trainer, batch_size)
+        for _ in range(_STEPS_AFTER_EVALUATION):
+            trainer.step(itertools.repeat(batch), accumulation_steps)
+        memory.synchronize()
         tracker.end_phase(forward_backward=False)
 
 

@@ -79,8 +79,10 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     began, has_end = time.monotonic(), hasattr(data, "__len__")
     total, samples = torch.zeros((), device=trainer.device), 0
     for size, batch in itertools.islice(_batches(task, batch_size), max_batches):
+        on_device = move(batch, trainer.device)  # the last one and its loss are there until the next are
         with trainer.precision.autocast():
-            total += task.loss(trainer.model, move(batch, trainer.device)).float() * size
+            loss = task.loss(trainer.model, on_device)
+        total += loss.float() * size
         samples += size
         got_on()
         if not has_end and time.monotonic() - began > ENDLESS_SECONDS:

@@ -82,6 +82,7 @@ class Trainer:
         self.scheduled_steps = total_steps or 0
         self._batch: Any = None
         self._last_loss: Tensor | None = None
+        self._has_old_gradients = False
 
     def forward_backward(self, batch: Any, accumulation_steps: int = 1) -> Tensor:
         """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps.
@@ -93,6 +94,8 @@ class Trainer:
             The detached loss, still on the device.
         """
         self._batch = move(batch, self.device)
+        if self._has_old_gradients:
+            self._free_gradients()
         with self.precision.autocast():
             loss = self._last_loss = self._loss(self._batch, accumulation_steps)
         if not loss.requires_grad:
@@ -110,14 +113,25 @@ class Trainer:
         self._micro_batches += 1
         return self._replica.loss(batch, synchronize=self._micro_batches % accumulation_steps == 0)
 
-    def update(self) -> None:
-        """The optimizer's and scheduler's step; gradients are freed afterwards."""
+    def update(self, *, free_late: bool = False) -> None:
+        """The optimizer's and scheduler's step; gradients are freed afterwards.
+
+        Args:
+            free_late: as in loops that call `zero_grad` before the forward pass: once the next batch is there, which
+                cuts the memory up in another way.
+        """
         self.precision.scaler.step(self.optimizer)
         self.precision.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._has_old_gradients = free_late
+        if not free_late:
+            self._free_gradients()
         if self.scheduler is not None and self.scheduled_steps > 0:  # some raise when stepped past their horizon
             self.scheduled_steps -= 1
             self.scheduler.step()
+
+    def _free_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._has_old_gradients = False
 
     def step(self, batches: Iterator[Any], accumulation_steps: int = 1) -> Tensor:
         """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""

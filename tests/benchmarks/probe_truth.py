@@ -12,15 +12,14 @@ import argparse
 import contextlib
 import datetime as dt
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -32,9 +31,8 @@ LARGER_CARD, CONTEXT, MARGIN = 192, "500MiB", 0.05
 CLOSE = 0.01
 FEWEST = 20  # probes of whose mean something can be asked
 RESOLUTION = 0.002  # of the truth, where it is not the answer itself
-HOST_BYTES = 256 << 20  # a batch that takes more of the host's memory is left out: the loop has it three times
+COMPARED = 10  # of so many probes, one is also made without the estimate
 QUICK = ("case_transformer_bf16", "case_densenet", "case_nn_transformerencoder")
-WITHOUT_ESTIMATE = "from batchtune.estimate.foresight import Foresight; Foresight.look = lambda *_, **__: None; "
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,10 @@ class Setup:
 
 @dataclass
 class Row:
-    """What came of it; `truth` is the largest size that the loop trains with every habit."""
+    """What came of it; `truth` is the largest size that the loop trains with every habit.
+
+    It is the answer where that trains and one percent more does not, else it is bisected.
+    """
 
     setup: Setup
     answer: int | None = None
@@ -107,36 +108,20 @@ def setups(slugs: Sequence[str], sizes: Sequence[int]) -> list[Setup]:
 
 def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     """The result document of a probe in processes of its own, with what it printed as `told`."""
-    code = f"{'' if estimate else WITHOUT_ESTIMATE}from batchtune.cli import main; main()"
+    import forked
+
+    from batchtune.estimate.foresight import Foresight
+
     spec = f"{HERE / 'truth_tasks.py'}:{setup.slug}"
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [
-                *(
-                    sys.executable,
-                    "-c",
-                    code,
-                    "probe",
-                    spec,
-                    "--precision",
-                    precision,
-                    "--no-throughput",
-                    "--json",
-                    "-v",
-                ),
-                *setup.arguments,
-            ],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder, "HOME": folder},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+    command = ["probe", spec, "--precision", precision, "--no-throughput", "--json", "-v", *setup.arguments]
+    blind = contextlib.nullcontext() if estimate else mock.patch.object(Foresight, "look", return_value=None)
+    with tempfile.TemporaryDirectory() as folder, blind:
+        variables = {"XDG_CACHE_HOME": folder, "HOME": folder}
+        printed, told = forked.run_command(command, Path(folder), variables, seconds=300)
     try:
-        return json.loads(done.stdout) | {"told": done.stderr}
+        return json.loads(printed) | {"told": told}
     except json.JSONDecodeError:
-        return {"error": {"message": done.stderr[-300:]}, "probe": None, "told": done.stderr}
+        return {"error": {"message": told[-300:]}, "probe": None, "told": told}
 
 
 def measure(setup: Setup, *, compare: bool) -> Row:
@@ -144,7 +129,7 @@ def measure(setup: Setup, *, compare: bool) -> Row:
 
     Args:
         setup: what is probed.
-        compare: also probe without the estimate.
+        compare: also probe without the estimate, and look for habits with which more trains.
     """
     import truth_tasks
     from plain_loop import Truth
@@ -165,13 +150,11 @@ def measure(setup: Setup, *, compare: bool) -> Row:
             started = time.perf_counter()
             _, attempts, ooms = _figures(probe(setup, case.precision, estimate=False)["probe"] or {})
             row.plain = attempts, ooms, round(time.perf_counter() - started, 1)
-        if row.answer * truth_tasks.sample_bytes(source) > HOST_BYTES:
-            row.trouble = "the batch takes too much of the host's memory for the loop"
-            return row
         truth = Truth(source, case.precision, None if setup.way == "card" else found["memory_limit_bytes"])
-        row.truth = truth.largest(row.answer, RESOLUTION)
         above = int(row.answer * (1 + CLOSE)) + 1
-        if not truth.trains(above):
+        good = truth.trains(row.answer) and not truth.trains(above)
+        row.truth = row.answer if good else truth.largest(row.answer, RESOLUTION)
+        if good and compare:
             row.easier = truth.habits_that_train(above)
         row.trouble = truth.broken[0].splitlines()[-1][:200] if truth.broken else ""
     return row
@@ -228,7 +211,11 @@ def report(rows: Sequence[Row], command: str) -> str:
             name = f"{'an' if foreseen else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
             chosen = [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
             lines += _means(name, chosen)
-    lines += ["", "Attempts are all of a probe, the final check among them; seconds are of the whole command.", ""]
+    lines += [
+        "",
+        "Attempts are all of a probe, the final check among them; seconds are without imports.",
+        "",
+    ]
     lines += ["| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | |"]
     lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|"]
     for row in rows:
@@ -269,27 +256,33 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 models at 8 GiB, no table")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
     parser.add_argument("--only", default="", help="cases whose name has one of these words in it, no table")
+    parser.add_argument("--cases", type=int, help="only the first so many")
+    parser.add_argument("--part", default="0/1", help="0/2 and 1/2 may run side by side with one state")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GiB")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the table of what is there")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "probe_truth.jsonl")
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    import forked
     import truth_tasks
 
+    forked.warm_up()
     slugs = [
         slug
-        for slug in (QUICK if options.quick else truth_tasks.CASES)
+        for slug in (QUICK if options.quick else list(truth_tasks.CASES)[: options.cases])
         if any(word in slug for word in options.only.split(","))
     ]
     wanted = setups(slugs, (8,) if options.quick else [int(size) for size in options.sizes.split(",")])
-    keeps, writes = not options.quick, options.table or not (options.quick or options.only)
+    keeps, writes = not options.quick, options.table or not (options.quick or options.only or parts > 1)
     rows = _read(options.state) if options.resume or options.table else {}
     if keeps and not (options.resume or options.table):
         options.state.unlink(missing_ok=True)
     if options.table:
         wanted = list(rows)
+    wanted = wanted[part::parts]
     for number, setup in enumerate(wanted, 1):
         if setup not in rows:
-            row = rows[setup] = measure(setup, compare=not options.quick and number % 4 == 0)
+            row = rows[setup] = measure(setup, compare=not options.quick and number % COMPARED == 0)
             print(f"{number}/{len(wanted)} {row}", flush=True)
             if keeps:
                 with options.state.open("a") as file:

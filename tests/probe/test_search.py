@@ -362,16 +362,13 @@ def _kept(size: int, share: float) -> Attempt:
     )
 
 
-def test_where_chance_decides_what_fits_an_exact_search_tries_the_neighbours_of_both_ends_then_bisects() -> None:
-    attempts = [_kept(8_000, 0.0), _kept(9_000, 0.04), _kept(9_500, 0.01), failure(9_560)]
-    asked = []
-    while len(asked) < 7:
-        size = next_size(attempts, Bounds(tolerance=0), 10**9).batch_size
-        assert size is not None
-        asked.append(size)
-        attempts.append(_kept(size, 0.02) if size < 9_530 else Attempt(batch_size=size, outcome="oom"))
-    assert asked[:4] == [9_501, 9_559, 9_502, 9_558]
-    assert all(9_502 < size < 9_558 for size in asked[4:])
+def test_an_exact_search_looks_at_round_sizes_where_blocks_of_the_allocator_end_there() -> None:
+    def used(size: int) -> float:  # each tensor grows by blocks of 2 MiB, the last of which is full every 256 samples
+        return math.ceil(size / 256) / 1_536.5
+
+    attempts = search(device(used), Bounds(tolerance=0), lambda size: int(used(size) * 0.985 * LIMIT))
+    assert bracket(attempts) == (393_216, 393_217)
+    assert len(attempts) <= 11
 
 
 def test_where_all_sizes_keep_the_same_an_exact_search_bisects() -> None:
