@@ -235,8 +235,9 @@ class Recorder(TorchDispatchMode):
             if summing:
                 return args[0] not in self._views and _is_dense(args[0]) and args[0].shape == args[1].shape
             product = self.number_of(args[0])
-            made_here = self._calls[0] == self._calls[1] and product is not None
-            return made_here and self.trace.births[product].op in _PRODUCTS
+            if product is None or self._calls[0] != self._calls[1]:
+                return False
+            return self.trace.births[product].op in _PRODUCTS
         if not summing:
             return False
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001
