@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import queue
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -124,6 +125,7 @@ def _stages(answers: Any, questions: Any) -> None:
         figures = beyond(lambda: torch.autograd.grad(out, (images, kernel), gradient))  # noqa: B023
         asked(f"cuDNN, {kind}, backward", **figures)
     asked("addresses of segments, in the order of their creation", **_directions(torch))
+    answers.put(None)
 
 
 def _directions(torch: Any) -> dict[str, int]:
@@ -153,10 +155,12 @@ def overheads() -> Iterator[Row]:
     answers, questions = context.Queue(), context.Queue()
     process, before = context.Process(target=_stages, args=(answers, questions), daemon=True), None
     process.start()
-    while before is None or process.is_alive():
+    while True:
         try:
-            row = answers.get(timeout=30 if before is None else 5)
-        except Exception:  # noqa: BLE001 - the process has told all it had, or died
+            row = answers.get(timeout=30)
+        except queue.Empty:  # it died, or hangs
+            break
+        if row is None:
             break
         used = pynvml.nvmlDeviceGetMemoryInfo(card).used
         before = used if before is None else before
