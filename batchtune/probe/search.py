@@ -33,7 +33,7 @@ MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reje
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly
-LAST = 0.001  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
+LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
