@@ -32,7 +32,8 @@ PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give w
 MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
-LAST = 0.001  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
+ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly
+LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
@@ -164,10 +165,11 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
         middle = quantile(guesses, 0.5, low, None)
         # A fit near the limit tells where it is; an OOM only that it was passed.
         wanted = min(quantile(guesses, 0.3 if middle > 2 * low else 0.4, low, None), middle - 0.5 * gap)
-        return max(wanted, low + gap), f"the memory used so far points to a limit near {middle:.0f}"
+        return _rounded(max(wanted, low + gap), gap), f"the memory used so far points to a limit near {middle:.0f}"
     width = high - low
     if width <= 2 * gap:
-        return high - gap, f"fit or not, {high - gap} ends the search"
+        size = _roundest(high - gap, max(high - gap, (low + high) // 2))
+        return size, f"fit or not, {size} ends the search"
     fine, between = gap < FINE * low, f"between {low} and {high}"
     if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % _power_up_to(width) == 0:
         return low + gap, f"{between}, where {low} is the roundest"
@@ -181,7 +183,7 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
     else:
         least, aim, most = (quantile(guesses, share, low, high) for share in MIDDLE)
         between += ", by the memory used so far"
-    wanted = _roundest(math.ceil(least), math.ceil(most)) if fine else aim
+    wanted = _roundest(math.ceil(least), math.ceil(most)) if fine else _rounded(aim, gap)
     return min(max(wanted, low + gap), high - gap), between
 
 
@@ -195,12 +197,19 @@ def _power_up_to(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
+def _rounded(size: float, gap: int) -> int:
+    return _roundest(math.ceil(size - ROUNDED * gap), int(size))
+
+
 def _roundest(least: int, most: int) -> int:
-    """The number with the most factors of two: at such sizes tensors fill the allocator's blocks of 2 MiB."""
+    """The number with the most factors of two: at such sizes tensors fill the allocator's blocks of 2 MiB.
+
+    Of a block that is not full, what is left holds small tensors, for which it is kept when memory runs out.
+    """
     power = 1
     while most // (2 * power) * 2 * power >= least:
         power *= 2
-    return most // power * power
+    return most // power * power if most >= least else most
 
 
 def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int) -> float:

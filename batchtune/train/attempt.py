@@ -29,6 +29,7 @@ _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
 _STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
+_LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
 _LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
 _CPU_PREFIX = re.compile(
     r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)"
@@ -137,8 +138,10 @@ def attempt(
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
+    before = after = None
     try:
         with memory.attempt(batch_size):
+            before = _held_bytes(memory)
             try:
                 _train(
                     task,
@@ -156,10 +159,13 @@ def attempt(
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
                 outcome, message, usable = _explain(error, batch_size)
+        after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
         if outcome == "fit":
             outcome, message, _ = _explain(error, batch_size)
         usable = False
+    if before is not None and after is not None and after - before > _LEFT_BYTES:
+        usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
     found = Attempt(
         batch_size=batch_size,
         outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
@@ -168,6 +174,12 @@ def attempt(
         message=message,
     )
     return found.model_copy(update=_figures(tracker, times, fits=outcome == "fit")), usable
+
+
+def _held_bytes(memory: DeviceMemory) -> int | None:
+    """What tensors take now; None where the device does not tell."""
+    memory.reset_peaks()
+    return memory.peaks().allocated_bytes
 
 
 def _figures(tracker: PeakTracker, times: StepTimes, *, fits: bool) -> dict[str, Any]:
