@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchtune.config import Config
-    from batchtune.progress import Observer
+    from batchtune.config.schema import Config
+    from batchtune.observer import Observer
     from batchtune.results import Result
 
 __version__ = "0.1.0"
@@ -79,11 +79,11 @@ def probe(
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
-    from batchtune.config import parse_seconds
+    from batchtune.config.schema import parse_seconds
     from batchtune.errors import UsageError, kind_of
+    from batchtune.observer import Observer
     from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
-    from batchtune.progress import Observer
     from batchtune.run_folder import RunFolder
     from batchtune.task.spec import task_name
     from batchtune.train.worker import WorkerSettings
@@ -230,7 +230,7 @@ def estimate(
         batchtune.errors.BatchtuneError: its class says whose fault it is.
     """
     from batchtune.estimate.document import run_estimate
-    from batchtune.progress import Observer
+    from batchtune.observer import Observer
 
     return run_estimate(
         os.fspath(task),
@@ -255,7 +255,7 @@ def tune(
     """Finds the batch size and learning rate that reach the target soonest, and confirms them against the baseline.
 
     Args:
-        config: a YAML file or a `batchtune.config.Config`.
+        config: a YAML file or a `batchtune.config.schema.Config`.
         overrides: texts such as `budget.total=5m`, laid over the file.
         fresh: start over instead of resuming what the run folder holds.
         observer: told of what happens on the way.
@@ -267,9 +267,9 @@ def tune(
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
-    from batchtune.config import Config
-    from batchtune.config_file import default_name, load_config
-    from batchtune.progress import Observer
+    from batchtune.config.load import default_name, load_config
+    from batchtune.config.schema import Config
+    from batchtune.observer import Observer
     from batchtune.task.spec import task_name
     from batchtune.tune.run import run_tune
 
@@ -289,7 +289,7 @@ def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]
     Raises:
         batchtune.errors.BatchtuneError: what `tune` would stop at.
     """
-    from batchtune.progress import Observer
+    from batchtune.observer import Observer
     from batchtune.tune.opening import check as run_check
 
     return run_check(config, observer or Observer())
@@ -313,7 +313,7 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     Raises:
         batchtune.errors.UsageError: there is none, it is not one, or a newer batchtune wrote it.
     """
-    from batchtune.result_file import load_result as load
+    from batchtune.files import load_result as load
 
     return load(path)
 
@@ -346,7 +346,7 @@ def _is_number(value: object) -> bool:
 
 
 def _bytes(value: int | str | None) -> int | None:
-    from batchtune.config import parse_bytes
+    from batchtune.config.schema import parse_bytes
     from batchtune.errors import UsageError
 
     try:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from batchtune import __version__
+from batchtune.console import Session, with_session
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.session import Session, with_session
 
 app = typer.Typer(
     name="batchtune",
@@ -112,7 +112,7 @@ def init(
       batchtune init mymodel
       batchtune init mymodel --from lightning
     """
-    from batchtune.config import config_schema
+    from batchtune.config.schema import config_schema
 
     templates = Path(__file__).parent / "templates"
     model = templates / origin.value / "model.py" if origin in _MADE_BY else templates / "model.py"
@@ -287,7 +287,7 @@ def tune(
       batchtune tune config.yaml --executor ray --workers auto
     """
     import batchtune
-    from batchtune.config_file import load_config
+    from batchtune.config.load import load_config
 
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
@@ -395,7 +395,7 @@ def schema(
       batchtune schema config -o config.schema.json
       batchtune schema result
     """
-    from batchtune.config import config_schema
+    from batchtune.config.schema import config_schema
     from batchtune.results import result_schema
 
     found = config_schema() if which is Schema.config else result_schema()

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune import __version__
-from batchtune.config import Goal, Kind
+from batchtune.config.schema import Goal, Kind
 from batchtune.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from batchtune.config import is_run_name
+from batchtune.config.schema import is_run_name
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.result_file import write_atomically
+from batchtune.files import write_atomically
 from batchtune.results import Attempt, Result
 
 ROOT = Path(".batchtune")

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from batchtune.cli import app
-from batchtune.session import COMMON
+from batchtune.console import COMMON
 
 README = Path(__file__).parents[1] / "README.md"
 START, END = "<!-- reference: written by recipes/reference.py -->\n", "<!-- end of reference -->\n"

@@ -5,8 +5,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from batchtune.config import Baseline, Config, config_schema, known_keys, parse_bytes, parse_seconds
-from batchtune.yamlfile import parse_yaml
+from batchtune.config.schema import Baseline, Config, config_schema, known_keys, parse_bytes, parse_seconds
+from batchtune.config.yaml import parse_yaml
 
 EXAMPLE = """
 task: model.py

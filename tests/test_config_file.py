@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.config import Config
-from batchtune.config_file import load_config
+from batchtune.config.load import load_config
+from batchtune.config.schema import Config
 from batchtune.errors import UsageError
 
 

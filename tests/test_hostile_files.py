@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 import batchtune
 from batchtune.cli import app
-from batchtune.config import Config, known_keys
-from batchtune.config_file import load_config
+from batchtune.config.load import load_config
+from batchtune.config.schema import Config, known_keys
 from batchtune.errors import DeviceError, UsageError
+from batchtune.files import load_result
 from batchtune.report.export import FORMATS
 from batchtune.report.trainers import EXPORTS
-from batchtune.result_file import load_result
 from batchtune.train.worker import Worker
 
 MIB = 2**20
@@ -265,7 +265,7 @@ def place(tmp_path, monkeypatch):
         raise DeviceError("no child in this test")
 
     monkeypatch.setattr(Worker, "_start_process", no_child)
-    monkeypatch.setattr(batchtune.session, "_stop_on_signals", lambda: None)
+    monkeypatch.setattr(batchtune.console, "_stop_on_signals", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("raise AssertionError('never imported')")
     (tmp_path / "config.yaml").write_text("task: model.py\n")

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from batchtune.device.host_load import watching_others
-from batchtune.result_file import load_result
+from batchtune.files import load_result
 from batchtune.results import result_schema
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from batchtune.errors import UsageError
-from batchtune.result_file import load_result, write_atomically
+from batchtune.files import load_result, write_atomically
 from batchtune.results import (
     Attempt,
     CurvePoint,

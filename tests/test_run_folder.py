@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.result_file import load_result
+from batchtune.files import load_result
 from batchtune.results import Attempt, Result, TaskInfo
 from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run
 

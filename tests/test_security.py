@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from batchtune.config_file import load_config
+from batchtune.config.load import load_config
 from batchtune.errors import UsageError
 from batchtune.train import checkpoint
 from batchtune.tune.identity import identity_of

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batchtune.errors import DeviceError
-from batchtune.report.units import size
 from batchtune.results import DeviceProcess
+from batchtune.units import size
 
 Answer = TypeVar("Answer")
 

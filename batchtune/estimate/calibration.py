@@ -15,7 +15,7 @@ from typing import Any
 
 from batchtune.device.gpus import find_gpu
 from batchtune.errors import UsageError
-from batchtune.result_file import write_atomically
+from batchtune.files import write_atomically
 
 _FORMAT = 1
 _MOST_OFFSETS = 16  # of each term; the oldest go first

@@ -8,7 +8,7 @@ from typing import Literal
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.estimate.run import NEEDS, PRECISIONS, STRATEGIES, WOULD_FIT, Question, estimate_task
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import Estimate, Failure, Result, TaskInfo
 from batchtune.task.spec import file_hash
 

@@ -13,7 +13,7 @@ from batchtune.device.gpus import find_gpu
 from batchtune.device.sharing import gpus_here
 from batchtune.errors import BatchtuneError, UsageError
 from batchtune.estimate.calibration import offsets_of, record
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import Attempt
 from batchtune.train.worker import Worker
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
-from batchtune.report.units import size
 from batchtune.results import Estimate, MemoryDetail
 from batchtune.train.worker import Worker
+from batchtune.units import size
 
 STRATEGIES = ("ddp", "fsdp")
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")

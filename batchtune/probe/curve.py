@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from batchtune.device.gpus import peak_flops
 from batchtune.errors import UserCodeError
+from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT, with_flops
-from batchtune.progress import Observer
 from batchtune.results import ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 

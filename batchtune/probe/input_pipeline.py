@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from batchtune.device.host_load import processors
 from batchtune.errors import UserCodeError
-from batchtune.progress import Observer
-from batchtune.report.units import number
+from batchtune.observer import Observer
 from batchtune.results import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
+from batchtune.units import number
 
 SECONDS_PER_SETTING = 1.0
 TOTAL_SECONDS = 20.0

@@ -11,12 +11,12 @@ from batchtune.device.sharing import look
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
 from batchtune.estimate.foresight import Foresight
+from batchtune.files import load_result
+from batchtune.observer import Forwarder, Observer
 from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
-from batchtune.progress import Forwarder, Observer
-from batchtune.result_file import load_result
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
+from batchtune.observer import Observer
 from batchtune.probe.curve import add_flops, measure_curve
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation, silent_twice, size_below, steps_to_verify
 from batchtune.probe.memory_model import Prior
@@ -24,7 +25,6 @@ from batchtune.probe.warnings import (
     mapping_warnings,
     recompile_warnings,
 )
-from batchtune.progress import Observer
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
 from batchtune.train.worker import Worker, WorkerLost
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT
-from batchtune.progress import Observer
 from batchtune.results import Attempt, DataParallel, ThroughputPoint
 from batchtune.train.ranks import RankGroup
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings

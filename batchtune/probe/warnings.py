@@ -7,8 +7,8 @@ import platform
 from collections.abc import Sequence
 
 from batchtune.device.sharing import name_processes
-from batchtune.report.units import share, size
 from batchtune.results import Attempt, Environment, ProbeResult, ThroughputPoint
+from batchtune.units import share, size
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence

@@ -8,9 +8,9 @@ from typing import Any
 
 from batchtune.report.pick import estimated, named_values, to_train_with
 from batchtune.report.trainers import EXPORTS
-from batchtune.report.units import duration, number, size
 from batchtune.report.wording import machine
 from batchtune.results import Interval, Result
+from batchtune.units import duration, number, size
 
 
 def to_json(result: Result) -> str:

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.report.stand_ins import written_in
 from batchtune.report.text_tables import COLOURS
-from batchtune.report.units import duration, number, size
 from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
+from batchtune.units import duration, number, size
 
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left
 _ATTEMPTS: _Columns = (("batch", 9), ("outcome", -12), ("peak", 10), ("step", 10), ("why", -1))

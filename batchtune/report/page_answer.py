@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from batchtune.report.markup import Markup, facts, join, tag
 from batchtune.report.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
-from batchtune.report.units import duration, number, size
 from batchtune.report.wording import (
     CONFIGURATIONS,
     batch_text,
@@ -17,6 +16,7 @@ from batchtune.report.wording import (
     step_time,
 )
 from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
+from batchtune.units import duration, number, size
 
 _MOST_ESTIMATES = 20
 

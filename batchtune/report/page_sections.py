@@ -10,9 +10,9 @@ from batchtune.report.markup import Markup, facts, tag
 from batchtune.report.page_answer import answer
 from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
 from batchtune.report.pick import estimate_notes, probes_of
-from batchtune.report.units import duration, size
 from batchtune.report.wording import largest_batch
 from batchtune.results import ProbeResult, Result
+from batchtune.units import duration, size
 
 _OUTCOMES = {
     "oom": "out of memory",

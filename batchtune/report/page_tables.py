@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from batchtune.report.markup import Markup, table, tag
 from batchtune.report.pick import estimated, is_of, named_values, probes_of
-from batchtune.report.units import duration, number, share, size
 from batchtune.report.wording import expected_times, ranks
 from batchtune.results import ProbeResult, Result, Trial
+from batchtune.units import duration, number, share, size
 
 _Cell = object
 _PRECISION = 5  # its column among those of the runs

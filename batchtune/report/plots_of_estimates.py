@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from batchtune.report.pick import estimated
 from batchtune.report.theme import LIGHT, SERIES, axis, label, layout, padded
-from batchtune.report.units import bytes_unit, number, size
 from batchtune.results import Estimate, Result
+from batchtune.units import bytes_unit, number, size
 
 _MOST_BARS = 24
 _LONGEST_LINE = 26

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 
 from batchtune.report.pick import SECONDS, VALUE, is_broken, score
 from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
-from batchtune.report.units import duration, number, time_interval, time_unit
 from batchtune.results import Interval, Landscape, Prior, Recommendation, Result, Target, Trial
+from batchtune.units import duration, number, time_interval, time_unit
 
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
 _LINES = 8  # of equal predicted time, at most

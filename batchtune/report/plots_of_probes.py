@@ -6,8 +6,8 @@ import plotly.graph_objects as go
 
 from batchtune.report.pick import fitted_speeds, memory_range, peak_of, probes_of
 from batchtune.report.theme import LIGHT, SERIES, axis, batch_axis, label, layout
-from batchtune.report.units import bytes_unit, duration, number, size
 from batchtune.results import ProbeResult, Result
+from batchtune.units import bytes_unit, duration, number, size
 
 _TOP = 1.12  # room above the highest point
 _OUTCOMES = {

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from batchtune.report.pick import is_of
 from batchtune.report.theme import LIGHT, axis, gaps, label, layout, spread
-from batchtune.report.units import number
 from batchtune.results import Result, Target, Trial
+from batchtune.units import number
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from batchtune.report.pick import fitted_speeds, memory_range, peak_of
 from batchtune.report.text_plots import MIN_WIDTH, Axis, Layer, draw
-from batchtune.report.units import bytes_unit, size
 from batchtune.results import ProbeResult
+from batchtune.units import bytes_unit, size
 
 _GAP = 3
 _SIDE_BY_SIDE = 72  # columns from which two figures stand beside one another

@@ -7,9 +7,9 @@ from textwrap import shorten
 
 from batchtune.report.fitted_table import Column, FittedTable, bar
 from batchtune.report.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
-from batchtune.report.units import aligned, bytes_unit, number, share, size, sizes, times
 from batchtune.report.wording import expected_times, largest_batch
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
+from batchtune.units import aligned, bytes_unit, number, share, size, sizes, times
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
 """Of the outcomes of attempts and the states of trials; any other outcome is yellow."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchtune.report.pick import named_values
-from batchtune.report.units import duration, interval, number, share, size, time_interval
 from batchtune.results import DataParallel, Environment, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
+from batchtune.units import duration, interval, number, share, size, time_interval
 
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",

@@ -6,7 +6,7 @@ import os
 import warnings
 
 from batchtune.errors import UsageError
-from batchtune.result_file import load_result
+from batchtune.files import load_result
 from batchtune.results import Recommendation
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchtune.config import Goal
+from batchtune.config.schema import Goal
 
 
 def pace_kind(optimizer_arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

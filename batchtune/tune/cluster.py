@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import ray
 
-from batchtune.config import RayCluster
+from batchtune.config.schema import RayCluster
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.train.process import Process, without_secrets
 from batchtune.train.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
 from batchtune.tune.actors import Actor, RemoteProcess

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from batchtune.config import Kind
+from batchtune.config.schema import Kind
 from batchtune.results import CurvePoint, Trial
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from batchtune.device.host_load import processors
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
-from batchtune.progress import Forwarder, Observer
+from batchtune.observer import Forwarder, Observer
 from batchtune.results import CurvePoint, Trial
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 from batchtune.tune.seats import count_workers, seats

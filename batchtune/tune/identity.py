@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchtune.config import Config
+from batchtune.config.schema import Config
 from batchtune.task.spec import file_hash
 
 # More of the same may be measured under these.

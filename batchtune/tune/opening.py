@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal
 
-from batchtune.config import Config
+from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError
+from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
-from batchtune.progress import Observer
 from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
 from batchtune.tune.prepare import require
 

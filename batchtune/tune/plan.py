@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchtune.config import Config
+from batchtune.config.schema import Config
 from batchtune.results import Prior, ProbeResult, Value
 from batchtune.tune.prior import Candidates
 

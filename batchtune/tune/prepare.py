@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from batchtune.config import Config
+from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import LoaderPoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
 from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.tune.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size

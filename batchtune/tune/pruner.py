@@ -8,7 +8,7 @@ from optuna import Study
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.config import Goal
+from batchtune.config.schema import Goal
 from batchtune.tune.sampler import require_minimizing
 
 MILLISECOND = 1e-3

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from batchtune.config import Goal, Kind
+from batchtune.config.schema import Goal, Kind
 from batchtune.results import Interval, Recommendation, Trial, Value
 from batchtune.tune.cost import JOULES, SECONDS, Cost, cost_of
 from batchtune.tune.intervals import CONFIDENCE, difference_interval, median_interval, ratio_interval

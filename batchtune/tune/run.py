@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from batchtune.config import Config
+from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
+from batchtune.files import load_result
+from batchtune.observer import Forwarder, Observer
 from batchtune.probe.runner import Probe
 from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
-from batchtune.progress import Forwarder, Observer
-from batchtune.result_file import load_result
 from batchtune.results import (
     Attempt,
     Environment,

@@ -18,7 +18,7 @@ from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.config import Config, Goal
+from batchtune.config.schema import Config, Goal
 from batchtune.errors import UsageError
 from batchtune.results import Prior, ProbeResult
 from batchtune.tune.cost import cost_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
-from batchtune.config import Config, Parameter
+from batchtune.config.schema import Config, Parameter
 from batchtune.errors import UsageError
 from batchtune.results import Trial, Value
 from batchtune.tune.plan import Plan

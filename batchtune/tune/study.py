@@ -15,7 +15,7 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.train.worker import Worker
 from batchtune.tune.belief import belief, expected_costs

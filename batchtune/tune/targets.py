@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from optuna import Study
 
-from batchtune.config import Config, Goal
+from batchtune.config.schema import Config, Goal
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.results import CurvePoint, Target
 from batchtune.tune.cost import cost_of

@@ -13,7 +13,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from batchtune.errors import UserCodeError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import CurvePoint
 from batchtune.results import Trial as TrialRecord
 from batchtune.train.run_spec import RunSpec

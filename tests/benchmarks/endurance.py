@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 import batchtune
-from batchtune.config import Config
-from batchtune.progress import Observer
+from batchtune.config.schema import Config
+from batchtune.observer import Observer
 from batchtune.results import Trial
 from batchtune.train.worker import Worker, WorkerSettings
 

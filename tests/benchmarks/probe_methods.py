@@ -110,7 +110,7 @@ def _status_bytes(name: str) -> int:
 
 def by_batchtune(job: Job) -> int | None:
     import batchtune
-    from batchtune.progress import Observer
+    from batchtune.observer import Observer
     from batchtune.results import Attempt
 
     class Teller(Observer):

@@ -19,8 +19,8 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, Record
 from replay_tasks import TASKS
 
-from batchtune.config import Baseline, BatchSize, Budget, Config, LearningRate, Objective
-from batchtune.progress import Observer
+from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
+from batchtune.observer import Observer
 from batchtune.results import CurvePoint, ProbeResult, Trial
 from batchtune.train.loop import RunSpec
 from batchtune.train.range_test import Edge

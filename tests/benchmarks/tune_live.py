@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 
 import batchtune
-from batchtune.config import Config
-from batchtune.config_file import load_config
-from batchtune.progress import Observer
+from batchtune.config.load import load_config
+from batchtune.config.schema import Config
+from batchtune.observer import Observer
 from batchtune.results import Recommendation, Result, Trial
 from batchtune.train.run_spec import RunSpec
 from batchtune.train.worker import Worker, WorkerSettings

@@ -21,8 +21,8 @@ from typing import Any
 from optuna.samplers import BaseSampler
 
 import batchtune
-from batchtune.config import Config
-from batchtune.progress import Observer
+from batchtune.config.schema import Config
+from batchtune.observer import Observer
 from batchtune.results import ProbeResult, ThroughputFit, Trial
 from batchtune.tune.prior import Candidates
 from batchtune.tune.storage import open_storage

@@ -11,7 +11,7 @@ import pytest
 from cuda.tasks import PERCEPTRON
 
 import batchtune
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 
 GiB = 2**30
 STUDY = """\

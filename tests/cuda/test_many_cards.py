@@ -9,7 +9,7 @@ from cuda.tasks import PERCEPTRON
 
 import batchtune
 from batchtune.errors import DeviceError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.train.worker import WorkerSettings
 from batchtune.tune.crew import Crew
 

@@ -8,7 +8,7 @@ from cuda.tasks import PERCEPTRON
 
 import batchtune
 from batchtune.estimate.calibration import offsets_of
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 
 MiB = 2**20
 

@@ -8,7 +8,7 @@ from batchtune.errors import DeviceError
 from batchtune.estimate import foresight
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
 from batchtune.estimate.foresight import Foreseen, Foresight
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import Attempt
 from batchtune.train.worker import WorkerLost
 

@@ -234,7 +234,7 @@ def _study(recipe: str, overrides: list[str]) -> tuple[Any, Row]:
     from tune_live import RECIPES, Stopwatch, shares
 
     import batchtune
-    from batchtune.config_file import load_config
+    from batchtune.config.load import load_config
 
     config = load_config(RECIPES / recipe / "config.yaml", ["device=cuda", *overrides])
     watch = Stopwatch()

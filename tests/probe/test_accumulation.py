@@ -2,9 +2,9 @@
 
 import pytest
 
+from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.progress import Observer
 from batchtune.results import Attempt, ThroughputPoint
 
 

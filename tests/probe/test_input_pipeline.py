@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchtune.observer import Observer
 from batchtune.probe.input_pipeline import (
     TOTAL_SECONDS,
     Setting,
@@ -11,7 +12,6 @@ from batchtune.probe.input_pipeline import (
     measure_input_pipeline,
     next_setting,
 )
-from batchtune.progress import Observer
 from batchtune.results import LoaderPoint, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.train.worker import WorkerLost
 

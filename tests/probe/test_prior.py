@@ -5,10 +5,10 @@ import importlib
 import pytest
 
 from batchtune.estimate.foresight import Foreseen
+from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.search import Bounds, next_size
-from batchtune.progress import Observer
 from batchtune.results import Attempt
 from batchtune.train.worker import WorkerSettings
 

@@ -7,10 +7,10 @@ import pytest
 import batchtune
 from batchtune.device.sharing import Sharing
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.files import load_result
+from batchtune.observer import Observer
 from batchtune.probe import run
 from batchtune.probe.options import ProbeOptions
-from batchtune.progress import Observer
-from batchtune.result_file import load_result
 from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash

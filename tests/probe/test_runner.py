@@ -5,9 +5,9 @@ import re
 import pytest
 
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
+from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.progress import Observer
 from batchtune.results import Attempt, ThroughputPoint
 from batchtune.train.worker import WorkerLost
 

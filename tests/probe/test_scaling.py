@@ -3,8 +3,8 @@
 import pytest
 
 from batchtune.errors import UserCodeError
+from batchtune.observer import Observer
 from batchtune.probe.scaling import data_parallel, measure_times
-from batchtune.progress import Observer
 from batchtune.results import Attempt, ThroughputPoint
 from batchtune.train.worker import WorkerLost
 

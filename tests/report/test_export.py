@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from batchtune.files import load_result
 from batchtune.report.export import environment_text, snippet, to_csv, to_json, to_markdown
-from batchtune.result_file import load_result
 from batchtune.results import Failure, Interval
 
 

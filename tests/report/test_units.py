@@ -2,8 +2,8 @@
 
 import pytest
 
-from batchtune.report.units import aligned, duration, interval, number, share, size, sizes, time_interval, times
 from batchtune.results import Interval
+from batchtune.units import aligned, duration, interval, number, share, size, sizes, time_interval, times
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.progress import Observer
 from batchtune.train.ranks import RankGroup
 from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 

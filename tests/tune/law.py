@@ -5,7 +5,7 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
-from batchtune.config import Baseline, Budget, Config, Confirm
+from batchtune.config.schema import Baseline, Budget, Config, Confirm
 from batchtune.results import CurvePoint, ProbeResult, ThroughputFit
 from batchtune.tune.plan import Plan
 from batchtune.tune.prior import Candidates

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from optuna.storages.journal import JournalFileBackend
 
-from batchtune.config import Config, RayCluster
+from batchtune.config.schema import Config, RayCluster
 from batchtune.errors import UsageError
 
 HAS_RAY = importlib.util.find_spec("ray") is not None

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from batchtune.errors import DeviceError, RunInterrupted
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.train.worker import WorkerSettings
 from batchtune.tune import crew as crew_module
 from batchtune.tune.crew import Crew, Member

@@ -2,8 +2,8 @@ import law
 import optuna
 import pytest
 
-from batchtune.config import Baseline, Budget, Config, Confirm, Objective
-from batchtune.progress import Observer
+from batchtune.config.schema import Baseline, Budget, Config, Confirm, Objective
+from batchtune.observer import Observer
 from batchtune.results import ProbeResult, ThroughputFit
 from batchtune.tune.limits import Limits
 from batchtune.tune.paused import MOST_KEPT

@@ -2,9 +2,9 @@
 
 import pytest
 
-from batchtune.config import Baseline, Budget, Config
+from batchtune.config.schema import Baseline, Budget, Config
 from batchtune.errors import DeviceError, UsageError, UserCodeError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.train.worker import WorkerLost
 from batchtune.tune.prepare import (

@@ -16,7 +16,7 @@ import optuna
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import Prior
 from batchtune.tune import storage as storage_module
 from batchtune.tune.shared import Agreement, Machines, delete_study
@@ -32,7 +32,7 @@ MACHINE = """
 import sys
 from pathlib import Path
 import batchtune
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.tune import storage
 storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
 

@@ -1,7 +1,7 @@
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-from batchtune.config import Baseline, Config, LearningRate, Parameter
+from batchtune.config.schema import Baseline, Config, LearningRate, Parameter
 from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, Trial
 from batchtune.tune.plan import Plan

@@ -13,7 +13,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.tune import storage as storage_module
 from batchtune.tune.storage import Journal, OneReading, open_storage
 from batchtune.tune.study import TuneStudy

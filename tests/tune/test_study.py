@@ -9,9 +9,9 @@ import law
 import optuna
 import pytest
 
-from batchtune.config import Baseline, Budget, Confirm, Objective
+from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
-from batchtune.progress import Observer
+from batchtune.observer import Observer
 from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
 from batchtune.train.run_spec import pace_kind
 from batchtune.train.worker import PlaceLost, WorkerLost

@@ -23,7 +23,7 @@ from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from batchtune.progress import Observer
+    from batchtune.observer import Observer
     from batchtune.results import Result
 
 INTERRUPTED = RunInterrupted.exit_code
@@ -41,7 +41,7 @@ class Session:
     def observer(self, total_seconds: float | None = None) -> Iterator[Observer]:
         """Progress on stderr for as long as the block runs."""
         if self.quiet:
-            from batchtune.progress import Observer
+            from batchtune.observer import Observer
 
             yield Observer()
             return
@@ -269,7 +269,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from batchtune.result_file import write_atomically
+    from batchtune.files import write_atomically
 
     text = text if text.endswith("\n") else text + "\n"
     try:

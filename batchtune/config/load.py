@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from batchtune.config import Config, is_run_name, known_keys, meant_instead_of
+from batchtune.config.schema import Config, is_run_name, known_keys, meant_instead_of
+from batchtune.config.yaml import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
 from batchtune.errors import UsageError
-from batchtune.yamlfile import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
 
 ENVIRONMENT_PREFIX = "BATCHTUNE_"
 _MOST_PROBLEMS = 50  # told at once: who reads more?

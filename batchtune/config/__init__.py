@@ -1,0 +1,1 @@
+"""The configuration of a study: its keys, and how it is read."""
