@@ -84,9 +84,9 @@ def probe(
     from batchtune.observer import Observer
     from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
+    from batchtune.processes.worker import WorkerSettings
     from batchtune.run_folder import RunFolder
     from batchtune.task.spec import task_name
-    from batchtune.train.worker import WorkerSettings
 
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
@@ -301,7 +301,7 @@ def environment(device: str = "auto") -> dict[str, Any]:
     Raises:
         batchtune.errors.DeviceError: there is no such device.
     """
-    from batchtune.train.worker import START_TIMEOUT_SECONDS, Worker
+    from batchtune.processes.worker import START_TIMEOUT_SECONDS, Worker
 
     with Worker(None) as worker:
         return {"batchtune": __version__} | worker.call("describe", timeout=START_TIMEOUT_SECONDS, device=device)

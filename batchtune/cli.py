@@ -187,7 +187,7 @@ def probe(
       batchtune probe train.py:make_trainer --no-oom --json -o probe.json
     """
     import batchtune
-    from batchtune.train.torchrun import rank_of_this_process
+    from batchtune.processes.ranks.torchrun import rank_of_this_process
 
     with session.observer() as observer:
         result = batchtune.probe(

@@ -24,9 +24,9 @@ from batchtune.config.load import load_config
 from batchtune.config.schema import Config, known_keys
 from batchtune.errors import DeviceError, UsageError
 from batchtune.files import load_result
+from batchtune.processes.worker import Worker
 from batchtune.report.export import FORMATS
 from batchtune.report.trainers import EXPORTS
-from batchtune.train.worker import Worker
 
 MIB = 2**20
 MOST_MEMORY_BYTES = 200 * MIB

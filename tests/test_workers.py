@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from batchtune.tune.crew import processors
+from batchtune.processes.pool import processors
 
 
 def line_of(process: psutil.Process) -> str:

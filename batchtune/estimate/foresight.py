@@ -14,8 +14,8 @@ from batchtune.device.sharing import gpus_here
 from batchtune.errors import BatchtuneError, UsageError
 from batchtune.estimate.calibration import offsets_of, record
 from batchtune.observer import Observer
+from batchtune.processes.worker import Worker
 from batchtune.results import Attempt
-from batchtune.train.worker import Worker
 
 _MODULE = "batchtune.estimate.answer"
 _TIMEOUT_SECONDS = 90.0  # a trace that takes longer is not worth waiting for: a probe works without it

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
+from batchtune.processes.worker import Worker
 from batchtune.results import Estimate, MemoryDetail
-from batchtune.train.worker import Worker
 from batchtune.units import size
 
 STRATEGIES = ("ddp", "fsdp")

@@ -8,8 +8,8 @@ from batchtune.device.gpus import peak_flops
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT, with_flops
+from batchtune.processes.worker import Worker, WorkerLost
 from batchtune.results import ThroughputPoint
-from batchtune.train.worker import Worker, WorkerLost
 
 
 def measure_curve(

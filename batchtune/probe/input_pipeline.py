@@ -9,8 +9,8 @@ from typing import NamedTuple
 from batchtune.device.host_load import processors
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
+from batchtune.processes.worker import Worker, WorkerLost
 from batchtune.results import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
-from batchtune.train.worker import Worker, WorkerLost
 from batchtune.units import number
 
 SECONDS_PER_SETTING = 1.0

@@ -17,12 +17,12 @@ from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
+from batchtune.processes.ranks.group import RankGroup
+from batchtune.processes.ranks.torchrun import Following, Leading, Meetings, Place, require_whole
+from batchtune.processes.worker import Worker, WorkerSettings
 from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.train.ranks import RankGroup
-from batchtune.train.torchrun import Following, Leading, Meetings, Place, require_whole
-from batchtune.train.worker import Worker, WorkerSettings
 
 _SAME_BYTES = 16 << 20  # free memory that differs by less before and after: nobody else came or went
 _SETTLING_SECONDS = (0.0, 0.3, 1.0)

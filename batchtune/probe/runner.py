@@ -25,8 +25,8 @@ from batchtune.probe.warnings import (
     mapping_warnings,
     recompile_warnings,
 )
+from batchtune.processes.worker import Worker, WorkerLost
 from batchtune.results import Attempt, ProbeResult, ThroughputPoint
-from batchtune.train.worker import Worker, WorkerLost
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more

@@ -8,9 +8,9 @@ from typing import Any
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT
+from batchtune.processes.ranks.group import RankGroup
+from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 from batchtune.results import Attempt, DataParallel, ThroughputPoint
-from batchtune.train.ranks import RankGroup
-from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
 
 TIMEOUT_SECONDS = 120.0  # without a sign of life
 

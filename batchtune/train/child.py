@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchtune.device.sharing import usable_now
 from batchtune.errors import BatchtuneError, UserCodeError
-from batchtune.train.channel import Channel
+from batchtune.protocol.channel import Channel
 from batchtune.train.life import tell_through, tell_while_compiling
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ class Child:
 
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
+        from batchtune.protocol.run_spec import RunSpec
         from batchtune.train.loop import train
-        from batchtune.train.run_spec import RunSpec
 
         run = train(self._task, self._memory, RunSpec(**arguments), self._sensors.joules)
         answer: bool | None = None

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from batchtune.device.memory import DeviceMemory
+from batchtune.protocol.run_spec import RunEnd, RunSpec
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
 from batchtune.train import checkpoint
 from batchtune.train.clock import StepClock
 from batchtune.train.compiled import forget_compiled
 from batchtune.train.evaluate import metric_value
-from batchtune.train.run_spec import RunEnd, RunSpec
 from batchtune.train.step import Trainer, TrainingBatches, require_finite
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from batchtune.device.sharing import usable_now
 from batchtune.errors import UsageError
-from batchtune.train.channel import Channel, give_standard_streams_away
+from batchtune.protocol.channel import Channel, give_standard_streams_away
 from batchtune.train.child import Child, serve
 
 if TYPE_CHECKING:

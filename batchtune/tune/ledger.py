@@ -11,8 +11,8 @@ from typing import Any, Literal
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.protocol.run_spec import pace_kind
 from batchtune.results import ThroughputFit, Trial
-from batchtune.train.run_spec import pace_kind
 from batchtune.tune.cost import Cost
 from batchtune.tune.records import is_settled, to_record
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchtune.train.run_spec import RunSpec, pace_kind
+from batchtune.protocol.run_spec import RunSpec, pace_kind
 from batchtune.tune.cost import JOULES, SECONDS, cost_of
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.plan import Plan

@@ -10,7 +10,7 @@ from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
-from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
 from batchtune.tune.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment

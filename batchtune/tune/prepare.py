@@ -11,8 +11,8 @@ from typing import Any
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.results import LoaderPoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
-from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.tune.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
 from batchtune.tune.space import argument_distributions, rates_to_search
 from batchtune.tune.steps import fastest_split, splits_to_time, step_seconds, with_loading

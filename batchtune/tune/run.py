@@ -16,6 +16,8 @@ from batchtune.observer import Forwarder, Observer
 from batchtune.probe.runner import Probe
 from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
+from batchtune.processes.pool import Crew, OneAtATime
+from batchtune.processes.worker import Worker, WorkerSettings
 from batchtune.results import (
     Attempt,
     Environment,
@@ -30,9 +32,7 @@ from batchtune.results import (
 )
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.crew import Crew, OneAtATime
 from batchtune.tune.identity import identity_of
 from batchtune.tune.opening import open_task, probe_options, require_executor, worker_settings
 from batchtune.tune.plan import Plan
@@ -236,7 +236,7 @@ class _Tuning:
     def _crew(self, settings: WorkerSettings) -> Crew:
         if self._config.executor == "local":
             return Crew(settings, self._config.workers, self._observer)
-        from batchtune.tune.cluster import RayCrew  # Ray is an extra
+        from batchtune.processes.ray.pool import RayCrew  # Ray is an extra
 
         return RayCrew(settings, self._config.workers, self._observer, self._config.ray)
 

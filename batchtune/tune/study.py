@@ -16,11 +16,11 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.observer import Observer
+from batchtune.processes.pool import Crew, work_alone
+from batchtune.processes.worker import Worker
 from batchtune.results import Landscape, Recommendation, Target, Trial
-from batchtune.train.worker import Worker
 from batchtune.tune.belief import belief, expected_costs
 from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.crew import Crew, work_alone
 from batchtune.tune.landscape import landscape
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR

@@ -14,10 +14,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
+from batchtune.processes.worker import PlaceLost, Worker
+from batchtune.protocol.run_spec import RunSpec
 from batchtune.results import CurvePoint
 from batchtune.results import Trial as TrialRecord
-from batchtune.train.run_spec import RunSpec
-from batchtune.train.worker import PlaceLost, Worker
 from batchtune.tune.cost import SECONDS, cost_of
 from batchtune.tune.ledger import Ledger, Role, over
 from batchtune.tune.limits import CAP_FACTOR, Limits

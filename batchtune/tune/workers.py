@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from batchtune.errors import UserCodeError
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
+from batchtune.protocol.run_spec import RunSpec
 from batchtune.results import CurvePoint
-from batchtune.train.run_spec import RunSpec
-from batchtune.train.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 
 Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"]
 

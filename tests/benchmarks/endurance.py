@@ -25,8 +25,8 @@ import psutil
 import batchtune
 from batchtune.config.schema import Config
 from batchtune.observer import Observer
+from batchtune.processes.worker import Worker, WorkerSettings
 from batchtune.results import Trial
-from batchtune.train.worker import Worker, WorkerSettings
 
 FLAT_MIB = 20.0  # by which a process may change between the second and the last tenth
 FLAT_TIMES = 1.5  # by which the processor time of one may grow

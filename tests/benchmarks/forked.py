@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from batchtune.train import process
+from batchtune.processes import local as process
 
 
 class Forked:

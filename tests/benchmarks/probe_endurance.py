@@ -26,7 +26,7 @@ from probe_peers import ENVIRONMENT, MIB, boundary
 from probe_tasks import TASKS
 
 from batchtune import __version__
-from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.processes.worker import Worker, WorkerSettings
 
 ATTEMPTS = 200
 FLAT_MIB = 8  # growth of the parent over all attempts; a tensor's worth, or an object an attempt, would be more

@@ -132,7 +132,7 @@ def by_batchtune(job: Job) -> int | None:
 
 def by_doubling_and_bisecting(job: Job) -> int:
     """In batchtune's worker, from 2 samples on as Lightning does, to the same tolerance as batchtune."""
-    from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+    from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 
     task = f"{TASK_FILE}:{job.name}"
     settings = WorkerSettings(task=task, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))

@@ -30,9 +30,9 @@ import batchtune
 from batchtune.config.load import load_config
 from batchtune.config.schema import Config
 from batchtune.observer import Observer
+from batchtune.processes.worker import Worker, WorkerSettings
+from batchtune.protocol.run_spec import RunSpec
 from batchtune.results import Recommendation, Result, Trial
-from batchtune.train.run_spec import RunSpec
-from batchtune.train.worker import Worker, WorkerSettings
 from batchtune.tune.intervals import median_interval, ratio_interval
 from batchtune.tune.workers import TrialRun, run_trial
 

@@ -13,7 +13,7 @@ from fake_gpu import forks
 import batchtune
 from batchtune.errors import DeviceError
 from batchtune.observer import Observer
-from batchtune.train import worker as worker_module
+from batchtune.processes import worker as worker_module
 
 GiB, MiB = 2**30, 2**20
 CONTEXT = 300 * MiB

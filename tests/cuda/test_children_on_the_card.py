@@ -13,7 +13,7 @@ import pytest
 from cuda.tasks import PERCEPTRON
 
 import batchtune
-from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 
 MiB = 2**20
 SIZES = {

@@ -10,8 +10,8 @@ from cuda.tasks import PERCEPTRON
 import batchtune
 from batchtune.errors import DeviceError
 from batchtune.observer import Observer
-from batchtune.train.worker import WorkerSettings
-from batchtune.tune.crew import Crew
+from batchtune.processes.pool import Crew
+from batchtune.processes.worker import WorkerSettings
 
 GiB, MiB = 2**30, 2**20
 LARGE = fake_gpu.Card("24GiB", name="NVIDIA GeForce RTX 3090", uuid="GPU-aaaaaaaa-0000-0000-0000-000000000001")

@@ -7,7 +7,7 @@ from cuda.tasks import PERCEPTRON
 import batchtune
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
-from batchtune.train import worker as worker_module
+from batchtune.processes import worker as worker_module
 
 GiB, MiB = 2**30, 2**20
 CONTEXT = 300 * MiB

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from batchtune.train.worker import Worker
+from batchtune.processes.worker import Worker
 
 A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
 

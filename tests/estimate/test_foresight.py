@@ -9,8 +9,8 @@ from batchtune.estimate import foresight
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
 from batchtune.estimate.foresight import Foreseen, Foresight
 from batchtune.observer import Observer
+from batchtune.processes.worker import WorkerLost
 from batchtune.results import Attempt
-from batchtune.train.worker import WorkerLost
 
 MIB, GIB = 1 << 20, 1 << 30
 FACTS = {

@@ -64,7 +64,7 @@ def run(command, *, timeout, **how):
 
 def children_are_forks(set_attribute=setattr):
     """From now on the children that batchtune starts in this process are forks."""
-    from batchtune.train import process
+    from batchtune.processes import local as process
 
     quick = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     set_attribute(process, "subprocess", quick)

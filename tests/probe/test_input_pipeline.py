@@ -12,8 +12,8 @@ from batchtune.probe.input_pipeline import (
     measure_input_pipeline,
     next_setting,
 )
+from batchtune.processes.worker import WorkerLost
 from batchtune.results import LoaderPoint, ProbeResult, ThroughputFit, ThroughputPoint
-from batchtune.train.worker import WorkerLost
 
 STEP = ThroughputPoint(batch_size=64, samples_per_second=8000.0, step_seconds=0.008)
 

@@ -9,8 +9,8 @@ from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.search import Bounds, next_size
+from batchtune.processes.worker import WorkerSettings
 from batchtune.results import Attempt
-from batchtune.train.worker import WorkerSettings
 
 run = importlib.import_module("batchtune.probe.run")
 MIB, GIB = 1 << 20, 1 << 30

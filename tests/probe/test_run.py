@@ -11,10 +11,10 @@ from batchtune.files import load_result
 from batchtune.observer import Observer
 from batchtune.probe import run
 from batchtune.probe.options import ProbeOptions
+from batchtune.processes.worker import WorkerSettings
 from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.train.worker import WorkerSettings
 
 MIB = 2**20
 FREE, CONTEXT, CACHED = 1000 * MIB, 400 * MIB, 300 * MIB

@@ -8,8 +8,8 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
+from batchtune.processes.worker import WorkerLost
 from batchtune.results import Attempt, ThroughputPoint
-from batchtune.train.worker import WorkerLost
 
 LOST = {
     "crash": "the process died by SIGSEGV",

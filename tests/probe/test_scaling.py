@@ -5,8 +5,8 @@ import pytest
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.scaling import data_parallel, measure_times
+from batchtune.processes.worker import WorkerLost
 from batchtune.results import Attempt, ThroughputPoint
-from batchtune.train.worker import WorkerLost
 
 FACTS = {"world_size": 4, "strategy": "ddp", "backend": "gloo"}
 TIMES = {"together": 0.5, "apart": 0.4, "alone": 0.3}

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from batchtune.errors import UsageError
+from batchtune.protocol.run_spec import RunSpec
 from batchtune.task.adapted import loader_parts, resized, set_learning_rate
 from batchtune.train import checkpoint, loop
 from batchtune.train import clock as clock_module
 from batchtune.train.evaluate import metric_value
 from batchtune.train.noise_scale import noise_scale
 from batchtune.train.range_test import range_test
-from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import Trainer, TrainingBatches
 
 SPELLINGS = [

@@ -1,6 +1,6 @@
 """What several ranks' answers come to as one."""
 
-from batchtune.train.group_answers import failed, merge
+from batchtune.processes.ranks.answers import failed, merge
 
 
 def attempt(outcome="fit", peak=100, seconds=1.0, usable=True, message=None):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchtune.protocol.run_spec import RunSpec
 from batchtune.train import checkpoint, loop
 from batchtune.train import clock as clock_module
 from batchtune.train.loop import EVALUATION_SHARE, next_evaluation, train
-from batchtune.train.run_spec import RunSpec
 from batchtune.train.step import NonFiniteLossError
 
 SECONDS_PER_SAMPLE = 1 / 128

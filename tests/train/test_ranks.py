@@ -13,8 +13,8 @@ import pytest
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.train.ranks import RankGroup
-from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.processes.ranks.group import RankGroup
+from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 
 MIB = 2**20
 LIMIT = 300 * MIB
@@ -202,8 +202,8 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
     temporary.mkdir()
     program.write_text(
         "import json, sys, time\n"
-        "from batchtune.train.ranks import RankGroup\n"
-        "from batchtune.train.worker import WorkerSettings\n"
+        "from batchtune.processes.ranks.group import RankGroup\n"
+        "from batchtune.processes.worker import WorkerSettings\n"
         f"group = RankGroup(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), 2, 'ddp')\n"
         "group.start()\n"
         "print(*group._pids, flush=True)\n"

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from batchtune.errors import DeviceError, UsageError, UserCodeError
-from batchtune.train import worker as worker_module
-from batchtune.train.process import LocalProcess
-from batchtune.train.worker import PlaceLost, Worker, WorkerLost, WorkerSettings
+from batchtune.processes import worker as worker_module
+from batchtune.processes.local import LocalProcess
+from batchtune.processes.worker import PlaceLost, Worker, WorkerLost, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
@@ -326,7 +326,7 @@ def test_a_task_is_refused_in_one_line_when_it(refusals, name):
 
 def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
     code = (
-        "from batchtune.train.worker import Worker, WorkerSettings\n"
+        "from batchtune.processes.worker import Worker, WorkerSettings\n"
         f"worker = Worker(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
         "worker.start(); print('child', worker._process.pid)\n"
         f"for size in ({BEAR}, {HANG}):\n"

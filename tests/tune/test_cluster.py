@@ -32,14 +32,14 @@ GPUS = {"GPU": 2.0, "CPU": 8.0}
 
 
 def asked(device="auto", cluster=GPUS, **keys):
-    from batchtune.tune.cluster import resources_of
+    from batchtune.processes.ray.pool import resources_of
 
     return resources_of(RayCluster(**keys), device, cluster)
 
 
 @needs_ray
 def test_a_cluster_that_starts_here_is_not_given_the_storage_with_its_password(monkeypatch):
-    from batchtune.tune import cluster
+    from batchtune.processes.ray import pool as cluster
 
     seen = []
     monkeypatch.setenv("BATCHTUNE_STORAGE", "postgresql://you:secret@host/studies")
@@ -71,7 +71,7 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.tune.cluster import places
+        from batchtune.processes.ray.pool import places
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
         assert places(asked(), nodes) == 3
@@ -85,8 +85,8 @@ class TestAnActorThatRayHasStartedAgain:
     """It stands where the one with the child stood, and has none."""
 
     def test_says_that_the_place_is_lost(self, monkeypatch):
-        from batchtune.train.worker import PlaceLost
-        from batchtune.tune import actors
+        from batchtune.processes.ray import actor as actors
+        from batchtune.processes.worker import PlaceLost
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
         with pytest.raises(actors.ChildlessError):

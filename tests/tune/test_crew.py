@@ -7,9 +7,9 @@ import pytest
 
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.observer import Observer
-from batchtune.train.worker import WorkerSettings
-from batchtune.tune import crew as crew_module
-from batchtune.tune.crew import Crew, Member
+from batchtune.processes import pool as crew_module
+from batchtune.processes.pool import Crew, Member
+from batchtune.processes.worker import WorkerSettings
 
 SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
 FACTS = {"device": "cpu", "device_count": 1, "environment": {"device": "a processor"}}

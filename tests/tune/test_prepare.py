@@ -5,8 +5,8 @@ import pytest
 from batchtune.config.schema import Baseline, Budget, Config
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
+from batchtune.processes.worker import WorkerLost
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
-from batchtune.train.worker import WorkerLost
 from batchtune.tune.prepare import (
     PRIOR_SHARE,
     affordable_noise_scale,

@@ -12,9 +12,9 @@ import pytest
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
+from batchtune.processes.worker import PlaceLost, WorkerLost
+from batchtune.protocol.run_spec import pace_kind
 from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
-from batchtune.train.run_spec import pace_kind
-from batchtune.train.worker import PlaceLost, WorkerLost
 from batchtune.tune import study as study_module
 from batchtune.tune.cost import SECONDS
 from batchtune.tune.ledger import Ledger

@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from batchtune.errors import DeviceError, RunInterrupted
-from batchtune.train.process import LocalProcess, child_environment, entry
-from batchtune.train.worker import PlaceLost
-from batchtune.tune.crew import STOPPED
+from batchtune.processes.local import LocalProcess, child_environment, entry
+from batchtune.processes.pool import STOPPED
+from batchtune.processes.worker import PlaceLost
 
 _LOOK_SECONDS = 0.2
 _LISTENING_SECONDS = 5.0  # of one question to an actor
@@ -147,7 +147,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 class RemoteProcess:
-    """A child beside an actor; see `batchtune.train.process.Process`."""
+    """A child beside an actor; see `batchtune.processes.local.Process`."""
 
     def __init__(self, actor: Actor, environment: Mapping[str, str], echo: Callable[[str], None]) -> None:
         self._actor, self._echo = actor, echo

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchtune.errors import UsageError
-from batchtune.train.process import child_environment, describe_exit, entry
+from batchtune.processes.local import child_environment, describe_exit, entry
 from batchtune.train.rank import Meeting
 
 _OVER = "over"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
-from batchtune.train.process import LocalProcess, Process, child_environment, entry
+from batchtune.processes.local import LocalProcess, Process, child_environment, entry
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model

@@ -21,10 +21,10 @@ import ray
 from batchtune.config.schema import RayCluster
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Observer
-from batchtune.train.process import Process, without_secrets
-from batchtune.train.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
-from batchtune.tune.actors import Actor, RemoteProcess
-from batchtune.tune.crew import STOPPED, Crew, Member
+from batchtune.processes.local import Process, without_secrets
+from batchtune.processes.pool import STOPPED, Crew, Member
+from batchtune.processes.ray.actor import Actor, RemoteProcess
+from batchtune.processes.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
 
 _LOOK_SECONDS = 0.1
 _TRIES = 3  # of what is no run of the study

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchtune.train.launcher import GroupSettings
-from batchtune.train.process import entry
-from batchtune.train.torchrun import Leading
-from batchtune.train.worker import Worker, WorkerSettings
+from batchtune.processes.local import entry
+from batchtune.processes.ranks.coordinator import GroupSettings
+from batchtune.processes.ranks.torchrun import Leading
+from batchtune.processes.worker import Worker, WorkerSettings
 
 _REAPING_SECONDS = 3.0  # for the launcher to see its ranks' end; torch's looks ten times a second
 
@@ -69,7 +69,7 @@ class RankGroup(Worker):
     def _command(self) -> list[str]:
         if self._leading is not None:
             self._group = replace(self._group, number=self._leading.next_group())
-        return [*entry("batchtune.train.launcher"), self._group.to_argument()]
+        return [*entry("batchtune.processes.ranks.coordinator"), self._group.to_argument()]
 
     def _environment(self) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // self._group.world_size)

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from batchtune.train.channel import Channel
-from batchtune.train.group_answers import Answer, failed, merge
+from batchtune.processes.ranks.answers import Answer, failed, merge
+from batchtune.protocol.channel import Channel
 from batchtune.train.rank import Meeting
 
 FIRST_RANK_ALONE = {"describe", "apply", "count_flops"}
@@ -202,7 +202,7 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from batchtune.train.process import describe_exit
+    from batchtune.processes.local import describe_exit
 
     logging.disable(logging.ERROR)  # that a rank failed is an outcome, told by us
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")  # torch 2.11's LaunchConfig has no argument for it
@@ -231,7 +231,7 @@ def main() -> None:
     settings = GroupSettings(**json.loads(sys.argv[1]))
     conductor = Conductor(settings, parent)
     if settings.number:
-        from batchtune.train.torchrun import Meetings
+        from batchtune.processes.ranks.torchrun import Meetings
 
         Meetings().announce(settings.number, conductor.meeting)
         conductor.conduct()

@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 from batchtune.device.host_load import processors
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
+from batchtune.processes.seats import count_workers, seats
+from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 from batchtune.results import CurvePoint, Trial
-from batchtune.train.worker import Worker, WorkerLost, WorkerSettings
-from batchtune.tune.seats import count_workers, seats
 
 _LOOK_SECONDS = 0.2
 STOPPED = "stopped with the others"

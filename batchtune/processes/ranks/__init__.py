@@ -1,0 +1,1 @@
+"""Several processes that train one model: who starts them, who speaks for them, what their answers come to."""

@@ -1,0 +1,1 @@
+"""Children on the nodes of a Ray cluster."""

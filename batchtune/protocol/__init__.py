@@ -1,0 +1,1 @@
+"""What crosses from one process to another: the line between them, and what is said on it."""
