@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 
+from batchtune.child.training import checkpoint
 from batchtune.config.load import load_config
 from batchtune.errors import UsageError
-from batchtune.train import checkpoint
 from batchtune.tune.identity import identity_of
 from batchtune.tune.storage import open_storage
 

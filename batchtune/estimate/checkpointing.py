@@ -7,8 +7,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from batchtune.child.training.parallel import repeated_blocks
 from batchtune.task.contract import Task
-from batchtune.train.parallel import repeated_blocks
 
 
 class Checkpointed(Task):

@@ -170,7 +170,7 @@ def peak_allocated_bytes(step: Step, batch_size: int) -> int:
 
 
 def replay(step: Step, batch_size: int, allocator: CachingAllocator) -> CachingAllocator:
-    """Runs the step's allocations through an allocator, for as many steps as `batchtune.train.attempt` takes.
+    """Runs the step's allocations through an allocator, for as many steps as `batchtune.child.commands.attempt` takes.
 
     Blocks are cut up anew from step to step: the second one is repeated, once, or more often where the allocator had
     to make room, until it had not to for two steps in a row.

@@ -186,7 +186,7 @@ class _Asking:
 
 
 def choose(gpu: GpuFacts) -> str:
-    """The precision a GPU does well, as `batchtune.train.precision.choose` finds it on the device itself."""
+    """The precision a GPU does well, as `batchtune.child.training.precision.choose` finds it on the device itself."""
     if gpu.vendor == "Apple":
         return "fp32"
     if gpu.compute_capability is None or gpu.compute_capability[0] >= _AMPERE:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from batchtune.child.training.trainer import Trainer
 from batchtune.errors import BatchtuneError
 from batchtune.estimate.checkpointing import Checkpointed
 from batchtune.estimate.distributed import distributed, unit_bytes
@@ -23,7 +24,6 @@ from batchtune.estimate.places import place_of_error, place_outside_torch
 from batchtune.estimate.recorder import Recorder
 from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
-from batchtune.train.step import Trainer
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
 _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy

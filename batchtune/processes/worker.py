@@ -118,7 +118,7 @@ class Worker:
         """Gives the child one command and waits for its answer.
 
         Args:
-            command: a method of `batchtune.train.child.Child`.
+            command: a method of `batchtune.child.server.Child`.
             timeout: seconds without a sign of life after which the child is killed; a micro-batch done is one, and
                 torch.compile at work.
             on_event: called with each event on the way; what it returns is sent back as `go_on`.
@@ -180,7 +180,7 @@ class Worker:
         return LocalProcess(self._command(), self._environment(), self._echo)
 
     def _command(self) -> list[str]:
-        return entry("batchtune.train.child")
+        return entry("batchtune.child.server")
 
     def _environment(self) -> dict[str, str]:
         return child_environment()

@@ -1,7 +1,7 @@
 """A child's line to its parent: commands come in and answers go out, as JSON lines.
 
 A child has it on its original stdin and stdout. Both are moved away before the user's code is imported, so that nothing
-it prints, reads or closes can disturb them. A rank has a socket in their place (see `batchtune.train.rank`).
+it prints, reads or closes can disturb them. A rank has a socket in their place (see `batchtune.child.rank`).
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from allocator_history import events_of, first_difference
 from torch.overrides import TorchFunctionMode
 from zoo import Case
 
+from batchtune.child.commands.attempt import attempt
 from batchtune.estimate import answer as product
 from batchtune.estimate import trace
 from batchtune.estimate.capacity import LARGEST
-from batchtune.train.attempt import attempt
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
+from batchtune.child.training.trainer import Trainer
 from batchtune.estimate.trace import trace_step
-from batchtune.train.step import Trainer
 
 STEPS = 2
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from batchtune.child.commands.train import WORSE_LOOKS, WORSE_SHARE, RunSpec, next_evaluation
 from batchtune.results import CurvePoint, ThroughputFit
-from batchtune.train.loop import WORSE_LOOKS, WORSE_SHARE, RunSpec, next_evaluation
 
 DATA = Path(__file__).parent / "data"
 SLOWER = 100.0  # than measured: the tasks are small, and stand for trainings whose runs last seconds; ratios count
@@ -169,7 +169,7 @@ class Record:
         )
 
     def train(self, spec: RunSpec) -> Generator[CurvePoint, bool, str]:
-        """The recorded run of a configuration, as `batchtune.train.loop.train` would have yielded it."""
+        """The recorded run of a configuration, as `batchtune.child.commands.train.train` would have yielded it."""
         run, stretch = self.run(spec.batch_size, spec.learning_rate, spec.seed)
         step_seconds = self.step_seconds(self.snapped(spec.batch_size))
         steps, start, worse = 0, run.value(0.0), list[float]()

@@ -27,12 +27,12 @@ from replay_tasks import TASKS, ReplayTask
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
+from batchtune.child.commands.noise_scale import noise_scale
+from batchtune.child.commands.train import EVALUATION_GROWTH
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.trainer import Trainer, TrainingBatches, seed_everything
 from batchtune.device.memory import open_device
 from batchtune.task.contract import Task
-from batchtune.train.evaluate import metric_value
-from batchtune.train.loop import EVALUATION_GROWTH
-from batchtune.train.noise_scale import noise_scale
-from batchtune.train.step import Trainer, TrainingBatches, seed_everything
 from batchtune.tune.prepare import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
 TIMES = DATA / "times.json"

@@ -19,11 +19,11 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, Record
 from replay_tasks import TASKS
 
+from batchtune.child.commands.range_test import Edge
+from batchtune.child.commands.train import RunSpec
 from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
 from batchtune.observer import Observer
 from batchtune.results import CurvePoint, ProbeResult, Trial
-from batchtune.train.loop import RunSpec
-from batchtune.train.range_test import Edge
 from batchtune.tune import prepare as tune_prepare
 from batchtune.tune import study as tune_study
 from batchtune.tune import workers as tune_workers

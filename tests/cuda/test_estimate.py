@@ -40,7 +40,7 @@ def compute_loss(model, batch):
 TRAINED = """
 import json, sys, torch
 from batchtune.task.load import load_task
-from batchtune.train.step import Trainer
+from batchtune.child.training.trainer import Trainer
 path, precision, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 task = load_task(path)
 batch, trainer = task.worst_batch(size), Trainer(task, torch.device("cuda", 0), precision, loss_scale=1.0)

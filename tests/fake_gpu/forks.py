@@ -171,7 +171,7 @@ def _import_much():
     import batchtune.estimate.foresight
     import batchtune.estimate.trace
     import batchtune.probe.run  # noqa: F401
-    from batchtune.train.child import _load_libraries
+    from batchtune.child.server import _load_libraries
 
     _load_libraries()
     assert not torch.cuda.is_initialized()

@@ -179,8 +179,8 @@ def _two_clocks(task: str, sizes: list[int], steps: int) -> list[tuple[int, floa
     import campaign_models
     import torch
 
+    from batchtune.child.training.trainer import Trainer
     from batchtune.task.load import load_task
-    from batchtune.train.step import Trainer
 
     device, found = torch.device("cuda", 0), []
     trainer = Trainer(load_task(f"{campaign_models.__file__}:{task}"), device, "bf16", loss_scale=1.0)
@@ -309,9 +309,9 @@ def _joules(task: str, size: int, seconds: float) -> Row:
     import campaign_models
     import torch
 
+    from batchtune.child.training.trainer import Trainer
     from batchtune.device.telemetry import Sensors
     from batchtune.task.load import load_task
-    from batchtune.train.step import Trainer
 
     device = torch.device("cuda", 0)
     trainer = Trainer(load_task(f"{campaign_models.__file__}:{task}"), device, "bf16", loss_scale=1.0)

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.utils.data import SequentialSampler
 
+from batchtune.child.commands import train as loop
+from batchtune.child.commands.noise_scale import noise_scale
+from batchtune.child.commands.range_test import range_test
+from batchtune.child.training import checkpoint
+from batchtune.child.training import clock as clock_module
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.task.adapted import loader_parts, resized, set_learning_rate
-from batchtune.train import checkpoint, loop
-from batchtune.train import clock as clock_module
-from batchtune.train.evaluate import metric_value
-from batchtune.train.noise_scale import noise_scale
-from batchtune.train.range_test import range_test
-from batchtune.train.step import Trainer, TrainingBatches
 
 SPELLINGS = [
     pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))

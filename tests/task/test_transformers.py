@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.data import SequentialSampler
 
+from batchtune.child.training import checkpoint
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
-from batchtune.train import checkpoint
-from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, TrainingBatches
 
 pytestmark = [
     pytest.mark.skipif(

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from batchtune.child.commands.attempt import attempt
+from batchtune.child.commands.count_flops import count_flops, flops_per_sample
+from batchtune.child.commands.time_steps import time_steps
 from batchtune.device.memory import Peaks
 from batchtune.task.contract import Task
-from batchtune.train.attempt import attempt
-from batchtune.train.flops import count_flops, flops_per_sample
-from batchtune.train.timing import time_steps
 
 
 class FakeMemory:

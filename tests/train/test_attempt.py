@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.train import life
-from batchtune.train.attempt import PeakTracker, attempt
-from batchtune.train.step import NonFiniteLossError
-from batchtune.train.timing import time_steps
+from batchtune.child.commands.attempt import PeakTracker, attempt
+from batchtune.child.commands.time_steps import time_steps
+from batchtune.child.training import heartbeat as life
+from batchtune.child.training.trainer import NonFiniteLossError
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4

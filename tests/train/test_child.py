@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchtune.child import server as child
+from batchtune.child.rank import Meeting, RankChild
+from batchtune.child.server import Child, run_command
+from batchtune.child.training.parallel import Parallel
 from batchtune.device.sharing import Sharing
 from batchtune.device.telemetry import Sensors
 from batchtune.results import DeviceProcess
-from batchtune.train import child
-from batchtune.train.child import Child, run_command
-from batchtune.train.parallel import Parallel
-from batchtune.train.rank import Meeting, RankChild
 
 TASK = """
 from torch import nn

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.train.clock import SLOWED, StepClock
+from batchtune.child.training.clock import SLOWED, StepClock
 
 shapes = itertools.count()  # paces outlive a clock, so every test has a shape of its own
 

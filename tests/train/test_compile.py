@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from batchtune.child.commands.attempt import StepTimes, attempt
+from batchtune.child.commands.time_steps import time_steps
+from batchtune.child.training import heartbeat as life
+from batchtune.child.training.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
 from batchtune.device.memory import Peaks
 from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
 from batchtune.task.contract import Task
-from batchtune.train import life
-from batchtune.train.attempt import StepTimes, attempt
-from batchtune.train.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
-from batchtune.train.timing import time_steps
 
 
 class FakeMemory:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from batchtune.child.training import evaluate
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.trainer import Trainer
 from batchtune.errors import UsageError, UserCodeError
-from batchtune.train import evaluate
-from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from batchtune.child.commands.attempt import PeakTracker
 from batchtune.device.memory import Peaks
-from batchtune.train.attempt import PeakTracker
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from batchtune.child.commands.time_loader import time_loader
 from batchtune.processes.worker import Worker, WorkerSettings
 from batchtune.task.contract import Task
-from batchtune.train.loader import time_loader
 
 MEMORY = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
 

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from batchtune.child.commands import train as loop
+from batchtune.child.commands.train import EVALUATION_SHARE, next_evaluation, train
+from batchtune.child.training import checkpoint
+from batchtune.child.training import clock as clock_module
+from batchtune.child.training.trainer import NonFiniteLossError
 from batchtune.protocol.run_spec import RunSpec
-from batchtune.train import checkpoint, loop
-from batchtune.train import clock as clock_module
-from batchtune.train.loop import EVALUATION_SHARE, next_evaluation, train
-from batchtune.train.step import NonFiniteLossError
 
 SECONDS_PER_SAMPLE = 1 / 128
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from batchtune.train.noise_scale import estimate, noise_scale
+from batchtune.child.commands.noise_scale import estimate, noise_scale
 
 SMALL, LARGE = 8, 128
 

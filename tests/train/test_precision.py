@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from batchtune.child.training.precision import Precision, choose, every_precision
 from batchtune.errors import DeviceError
-from batchtune.train.precision import Precision, choose, every_precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from batchtune.train.range_test import Edge, range_test
+from batchtune.child.commands.range_test import Edge, range_test
 
 
 def edge_of(losses):

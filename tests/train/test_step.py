@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+from batchtune.child.training.trainer import Trainer, TrainingBatches, move, seed_everything
 from batchtune.errors import UserCodeError
-from batchtune.train.step import Trainer, TrainingBatches, move, seed_everything
 
 CPU = torch.device("cpu")
 

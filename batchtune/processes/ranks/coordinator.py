@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from batchtune.child.rank import Meeting
 from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
-from batchtune.train.rank import Meeting
 
 FIRST_RANK_ALONE = {"describe", "apply", "count_flops"}
 _ROOT = str(Path(__file__).resolve().parents[2])
-_RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.train.rank import main; main()"
+_RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
 _REJOIN_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from batchtune.child.rank import Meeting
 from batchtune.errors import UsageError
 from batchtune.processes.local import child_environment, describe_exit, entry
-from batchtune.train.rank import Meeting
 
 _OVER = "over"
 _RESULT = "batchtune/result"
@@ -100,7 +100,7 @@ class Following:
     def _run_rank(self, meeting: Meeting) -> None:
         with meeting.connect(rank=self._place.rank, follows=True) as line:
             environment = child_environment() | meeting.variable()
-            process = subprocess.Popen(entry("batchtune.train.rank"), env=environment, start_new_session=True)  # noqa: S603
+            process = subprocess.Popen(entry("batchtune.child.rank"), env=environment, start_new_session=True)  # noqa: S603
             try:
                 threading.Thread(target=_tell_end, args=(process, line), daemon=True).start()
                 while line.recv(1):

@@ -39,7 +39,7 @@ class Host:
     def start(self, environment: Mapping[str, str]) -> int:
         """Starts a child, in place of an earlier one; returns its process number."""
         self.close()
-        command = entry("batchtune.train.child")
+        command = entry("batchtune.child.server")
         self._process = LocalProcess(command, child_environment() | dict(environment), self._printed.append)
         return self._process.pid
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from batchtune.child.training.trainer import move, training_loader
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import LoaderPoint
 from batchtune.task.contract import Task
-from batchtune.train.step import move, training_loader
 
 _SEED = 0
 

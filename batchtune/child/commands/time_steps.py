@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchtune.child.training.compiled import CompileWatch, forget_compiled, warm_up
+from batchtune.child.training.parallel import Parallel
+from batchtune.child.training.trainer import Trainer
 from batchtune.device.host_load import watching_others
 from batchtune.device.memory import DeviceMemory
 from batchtune.device.telemetry import Readings, Sensors
 from batchtune.results import ThroughputPoint
 from batchtune.task.contract import Task
-from batchtune.train.compiled import CompileWatch, forget_compiled, warm_up
-from batchtune.train.parallel import Parallel
-from batchtune.train.step import Trainer
 
 
 @dataclass(slots=True)

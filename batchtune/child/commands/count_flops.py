@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from batchtune.child.training.trainer import Trainer
 from batchtune.device.memory import DeviceMemory
 from batchtune.task.contract import Task
-from batchtune.train.step import Trainer
 
 _FORWARD: Any = flop_counter.sdpa_flop_count
 _BACKWARD: Any = flop_counter.sdpa_backward_flop_count

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import NoiseScale
 from batchtune.task.contract import Task
-from batchtune.train.step import Trainer, TrainingBatches
 
 SMALL_PER_LARGE = 4  # draws: small batches are cheap, and their norms scatter more
 _RESAMPLES = 1000

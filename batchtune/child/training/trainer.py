@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from batchtune.child.training.heartbeat import got_on
+from batchtune.child.training.parallel import Parallel
+from batchtune.child.training.precision import LOSS_SCALE, Precision
 from batchtune.errors import UserCodeError
 from batchtune.task.adapted import Adapted
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import seed_everything
-from batchtune.train.life import got_on
-from batchtune.train.parallel import Parallel
-from batchtune.train.precision import LOSS_SCALE, Precision
 
 
 class NonFiniteLossError(UserCodeError):

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from batchtune.child.training.compiled import CompileWatch, forget_compiled
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.heartbeat import got_on
+from batchtune.child.training.parallel import Parallel
+from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import DeviceMemory, Peaks
 from batchtune.errors import UsageError
 from batchtune.results import Attempt
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
-from batchtune.train.compiled import CompileWatch, forget_compiled
-from batchtune.train.evaluate import metric_value
-from batchtune.train.life import got_on
-from batchtune.train.parallel import Parallel
-from batchtune.train.step import NonFiniteLossError, Trainer, require_finite
 
 _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
 from batchtune.task.adapted import Adapted
-from batchtune.train.step import Trainer, TrainingBatches
 
 LEAST_FREE_BYTES = 1 << 30  # what a disk has left after it: a run's memory must not fill up what others write to
 

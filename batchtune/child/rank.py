@@ -12,10 +12,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from batchtune.child.server import Child, serve
 from batchtune.device.sharing import usable_now
 from batchtune.errors import UsageError
 from batchtune.protocol.channel import Channel, give_standard_streams_away
-from batchtune.train.child import Child, serve
 
 if TYPE_CHECKING:
     from batchtune.device.sharing import Sharing
@@ -82,7 +82,7 @@ class RankChild(Child):
 
     def _open_device(self, name: str) -> Sharing | None:
         """Makes the group, too: what its connections take is not in the memory limit."""
-        from batchtune.train.parallel import Parallel
+        from batchtune.child.training.parallel import Parallel
 
         seen = super()._open_device(name)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

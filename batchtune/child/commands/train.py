@@ -8,15 +8,15 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from batchtune.child.training import checkpoint
+from batchtune.child.training.clock import StepClock
+from batchtune.child.training.compiled import forget_compiled
+from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device.memory import DeviceMemory
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
-from batchtune.train import checkpoint
-from batchtune.train.clock import StepClock
-from batchtune.train.compiled import forget_compiled
-from batchtune.train.evaluate import metric_value
-from batchtune.train.step import Trainer, TrainingBatches, require_finite
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from batchtune.train.life import tell_while_compiling
+from batchtune.child.training.heartbeat import tell_while_compiling
 
 SETTLED_STEPS = 2  # without a new graph; CUDA graphs are recorded in the second run after compiling
 MAX_WARM_UP_STEPS = 20  # a model that compiles in every step is timed nevertheless

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from batchtune.child.training.heartbeat import got_on
+from batchtune.child.training.trainer import Trainer, move
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import kept_random_numbers
-from batchtune.train.life import got_on
-from batchtune.train.step import Trainer, move
 
 ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
 

@@ -10,10 +10,10 @@ import statistics
 import time
 from collections.abc import Callable
 
+from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.device.memory import DeviceMemory
 from batchtune.results import RangeTest
 from batchtune.task.contract import Task
-from batchtune.train.step import Trainer, TrainingBatches
 
 APART = 2.0  # times the least smoothed loss: so high, and above the start, training has come apart
 _FIRST = 5  # losses that say where training starts; the rate is still harmless there

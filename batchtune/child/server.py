@@ -1,6 +1,6 @@
 """The child process: it alone imports the user's code and holds the device; it answers one command after another.
 
-They come over a `Channel`. A rank of a group is such a child, too (see `batchtune.train.rank`).
+They come over a `Channel`. A rank of a group is such a child, too (see `batchtune.child.rank`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchtune.child.training.heartbeat import tell_through, tell_while_compiling
 from batchtune.device.sharing import usable_now
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.protocol.channel import Channel
-from batchtune.train.life import tell_through, tell_while_compiling
 
 if TYPE_CHECKING:
+    from batchtune.child.training.parallel import Parallel
     from batchtune.device.sharing import Sharing
-    from batchtune.train.parallel import Parallel
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
@@ -72,9 +72,9 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
+        from batchtune.child.training.precision import choose, every_precision
         from batchtune.device.memory import count_devices
         from batchtune.task.load import load_task
-        from batchtune.train.precision import choose, every_precision
 
         seen = self._open_device(device)
         names = every_precision(self._memory.device) if precision == ["all"] else precision
@@ -97,7 +97,7 @@ class Child:
             "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         }
         if metric is not None:
-            from batchtune.train.evaluate import require_metric
+            from batchtune.child.training.evaluate import require_metric
 
             require_metric(self._task, self._memory.device, metric, chosen[0][0])
             self._memory.release()
@@ -125,50 +125,50 @@ class Child:
         return found
 
     def attempt(self, **arguments: Any) -> dict[str, Any]:
-        """One attempt; see `batchtune.train.attempt.attempt`."""
-        from batchtune.train.attempt import attempt
+        """One attempt; see `batchtune.child.commands.attempt.attempt`."""
+        from batchtune.child.commands.attempt import attempt
 
         result, usable = attempt(self._task, self._memory, parallel=self._parallel, **arguments)
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.train.timing.time_steps`. Without communicating, a rank trains alone."""
-        from batchtune.train.timing import time_steps
+        """One throughput point; see `batchtune.child.commands.time_steps.time_steps`. Without communicating, a rank trains alone."""
+        from batchtune.child.commands.time_steps import time_steps
 
         parallel = self._parallel if communicate else None
         with self._memory.timing():
             return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
 
     def count_flops(self, **arguments: Any) -> dict[str, Any]:
-        """FLOPs of a sample; see `batchtune.train.flops`."""
+        """FLOPs of a sample; see `batchtune.child.commands.count_flops`."""
         with self._memory.timing():  # counting takes memory of its own
-            from batchtune.train.flops import flops_per_sample
+            from batchtune.child.commands.count_flops import flops_per_sample
 
             return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
 
     def time_loader(self, **arguments: Any) -> dict[str, Any]:
-        """One setting of the loader; see `batchtune.train.loader`."""
-        from batchtune.train.loader import time_loader
+        """One setting of the loader; see `batchtune.child.commands.time_loader`."""
+        from batchtune.child.commands.time_loader import time_loader
 
         with self._memory.timing():
             return time_loader(self._task, self._memory, **arguments).model_dump()
 
     def range_test(self, **arguments: Any) -> dict[str, Any]:
-        """Where training comes apart; see `batchtune.train.range_test`."""
-        from batchtune.train.range_test import range_test
+        """Where training comes apart; see `batchtune.child.commands.range_test`."""
+        from batchtune.child.commands.range_test import range_test
 
         return range_test(self._task, self._memory, **arguments).model_dump()
 
     def noise_scale(self, **arguments: Any) -> dict[str, Any]:
-        """The gradient noise scale; see `batchtune.train.noise_scale`."""
-        from batchtune.train.noise_scale import noise_scale
+        """The gradient noise scale; see `batchtune.child.commands.noise_scale`."""
+        from batchtune.child.commands.noise_scale import noise_scale
 
         return noise_scale(self._task, self._memory, **arguments).model_dump()
 
     def train(self, **arguments: Any) -> dict[str, Any]:
         """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
+        from batchtune.child.commands.train import train
         from batchtune.protocol.run_spec import RunSpec
-        from batchtune.train.loop import train
 
         run = train(self._task, self._memory, RunSpec(**arguments), self._sensors.joules)
         answer: bool | None = None

@@ -1,0 +1,1 @@
+"""The commands that a parent gives a child, a file each."""

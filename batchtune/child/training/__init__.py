@@ -1,0 +1,1 @@
+"""Training as the user does it: steps, precision, evaluation, checkpoints, ranks."""

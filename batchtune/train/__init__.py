@@ -1,1 +1,0 @@
-"""Real training in child processes: steps, runs, precision, and the worker that holds the device."""
