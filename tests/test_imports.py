@@ -97,7 +97,7 @@ def test_the_functions_stay_functions_after_the_packages_of_their_names_are_impo
     import inspect
 
     import batchtune
-    import batchtune.estimate.allocator
+    import batchtune.estimate.memory.allocator
     import batchtune.probe.search
     import batchtune.tune.recommend
 

@@ -19,7 +19,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
 # has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
-_ANSWER = "batchtune.estimate.answer:answer"
+_ANSWER = "batchtune.estimate.tracing.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from batchtune.device.sharing import look
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
-from batchtune.estimate.foresight import Foresight
+from batchtune.estimate.prior import Foresight
 from batchtune.files import load_result
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.input_pipeline import measure_input_pipeline

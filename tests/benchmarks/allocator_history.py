@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from zoo import Case
 
-from batchtune.estimate.fit import Step
+from batchtune.estimate.memory.fit import Step
 
 ROUNDING = 512
 _LOOK_AHEAD = 40  # allocations, of both sides together, until which they are alike again

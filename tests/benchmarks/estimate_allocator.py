@@ -36,9 +36,9 @@ from torch.overrides import TorchFunctionMode
 from zoo import Case
 
 from batchtune.child.commands.attempt import attempt
-from batchtune.estimate import answer as product
-from batchtune.estimate import trace
-from batchtune.estimate.capacity import LARGEST
+from batchtune.estimate.memory.capacity import LARGEST
+from batchtune.estimate.tracing import answer as product
+from batchtune.estimate.tracing import trace
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
@@ -135,9 +135,9 @@ def estimated(
 
 
 def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
-    from batchtune.estimate.capacity import TracedStep
-    from batchtune.estimate.fit import FittedStep, fit
-    from batchtune.estimate.overheads import gpu_of
+    from batchtune.estimate.memory.capacity import TracedStep
+    from batchtune.estimate.memory.fit import FittedStep, fit
+    from batchtune.estimate.memory.overheads import gpu_of
 
     found = fit(tracer.trace)
     step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
@@ -146,8 +146,8 @@ def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
 
 def _expected(step: Any, size: int) -> tuple[int, int, int]:
     """Bytes allocated and reserved, and reserved with expandable segments."""
-    from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
-    from batchtune.estimate.fit import replay
+    from batchtune.estimate.memory.allocator import CachingAllocator, ExpandableAllocator
+    from batchtune.estimate.memory.fit import replay
 
     fixed, expandable = (replay(step, size, make()) for make in (CachingAllocator, ExpandableAllocator))
     return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
 from batchtune.child.training.trainer import Trainer
-from batchtune.estimate.trace import trace_step
+from batchtune.estimate.tracing.trace import trace_step
 
 STEPS = 2
 

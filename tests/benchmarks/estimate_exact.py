@@ -14,10 +14,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
-from batchtune.estimate.allocator import CachingAllocator, ExpandableAllocator
-from batchtune.estimate.events import Trace
-from batchtune.estimate.fit import FittedStep, fit, peak_allocated_bytes, replay
-from batchtune.estimate.trace import trace_step
+from batchtune.estimate.memory.allocator import CachingAllocator, ExpandableAllocator
+from batchtune.estimate.memory.events import Trace
+from batchtune.estimate.memory.fit import FittedStep, fit, peak_allocated_bytes, replay
+from batchtune.estimate.tracing.trace import trace_step
 
 BATCH_SIZES = (2, 7, 16, 37, 100)
 

@@ -121,9 +121,9 @@ def measure(row: dict[str, str]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    from batchtune.estimate.capacity import Search
-    from batchtune.estimate.fit import FittedStep, fit, peak_allocated_bytes
-    from batchtune.estimate.trace import trace_step
+    from batchtune.estimate.memory.capacity import Search
+    from batchtune.estimate.memory.fit import FittedStep, fit, peak_allocated_bytes
+    from batchtune.estimate.tracing.trace import trace_step
 
     started = time.perf_counter()
     fitting = int(float(row["train_batch_size"]))

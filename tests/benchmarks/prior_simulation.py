@@ -25,14 +25,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
-from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
-from batchtune.estimate.answer import expectation
 from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.events import Trace
-from batchtune.estimate.fit import FittedStep, fit, live_bytes, replay
-from batchtune.estimate.foresight import Foreseen
-from batchtune.estimate.overheads import kind_of
-from batchtune.estimate.trace import trace_step
+from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
+from batchtune.estimate.memory.events import Trace
+from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes, replay
+from batchtune.estimate.memory.overheads import kind_of
+from batchtune.estimate.prior import Foreseen
+from batchtune.estimate.tracing.answer import expectation
+from batchtune.estimate.tracing.trace import trace_step
 from batchtune.probe.search import Bounds, next_size
 from batchtune.results import Attempt
 

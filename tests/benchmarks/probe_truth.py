@@ -116,7 +116,7 @@ def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     """The result document of a probe in processes of its own, with what it printed as `told`."""
     import forked
 
-    from batchtune.estimate.foresight import Foresight
+    from batchtune.estimate.prior import Foresight
 
     spec = f"{HERE / 'truth_tasks.py'}:{setup.slug}"
     command = ["probe", spec, "--precision", precision, "--no-throughput", "--json", "-v", *setup.arguments]

@@ -51,13 +51,13 @@ print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reser
 """
 TRACED = """
 import json, sys
-from batchtune.estimate.answer import warm_up
+from batchtune.estimate.tracing.answer import warm_up
 warm_up()
 import torch
-from batchtune.estimate.allocator import CachingAllocator
-from batchtune.estimate.fit import fit, replay
-from batchtune.estimate.scratch import Gpu
-from batchtune.estimate.trace import trace_step
+from batchtune.estimate.memory.allocator import CachingAllocator
+from batchtune.estimate.memory.fit import fit, replay
+from batchtune.estimate.memory.scratch import Gpu
+from batchtune.estimate.tracing.trace import trace_step
 from batchtune.task.load import load_task
 path, precision, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 task = load_task(path)

@@ -31,6 +31,8 @@ def ask(child, tmp_path):
             "gpus": list(gpus),
             "memory_limit": memory_limit,
         }
-        return child.call("apply", timeout=120, function="batchtune.estimate.answer:answer", arguments=arguments)
+        return child.call(
+            "apply", timeout=120, function="batchtune.estimate.tracing.answer:answer", arguments=arguments
+        )
 
     return asking

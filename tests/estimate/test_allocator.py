@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator, FallingAllocator, OutOfMemory
+from batchtune.estimate.memory.allocator import (
+    MIB,
+    CachingAllocator,
+    ExpandableAllocator,
+    FallingAllocator,
+    OutOfMemory,
+)
 
 ALLOCATORS = pytest.mark.parametrize("kind", [CachingAllocator, FallingAllocator, ExpandableAllocator])
 sizes = st.one_of(

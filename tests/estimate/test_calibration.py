@@ -8,7 +8,7 @@ import pytest
 
 from batchtune.estimate import calibration
 from batchtune.estimate.calibration import UNMEASURED, cache_folder, offsets_of, record
-from batchtune.estimate.overheads import capacity_bytes, confidence, kind_of, workspace_bytes
+from batchtune.estimate.memory.overheads import capacity_bytes, confidence, kind_of, workspace_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 DRIVER = "NVIDIA A100-SXM4-80GB"  # the catalogue calls it A100-80GB

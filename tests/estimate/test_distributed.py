@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.estimate.allocator import MIB
-from batchtune.estimate.distributed import distributed, unit_bytes
-from batchtune.estimate.events import Birth, Trace
-from batchtune.estimate.fit import FittedStep, fit, live_bytes
+from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.events import Birth, Trace
+from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes
+from batchtune.estimate.tracing.distributed import distributed, unit_bytes
 
 UNITS = [[8 * MIB], [20 * MIB, 10 * MIB], [20 * MIB, 10 * MIB]]  # root, and two blocks
 PARAMETERS = sum(map(sum, UNITS))

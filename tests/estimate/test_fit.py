@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.estimate.allocator import MIB, CachingAllocator, ExpandableAllocator
-from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
-from batchtune.estimate.events import SCRATCH, Birth, Trace, Work, normalized
-from batchtune.estimate.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
-from batchtune.estimate.scratch import Block, Gpu
+from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator
+from batchtune.estimate.memory.capacity import LARGEST, Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.events import SCRATCH, Birth, Trace, Work, normalized
+from batchtune.estimate.memory.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
+from batchtune.estimate.memory.scratch import Block, Gpu
 
 
 def rounded(gpu, length):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from batchtune.errors import DeviceError
-from batchtune.estimate import foresight
+from batchtune.estimate import prior as foresight
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
-from batchtune.estimate.foresight import Foreseen, Foresight
+from batchtune.estimate.prior import Foreseen, Foresight
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerLost
 from batchtune.results import Attempt

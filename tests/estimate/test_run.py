@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.estimate.allocator import MIB
-from batchtune.estimate.overheads import OVERHEADS, capacity_bytes, confidence, gpu_of, overhead_of
+from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.overheads import OVERHEADS, capacity_bytes, confidence, gpu_of, overhead_of
 from batchtune.estimate.run import Question, choose, estimate_task, samples_per_second
 
 GIB = 1 << 30

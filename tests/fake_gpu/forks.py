@@ -167,9 +167,9 @@ def _import_much():
     import torch
     import torch.distributed.launcher.api
 
-    import batchtune.estimate.answer
-    import batchtune.estimate.foresight
-    import batchtune.estimate.trace
+    import batchtune.estimate.prior
+    import batchtune.estimate.tracing.answer
+    import batchtune.estimate.tracing.trace
     import batchtune.probe.run  # noqa: F401
     from batchtune.child.server import _load_libraries
 

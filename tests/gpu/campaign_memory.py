@@ -145,7 +145,7 @@ def overheads() -> Iterator[Row]:
     import pynvml
 
     from batchtune.device.gpus import find_gpu
-    from batchtune.estimate.overheads import overhead_of
+    from batchtune.estimate.memory.overheads import overhead_of
 
     pynvml.nvmlInit()
     card = pynvml.nvmlDeviceGetHandleByIndex(0)

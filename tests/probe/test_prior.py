@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from batchtune.estimate.foresight import Foreseen
+from batchtune.estimate.prior import Foreseen
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe

@@ -8,10 +8,10 @@ from typing import Literal
 
 from batchtune.device.gpus import find_gpu
 from batchtune.errors import UsageError
-from batchtune.estimate.allocator import MIB
 from batchtune.estimate.calibration import UNMEASURED, Offsets
-from batchtune.estimate.events import BRANCHES, UPPER_BOUND
-from batchtune.estimate.scratch import Gpu
+from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.events import BRANCHES, UPPER_BOUND
+from batchtune.estimate.memory.scratch import Gpu
 
 _CONVOLUTION = "aten.convolution"
 _INSIDE_LIBRARIES = {

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from batchtune.child.training.trainer import Trainer
 from batchtune.errors import BatchtuneError
-from batchtune.estimate.checkpointing import Checkpointed
-from batchtune.estimate.distributed import distributed, unit_bytes
-from batchtune.estimate.events import Trace, Work, normalized
-from batchtune.estimate.fake_cuda import fake_cuda
-from batchtune.estimate.places import place_of_error, place_outside_torch
-from batchtune.estimate.recorder import Recorder
+from batchtune.estimate.memory.events import Trace, Work, normalized
+from batchtune.estimate.tracing.checkpointing import Checkpointed
+from batchtune.estimate.tracing.distributed import distributed, unit_bytes
+from batchtune.estimate.tracing.fake_cuda import fake_cuda
+from batchtune.estimate.tracing.places import place_of_error, place_outside_torch
+from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from batchtune.estimate.scratch.blocks import RESULTS, Steps, contiguous, copy_of
-from batchtune.estimate.scratch.reductions import reduction
+from batchtune.estimate.memory.scratch.blocks import RESULTS, Steps, contiguous, copy_of
+from batchtune.estimate.memory.scratch.reductions import reduction
 
 aten = torch.ops.aten
 _LINE, _IMAGE = 3, 4  # dimensions with those of samples and channels

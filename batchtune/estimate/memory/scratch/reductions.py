@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchtune.estimate.scratch.blocks import (
+from batchtune.estimate.memory.scratch.blocks import (
     FLOAT,
     INT,
     LONG,

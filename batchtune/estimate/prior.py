@@ -17,7 +17,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.results import Attempt
 
-_MODULE = "batchtune.estimate.answer"
+_MODULE = "batchtune.estimate.tracing.answer"
 _TIMEOUT_SECONDS = 90.0  # a trace that takes longer is not worth waiting for: a probe works without it
 _CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an offset may differ and be the GPU's own
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchtune.estimate.allocator import ROUNDING_BYTES, CachingAllocator
-from batchtune.estimate.events import Birth, Trace, Work
-from batchtune.estimate.scratch import Gpu
+from batchtune.estimate.memory.allocator import ROUNDING_BYTES, CachingAllocator
+from batchtune.estimate.memory.events import Birth, Trace, Work
+from batchtune.estimate.memory.scratch import Gpu
 
 BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
 QUADRATIC_BATCH_SIZE = 13

@@ -12,8 +12,8 @@ from dataclasses import replace
 from torch import nn
 
 from batchtune.child.training.parallel import repeated_blocks
-from batchtune.estimate.allocator import MIB
-from batchtune.estimate.events import Birth, Trace, renumbered
+from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.events import Birth, Trace, renumbered
 
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = MIB, 25 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, bucket_cap_mb
 _SHARDED = ("parameters", "gradients", "optimizer_states")

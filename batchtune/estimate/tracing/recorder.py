@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from batchtune.estimate.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
-from batchtune.estimate.places import place_outside_torch
-from batchtune.estimate.scratch import RESULTS, Block, Held, Steps, inside, workspaces
+from batchtune.estimate.memory.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
+from batchtune.estimate.memory.scratch import RESULTS, Block, Held, Steps, inside, workspaces
+from batchtune.estimate.tracing.places import place_outside_torch
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from batchtune.estimate.scratch.attention import ATTENTION
-from batchtune.estimate.scratch.blocks import RESULTS, Block, Gpu, Held, Steps, bytes_of
-from batchtune.estimate.scratch.convolutions import CONVOLUTIONS
-from batchtune.estimate.scratch.indices import INDICES
-from batchtune.estimate.scratch.losses import LOSSES
-from batchtune.estimate.scratch.normalizations import NORMALIZATIONS
-from batchtune.estimate.scratch.reductions import REDUCTIONS
+from batchtune.estimate.memory.scratch.attention import ATTENTION
+from batchtune.estimate.memory.scratch.blocks import RESULTS, Block, Gpu, Held, Steps, bytes_of
+from batchtune.estimate.memory.scratch.convolutions import CONVOLUTIONS
+from batchtune.estimate.memory.scratch.indices import INDICES
+from batchtune.estimate.memory.scratch.losses import LOSSES
+from batchtune.estimate.memory.scratch.normalizations import NORMALIZATIONS
+from batchtune.estimate.memory.scratch.reductions import REDUCTIONS
 
 __all__ = ["RESULTS", "Block", "Gpu", "Held", "Steps", "inside", "workspaces"]
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
 from batchtune.errors import DeviceError
-from batchtune.estimate.attention import cuda_attention
+from batchtune.estimate.tracing.attention import cuda_attention
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES

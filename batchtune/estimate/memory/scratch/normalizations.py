@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchtune.estimate.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, contiguous, copy_of
-from batchtune.estimate.scratch.reductions import rows_summed
+from batchtune.estimate.memory.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, contiguous, copy_of
+from batchtune.estimate.memory.scratch.reductions import rows_summed
 
 aten = torch.ops.aten
 _WARP = 32

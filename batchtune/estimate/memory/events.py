@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from batchtune.estimate.scratch import Block, Gpu
+from batchtune.estimate.memory.scratch import Block, Gpu
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
@@ -68,7 +68,7 @@ class Trace:
         notes: what the recorder had to assume, in words.
         ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
         work: what the last optimizer step computes and moves.
-        units: bytes of each parameter by unit of sharding; see `batchtune.estimate.distributed`.
+        units: bytes of each parameter by unit of sharding; see `batchtune.estimate.tracing.distributed`.
     """
 
     batch_size: int

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchtune.estimate.scratch.blocks import RESULTS, Block, Held, Steps, bytes_of, given
-from batchtune.estimate.scratch.reductions import reduction
+from batchtune.estimate.memory.scratch.blocks import RESULTS, Block, Held, Steps, bytes_of, given
+from batchtune.estimate.memory.scratch.reductions import reduction
 
 aten = torch.ops.aten
 _NONE = 0  # at::Reduction::None

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple
 
-from batchtune.estimate.allocator import CachingAllocator, OutOfMemory
-from batchtune.estimate.events import Birth, Trace, Work
-from batchtune.estimate.fit import Step, peak_allocated_bytes, replay
-from batchtune.estimate.scratch import Gpu
+from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
+from batchtune.estimate.memory.events import Birth, Trace, Work
+from batchtune.estimate.memory.fit import Step, peak_allocated_bytes, replay
+from batchtune.estimate.memory.scratch import Gpu
 
 LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchtune.estimate.scratch.blocks import (
+from batchtune.estimate.memory.scratch.blocks import (
     FLOAT,
     LONG,
     RESULTS,
@@ -20,7 +20,7 @@ from batchtune.estimate.scratch.blocks import (
     copy_of,
     given,
 )
-from batchtune.estimate.scratch.cub import radix_sort, scan, unique_by_key
+from batchtune.estimate.memory.scratch.cub import radix_sort, scan, unique_by_key
 
 aten = torch.ops.aten
 

@@ -8,11 +8,11 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchtune.estimate.allocator import ExpandableAllocator, FallingAllocator
 from batchtune.estimate.calibration import Offsets
-from batchtune.estimate.capacity import LARGEST, Search, TracedStep, largest_allocated
-from batchtune.estimate.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
-from batchtune.estimate.overheads import (
+from batchtune.estimate.memory.allocator import ExpandableAllocator, FallingAllocator
+from batchtune.estimate.memory.capacity import LARGEST, Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
+from batchtune.estimate.memory.overheads import (
     Confidence,
     capacity_bytes,
     confidence,
@@ -22,7 +22,7 @@ from batchtune.estimate.overheads import (
     unseen_share,
     workspace_bytes,
 )
-from batchtune.estimate.scratch import Gpu
+from batchtune.estimate.memory.scratch import Gpu
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
@@ -34,8 +34,8 @@ def warm_up() -> dict[str, Any]:
     """Loads all that a trace needs but the user's code."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
     gc.disable()  # modules stay for good: looking for garbage among them takes a fifth of their import
-    import batchtune.estimate.trace  # noqa: F401
-    from batchtune.estimate.fake_cuda import require_cuda_autograd
+    import batchtune.estimate.tracing.trace  # noqa: F401
+    from batchtune.estimate.tracing.fake_cuda import require_cuda_autograd
 
     require_cuda_autograd()
     gc.freeze()
@@ -55,7 +55,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         `{"refused": why}`, or `{"gpus": [one dict each], "details": [the peak at the largest size], "has_softmax": …}`.
     """
     warm_up()
-    from batchtune.estimate.trace import CannotTraceError, Tracer
+    from batchtune.estimate.tracing.trace import CannotTraceError, Tracer
 
     try:
         tracer = Tracer(**traced)
@@ -93,7 +93,7 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
         `{"refused": why}`, or `Foreseen`'s fields.
     """
     warm_up()
-    from batchtune.estimate.trace import CannotTraceError, Tracer
+    from batchtune.estimate.tracing.trace import CannotTraceError, Tracer
 
     try:
         tracer = Tracer(**traced, device="cuda" if gpu else "cpu")
