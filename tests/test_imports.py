@@ -99,6 +99,6 @@ def test_the_functions_stay_functions_after_the_packages_of_their_names_are_impo
     import batchtune
     import batchtune.estimate.memory.allocator
     import batchtune.probe.search
-    import batchtune.tune.recommend
+    import batchtune.tune.verdict.recommend
 
     assert all(inspect.isfunction(each) for each in (batchtune.probe, batchtune.tune, batchtune.estimate))

@@ -32,18 +32,18 @@ from batchtune.results import (
 )
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.identity import identity_of
-from batchtune.tune.opening import open_task, probe_options, require_executor, worker_settings
-from batchtune.tune.plan import Plan
-from batchtune.tune.prepare import prepare
-from batchtune.tune.prior import Candidates
-from batchtune.tune.scaling import can_scale, scaling, split
-from batchtune.tune.shared import Agreement, delete_study
-from batchtune.tune.steps import with_loading
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
-from batchtune.tune.warnings import (
+from batchtune.tune.objective.cost import SECONDS, cost_of
+from batchtune.tune.plan.identity import identity_of
+from batchtune.tune.plan.opening import open_task, probe_options, require_executor, worker_settings
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.prepare import prepare
+from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.plan.steps import with_loading
+from batchtune.tune.storage.shared import Agreement, delete_study
+from batchtune.tune.storage.storage import open_storage
+from batchtune.tune.study.study import TuneStudy
+from batchtune.tune.verdict.scaling import can_scale, scaling, split
+from batchtune.tune.verdict.warnings import (
     OURS,
     baseline_warnings,
     loading_warnings,

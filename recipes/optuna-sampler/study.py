@@ -12,8 +12,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.sampler import LOWER_BOUND, TimeToTargetSampler
+from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
+from batchtune.tune.optuna_parts.sampler import LOWER_BOUND, TimeToTargetSampler
 
 TARGET = 0.15  # validation loss that counts as solved
 LONGEST_SECONDS = 5.0  # of one run

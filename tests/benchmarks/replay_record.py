@@ -33,7 +33,7 @@ from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches, seed_everything
 from batchtune.device.memory import open_device
 from batchtune.task.contract import Task
-from batchtune.tune.prepare import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
+from batchtune.tune.plan.prepare import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
 TIMES = DATA / "times.json"
 BATCH_SIZES = tuple(round(2 ** (half / 2)) for half in range(6, 19))  # 8 to 512 in half octaves

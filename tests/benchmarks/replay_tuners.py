@@ -24,10 +24,10 @@ from batchtune.child.commands.train import RunSpec
 from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
 from batchtune.observer import Observer
 from batchtune.results import CurvePoint, ProbeResult, Trial
-from batchtune.tune import prepare as tune_prepare
-from batchtune.tune import study as tune_study
-from batchtune.tune import workers as tune_workers
-from batchtune.tune.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
+from batchtune.tune.plan import prepare as tune_prepare
+from batchtune.tune.plan.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
+from batchtune.tune.study import study as tune_study
+from batchtune.tune.study import workers as tune_workers
 
 LARGEST = 512  # the batch size that fits, by decree
 MOST_TRIALS = 200  # of the other tuners

@@ -33,8 +33,8 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import Worker, WorkerSettings
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.results import Recommendation, Result, Trial
-from batchtune.tune.intervals import median_interval, ratio_interval
-from batchtune.tune.workers import TrialRun, run_trial
+from batchtune.tune.study.workers import TrialRun, run_trial
+from batchtune.tune.verdict.intervals import median_interval, ratio_interval
 
 FIVE_MINUTES = ("charlm", ["budget.total=5m", "budget.run=30s", "objective.target=2.1"])  # no recipe takes as long
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -24,9 +24,9 @@ import batchtune
 from batchtune.config.schema import Config
 from batchtune.observer import Observer
 from batchtune.results import ProbeResult, ThroughputFit, Trial
-from batchtune.tune.prior import Candidates
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import Plan, TuneStudy
+from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.storage.storage import open_storage
+from batchtune.tune.study.study import Plan, TuneStudy
 
 SLEEPING = """
 import time

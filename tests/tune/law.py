@@ -7,8 +7,8 @@ from pathlib import Path
 
 from batchtune.config.schema import Baseline, Budget, Config, Confirm
 from batchtune.results import CurvePoint, ProbeResult, ThroughputFit
-from batchtune.tune.plan import Plan
-from batchtune.tune.prior import Candidates
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.prior import Candidates
 
 ALPHA, BETA = 2e-3, 1e-4  # seconds
 E_MIN, B_CRITICAL = 20_000, 128  # samples

@@ -3,8 +3,8 @@
 import law
 import pytest
 
-from batchtune.tune.landscape import landscape
-from batchtune.tune.surface import Prior, Run
+from batchtune.tune.optuna_parts.surface import Prior, Run
+from batchtune.tune.verdict.landscape import landscape
 
 PRIOR = Prior(
     saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3

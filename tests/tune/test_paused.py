@@ -5,12 +5,12 @@ import pytest
 from batchtune.config.schema import Baseline, Budget, Config, Confirm, Objective
 from batchtune.observer import Observer
 from batchtune.results import ProbeResult, ThroughputFit
-from batchtune.tune.limits import Limits
-from batchtune.tune.paused import MOST_KEPT
-from batchtune.tune.prior import Candidates
-from batchtune.tune.sampler import TimeToTargetSampler
-from batchtune.tune.study import Plan, TuneStudy
-from batchtune.tune.surface import Prior
+from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
+from batchtune.tune.optuna_parts.surface import Prior
+from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.study.limits import Limits
+from batchtune.tune.study.paused import MOST_KEPT
+from batchtune.tune.study.study import Plan, TuneStudy
 
 
 @pytest.fixture

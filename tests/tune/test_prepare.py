@@ -7,15 +7,15 @@ from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerLost
 from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
-from batchtune.tune.prepare import (
+from batchtune.tune.plan.prepare import (
     PRIOR_SHARE,
     affordable_noise_scale,
     affordable_range_test,
     prepare,
     require,
 )
-from batchtune.tune.steps import with_loading
-from batchtune.tune.warnings import loading_warnings
+from batchtune.tune.plan.steps import with_loading
+from batchtune.tune.verdict.warnings import loading_warnings
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {

@@ -2,8 +2,8 @@ import pytest
 
 from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, ThroughputFit
-from batchtune.tune.prior import candidate_batch_sizes
-from batchtune.tune.steps import split_batch
+from batchtune.tune.plan.prior import candidate_batch_sizes
+from batchtune.tune.plan.steps import split_batch
 
 
 def probe(largest, limited_by="memory", saturation=64.0):

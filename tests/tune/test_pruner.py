@@ -1,7 +1,7 @@
 import optuna
 import pytest
 
-from batchtune.tune.pruner import TimeToValuePruner
+from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 
 
 def study_with_best(curve, seconds, goal="minimize"):

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from batchtune.results import Trial
-from batchtune.tune.recommend import config_of, finalists, recommend
+from batchtune.tune.verdict.recommend import config_of, finalists, recommend
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):

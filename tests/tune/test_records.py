@@ -1,7 +1,7 @@
 """What a trial's attributes keep of its curve, and what they say of one that never came to a point."""
 
 from batchtune.results import CurvePoint, Target
-from batchtune.tune.records import curve_attribute, measured, to_curve
+from batchtune.tune.objective.records import curve_attribute, measured, to_curve
 
 
 def test_a_curve_comes_back_with_what_the_machine_slowed_down_and_what_it_took():

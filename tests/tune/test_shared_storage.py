@@ -18,10 +18,10 @@ import pytest
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
 from batchtune.results import Prior
-from batchtune.tune import storage as storage_module
-from batchtune.tune.shared import Agreement, Machines, delete_study
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.storage import storage as storage_module
+from batchtune.tune.storage.shared import Agreement, Machines, delete_study
+from batchtune.tune.storage.storage import open_storage
+from batchtune.tune.study.study import TuneStudy
 
 pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
 
@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 import batchtune
 from batchtune.observer import Observer
-from batchtune.tune import storage
+from batchtune.tune.storage import storage
 storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
 
 class Listener(Observer):

@@ -4,9 +4,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from batchtune.config.schema import Baseline, Config, LearningRate, Parameter
 from batchtune.errors import UsageError
 from batchtune.results import ProbeResult, Trial
-from batchtune.tune.plan import Plan
-from batchtune.tune.prior import Candidates
-from batchtune.tune.space import Space
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.plan.space import Space
 
 
 def space(*, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, **parameters):

@@ -1,5 +1,5 @@
 from batchtune.results import ThroughputPoint
-from batchtune.tune.steps import fastest_split, split_batch
+from batchtune.tune.plan.steps import fastest_split, split_batch
 
 
 def test_micro_batches_fit_and_divide_evenly():

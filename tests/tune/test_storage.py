@@ -14,9 +14,9 @@ from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.tune import storage as storage_module
-from batchtune.tune.storage import Journal, OneReading, open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.storage import storage as storage_module
+from batchtune.tune.storage.storage import Journal, OneReading, open_storage
+from batchtune.tune.study.study import TuneStudy
 
 
 @pytest.fixture

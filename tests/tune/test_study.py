@@ -15,15 +15,15 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import PlaceLost, WorkerLost
 from batchtune.protocol.run_spec import pace_kind
 from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
-from batchtune.tune import study as study_module
-from batchtune.tune.cost import SECONDS
-from batchtune.tune.ledger import Ledger
-from batchtune.tune.limits import CAP_FACTOR
-from batchtune.tune.prior import Candidates
-from batchtune.tune.recommend import recommend
-from batchtune.tune.records import curve_attribute
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.objective.cost import SECONDS
+from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.records import curve_attribute
+from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.storage.storage import open_storage
+from batchtune.tune.study import study as study_module
+from batchtune.tune.study.limits import CAP_FACTOR
+from batchtune.tune.study.study import TuneStudy
+from batchtune.tune.verdict.recommend import recommend
 
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
 

@@ -6,8 +6,8 @@ import numpy as np
 import optuna
 import pytest
 
-from batchtune.tune.sampler import LOWER_BOUND, RoundingSampler, TimeToTargetSampler
-from batchtune.tune.surface import Prior, Run, Surface
+from batchtune.tune.optuna_parts.sampler import LOWER_BOUND, RoundingSampler, TimeToTargetSampler
+from batchtune.tune.optuna_parts.surface import Prior, Run, Surface
 
 PRIOR = Prior(
     saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3

@@ -1,8 +1,8 @@
 import pytest
 
 from batchtune.results import CurvePoint, Target
-from batchtune.tune.targets import CAME_APART, automatic_target
-from batchtune.tune.warnings import target_warnings
+from batchtune.tune.objective.targets import CAME_APART, automatic_target
+from batchtune.tune.verdict.warnings import target_warnings
 
 
 def curve(*values):

@@ -1,7 +1,7 @@
 import pytest
 
 from batchtune.results import ProbeResult, Trial
-from batchtune.tune.warnings import NOT_SEARCHED, baseline_warnings, search_warnings, uneven_warnings
+from batchtune.tune.verdict.warnings import NOT_SEARCHED, baseline_warnings, search_warnings, uneven_warnings
 
 
 def probe(largest, limited_by):

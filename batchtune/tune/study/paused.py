@@ -9,7 +9,7 @@ from typing import Any
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.tune.pruner import TimeToValuePruner
+from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 
 MOST_KEPT = 4  # a checkpoint takes as much room as model and optimizer
 

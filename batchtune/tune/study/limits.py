@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchtune.protocol.run_spec import RunSpec, pace_kind
-from batchtune.tune.cost import JOULES, SECONDS, cost_of
-from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.plan import Plan
-from batchtune.tune.space import Space
-from batchtune.tune.steps import split_batch
+from batchtune.tune.objective.cost import JOULES, SECONDS, cost_of
+from batchtune.tune.objective.ledger import Ledger, Role, over
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.space import Space
+from batchtune.tune.plan.steps import split_batch
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did

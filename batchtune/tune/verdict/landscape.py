@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchtune.results import Landscape
-from batchtune.tune.surface import Array, Prior, Run, Surface
+from batchtune.tune.optuna_parts.surface import Array, Prior, Run, Surface
 
 _RATES = 25
 _BAND = 0.9

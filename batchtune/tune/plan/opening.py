@@ -11,7 +11,7 @@ from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
-from batchtune.tune.prepare import require
+from batchtune.tune.plan.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it

@@ -21,8 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 from batchtune.config.schema import Config, Goal
 from batchtune.errors import UsageError
 from batchtune.results import Prior, ProbeResult
-from batchtune.tune.cost import cost_of
-from batchtune.tune.identity import identity_of
+from batchtune.tune.objective.cost import cost_of
+from batchtune.tune.plan.identity import identity_of
 
 _BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchtune.errors import UsageError
 from batchtune.results import NoiseScale, ProbeResult, RangeTest
-from batchtune.tune.surface import Prior
+from batchtune.tune.optuna_parts.surface import Prior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size

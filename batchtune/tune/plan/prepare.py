@@ -13,9 +13,9 @@ from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeEr
 from batchtune.observer import Observer
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
 from batchtune.results import LoaderPoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
-from batchtune.tune.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
-from batchtune.tune.space import argument_distributions, rates_to_search
-from batchtune.tune.steps import fastest_split, splits_to_time, step_seconds, with_loading
+from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
+from batchtune.tune.plan.space import argument_distributions, rates_to_search
+from batchtune.tune.plan.steps import fastest_split, splits_to_time, step_seconds, with_loading
 
 PRIOR_SHARE = 0.1  # of budget.run: what range test and noise scale may take together
 STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test

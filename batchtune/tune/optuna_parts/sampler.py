@@ -14,8 +14,8 @@ from optuna.search_space import IntersectionSearchSpace
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.tune.records import FAILED_FOR_GOOD
-from batchtune.tune.surface import Array, Prior, Run, Surface
+from batchtune.tune.objective.records import FAILED_FOR_GOOD
+from batchtune.tune.optuna_parts.surface import Array, Prior, Run, Surface
 
 LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered

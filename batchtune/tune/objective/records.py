@@ -8,7 +8,7 @@ from typing import Any, Literal
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.results import CurvePoint, Target, Trial, Value
-from batchtune.tune.cost import JOULES, SECONDS
+from batchtune.tune.objective.cost import JOULES, SECONDS
 
 _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "waiting"]] = {
     TrialState.COMPLETE: "complete",

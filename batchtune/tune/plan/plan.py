@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchtune.config.schema import Config
 from batchtune.results import Prior, ProbeResult, Value
-from batchtune.tune.prior import Candidates
+from batchtune.tune.plan.prior import Candidates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 
 from batchtune.results import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
-from batchtune.tune.intervals import median_interval
-from batchtune.tune.recommend import TIED, Configuration, Expected, config_of
-from batchtune.tune.records import FAILED_FOR_GOOD
-from batchtune.tune.steps import split_batch
+from batchtune.tune.objective.records import FAILED_FOR_GOOD
+from batchtune.tune.plan.steps import split_batch
+from batchtune.tune.verdict.intervals import median_interval
+from batchtune.tune.verdict.recommend import TIED, Configuration, Expected, config_of
 
 WORLD_SIZES = (1, 2, 4, 8)
 

@@ -18,17 +18,17 @@ from batchtune.processes.worker import PlaceLost, Worker
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.results import CurvePoint
 from batchtune.results import Trial as TrialRecord
-from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.limits import CAP_FACTOR, Limits
-from batchtune.tune.paused import Paused
-from batchtune.tune.plan import Plan
-from batchtune.tune.records import FAILED, NO_TIME_LEFT, curve_attribute, measured, to_curve, to_record
-from batchtune.tune.sampler import LOWER_BOUND
-from batchtune.tune.shared import Machines, requeue
-from batchtune.tune.space import Space
-from batchtune.tune.targets import Targets
-from batchtune.tune.workers import TrialRun, run_trial
+from batchtune.tune.objective.cost import SECONDS, cost_of
+from batchtune.tune.objective.ledger import Ledger, Role, over
+from batchtune.tune.objective.records import FAILED, NO_TIME_LEFT, curve_attribute, measured, to_curve, to_record
+from batchtune.tune.objective.targets import Targets
+from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.space import Space
+from batchtune.tune.storage.shared import Machines, requeue
+from batchtune.tune.study.limits import CAP_FACTOR, Limits
+from batchtune.tune.study.paused import Paused
+from batchtune.tune.study.workers import TrialRun, run_trial
 
 MOST_RETRIES = 2  # of a run whose place was lost
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.results import Prior, ProbeResult, Recommendation, Target, Trial
-from batchtune.tune.steps import step_seconds, with_loading
-from batchtune.tune.targets import CAME_APART
+from batchtune.tune.objective.targets import CAME_APART
+from batchtune.tune.plan.steps import step_seconds, with_loading
 from batchtune.units import number
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
-from batchtune.tune.plan import Plan
-from batchtune.tune.prior import rate_belief, surface_prior
-from batchtune.tune.recommend import Configuration, config_of
-from batchtune.tune.records import to_record
-from batchtune.tune.sampler import TimeToTargetSampler
-from batchtune.tune.surface import Prior, Surface
+from batchtune.tune.objective.records import to_record
+from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
+from batchtune.tune.optuna_parts.surface import Prior, Surface
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.prior import rate_belief, surface_prior
+from batchtune.tune.verdict.recommend import Configuration, config_of
 
 
 def belief(plan: Plan) -> Prior:

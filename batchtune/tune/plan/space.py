@@ -11,7 +11,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from batchtune.config.schema import Config, Parameter
 from batchtune.errors import UsageError
 from batchtune.results import Trial, Value
-from batchtune.tune.plan import Plan
+from batchtune.tune.plan.plan import Plan
 
 
 class Space:

@@ -13,8 +13,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.protocol.run_spec import pace_kind
 from batchtune.results import ThroughputFit, Trial
-from batchtune.tune.cost import Cost
-from batchtune.tune.records import is_settled, to_record
+from batchtune.tune.objective.cost import Cost
+from batchtune.tune.objective.records import is_settled, to_record
 
 Role = Literal["baseline", "search", "confirm"]
 _RECENT = 200  # runs, that say how fast the machine is

@@ -19,21 +19,21 @@ from batchtune.observer import Observer
 from batchtune.processes.pool import Crew, work_alone
 from batchtune.processes.worker import Worker
 from batchtune.results import Landscape, Recommendation, Target, Trial
-from batchtune.tune.belief import belief, expected_costs
-from batchtune.tune.cost import SECONDS, cost_of
-from batchtune.tune.landscape import landscape
-from batchtune.tune.ledger import Ledger, Role, over
-from batchtune.tune.limits import CAP_FACTOR, LOST_FACTOR
-from batchtune.tune.paused import Paused
-from batchtune.tune.plan import Plan
-from batchtune.tune.pruner import TimeToValuePruner
-from batchtune.tune.recommend import Configuration, finalists, recommend
-from batchtune.tune.records import FAILED_FOR_GOOD, NO_TIME_LEFT
-from batchtune.tune.sampler import RoundingSampler, TimeToTargetSampler
-from batchtune.tune.shared import Machines, requeue
-from batchtune.tune.space import Space
-from batchtune.tune.targets import Targets
-from batchtune.tune.trials import Trials
+from batchtune.tune.objective.cost import SECONDS, cost_of
+from batchtune.tune.objective.ledger import Ledger, Role, over
+from batchtune.tune.objective.records import FAILED_FOR_GOOD, NO_TIME_LEFT
+from batchtune.tune.objective.targets import Targets
+from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
+from batchtune.tune.optuna_parts.sampler import RoundingSampler, TimeToTargetSampler
+from batchtune.tune.plan.plan import Plan
+from batchtune.tune.plan.space import Space
+from batchtune.tune.storage.shared import Machines, requeue
+from batchtune.tune.study.belief import belief, expected_costs
+from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR
+from batchtune.tune.study.paused import Paused
+from batchtune.tune.study.trials import Trials
+from batchtune.tune.verdict.landscape import landscape
+from batchtune.tune.verdict.recommend import Configuration, finalists, recommend
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.errors import UsageError
 from batchtune.run_folder import cut_to_whole_lines
-from batchtune.tune.shared import requeue
+from batchtune.tune.storage.shared import requeue
 
 HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 """How often a machine says that a run is alive, and after which silence it is not: an outage is shorter."""

@@ -9,9 +9,9 @@ from optuna import Study
 from batchtune.config.schema import Config, Goal
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.results import CurvePoint, Target
-from batchtune.tune.cost import cost_of
-from batchtune.tune.ledger import Ledger
-from batchtune.tune.records import NO_TIME_LEFT, meets
+from batchtune.tune.objective.cost import cost_of
+from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.records import NO_TIME_LEFT, meets
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 CAME_APART = "where it diverged"

@@ -1,0 +1,1 @@
+"""The study itself: its trials, their limits, and what it believes on the way."""
