@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
-from batchtune.task.adapted import Adapted
+from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.random_numbers import seeded
 
 NAMES = {

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from batchtune.errors import UsageError, UserCodeError
-from batchtune.task.adapted import require_no_arguments
+from batchtune.task.adapting.adapted import require_no_arguments
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import seed_everything
 from batchtune.task.spec import split_spec
@@ -94,15 +94,15 @@ def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
             raise describe_user_error(error, f"calling {attribute}()") from error
     known = _library_type(type(found[0] if isinstance(found, tuple) and found else found))
     if known == "LightningModule":
-        from batchtune.task.lightning import LightningTask
+        from batchtune.task.lightning.adapter import LightningTask
 
         return LightningTask(make, module, spec)
     if known == "Trainer":
-        from batchtune.task.transformers import TrainerTask
+        from batchtune.task.transformers.adapter import TrainerTask
 
         return TrainerTask(found, spec)
     if known == "PreTrainedModel":
-        from batchtune.task.transformers import ModelTask
+        from batchtune.task.transformers.adapter import ModelTask
 
         return ModelTask(found, make, spec)
     return found

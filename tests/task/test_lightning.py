@@ -18,7 +18,7 @@ from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
 from batchtune.protocol.run_spec import RunSpec
-from batchtune.task.adapted import loader_parts, resized, set_learning_rate
+from batchtune.task.adapting.adapted import loader_parts, resized, set_learning_rate
 
 SPELLINGS = [
     pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))
@@ -520,7 +520,7 @@ class TestApplyResult:
         import lightning
         from lightning.pytorch import Callback
 
-        from batchtune.task.lightning import ApplyResult
+        from batchtune.task.lightning.adapter import ApplyResult
 
         seen = {}
 
@@ -555,7 +555,7 @@ class TestApplyResult:
             self.fit(lit, result_file(precision="bf16"))
 
     def test_a_result_without_a_recommendation_is_refused(self, result_file):
-        from batchtune.task.lightning import ApplyResult
+        from batchtune.task.lightning.adapter import ApplyResult
 
         with pytest.raises(UsageError, match="a result of 'probe' that recommends nothing; apply one of 'tune'"):
             ApplyResult(result_file(kind="probe", recommendation=None))

@@ -12,7 +12,7 @@ import torch
 
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
-from batchtune.task.adapted import Adapted
+from batchtune.task.adapting.adapted import Adapted
 
 LEAST_FREE_BYTES = 1 << 30  # what a disk has left after it: a run's memory must not fill up what others write to
 

@@ -14,7 +14,7 @@ from batchtune.child.training.heartbeat import got_on
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.precision import LOSS_SCALE, Precision
 from batchtune.errors import UserCodeError
-from batchtune.task.adapted import Adapted
+from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import seed_everything
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from batchtune.task.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
-from batchtune.task.lightning_callback import ApplyResult
-from batchtune.task.lightning_data import LightningData, library_of, overrides
-from batchtune.task.lightning_trainer import TrainerView, samples_in
+from batchtune.task.adapting.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
+from batchtune.task.lightning.callback import ApplyResult
+from batchtune.task.lightning.data import LightningData, library_of, overrides
+from batchtune.task.lightning.trainer import TrainerView, samples_in
 
 __all__ = ["ApplyResult", "LightningTask"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UsageError
-from batchtune.task.adapted import LoaderParts, loader_parts, require_no_arguments
-from batchtune.task.lightning_trainer import TrainerView
+from batchtune.task.adapting.adapted import LoaderParts, loader_parts, require_no_arguments
+from batchtune.task.lightning.trainer import TrainerView
 
 
 class LightningData:

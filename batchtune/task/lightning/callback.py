@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-from batchtune.task.adapted import loader_parts, resized, set_learning_rate
-from batchtune.task.recommended import recommended, require_world, say
+from batchtune.task.adapting.adapted import loader_parts, resized, set_learning_rate
+from batchtune.task.adapting.recommended import recommended, require_world, say
 
 if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the user's spelling, or the one there is
     from pytorch_lightning import Callback

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from batchtune.task.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
-from batchtune.task.generated import GeneratedBatches
-from batchtune.task.transformers_callback import ApplyResult, apply_result
+from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
+from batchtune.task.transformers.callback import ApplyResult, apply_result
+from batchtune.task.transformers.generated import GeneratedBatches
 
 __all__ = ["ApplyResult", "ModelTask", "TrainerTask", "apply_result"]
 

@@ -1,0 +1,1 @@
+"""What the adapters to other libraries share: reading their objects, and applying a result in them."""
