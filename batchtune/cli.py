@@ -330,8 +330,8 @@ def report(
       batchtune report digits --log-to mlflow
     """
     import batchtune
-    from batchtune.report.export import FORMATS
-    from batchtune.report.trainers import EXPORTS
+    from batchtune.report.export.trainers import EXPORTS
+    from batchtune.report.formats import FORMATS
     from batchtune.run_folder import find_run, is_behind
 
     found = find_run(run, _run_folders())
@@ -344,7 +344,7 @@ def report(
     if set_ and name not in EXPORTS:
         raise UsageError(f"--set {set_[0]}: not with --format {name}; fields of {', '.join(EXPORTS)} can be renamed")
     if log_to is not None:
-        from batchtune.report.trackers import log_to as log
+        from batchtune.report.export.trackers import log_to as log
 
         logged = log(log_to.value, result)
         line = "logged {logged} of {trials} trials to {where}".format_map(logged)
@@ -378,7 +378,7 @@ def env(
     if session.json:
         session.deliver_text(json.dumps(facts, indent=2))
     else:
-        from batchtune.report.export import environment_text
+        from batchtune.report.formats import environment_text
 
         session.deliver_text(environment_text(facts))
 

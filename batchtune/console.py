@@ -45,7 +45,7 @@ class Session:
 
             yield Observer()
             return
-        from batchtune.report.live import LiveObserver
+        from batchtune.report.terminal.live import LiveObserver
 
         with LiveObserver(_console(stderr=True), verbose=self.verbose, total_seconds=total_seconds) as observer:
             yield observer
@@ -222,7 +222,7 @@ def _drawn(result: Result, console: Console) -> str:
 
 def _print(text: str, *, exact: bool) -> None:
     """Writes text to stdout; unless it must be exact, what stdout's encoding lacks is replaced by what looks alike."""
-    from batchtune.report.stand_ins import written_in
+    from batchtune.report.terminal.stand_ins import written_in
 
     text = text if text.endswith("\n") else text + "\n"
     with _stdout() as stdout:

@@ -556,7 +556,7 @@ class Result(Record):
 
     def to_html(self) -> str:
         """The report as one self-contained page."""
-        from batchtune.report.html import to_html
+        from batchtune.report.page.html import to_html
 
         return to_html(self)
 
@@ -593,7 +593,7 @@ class Result(Record):
         return self._plot("step")
 
     def _plot(self, name: str) -> go.Figure:
-        from batchtune.report import plots
+        from batchtune.report.figures import plots
 
         figure = getattr(plots, name)(self)
         if figure is None:
@@ -601,12 +601,12 @@ class Result(Record):
         return figure
 
     def __rich__(self) -> object:
-        from batchtune.report.terminal import render
+        from batchtune.report.terminal.report import render
 
         return render(self)
 
     def _repr_html_(self) -> str:
-        from batchtune.report.page_answer import notebook
+        from batchtune.report.page.answer import notebook
 
         return notebook(self)
 

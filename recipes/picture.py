@@ -14,7 +14,7 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 
 import batchtune
-from batchtune.report.export import to_html
+from batchtune.report.formats import to_html
 
 SCREENS = {
     "report.png": {"viewport": {"width": 1120, "height": 1400}},

@@ -25,8 +25,8 @@ from batchtune.config.schema import Config, known_keys
 from batchtune.errors import DeviceError, UsageError
 from batchtune.files import load_result
 from batchtune.processes.worker import Worker
-from batchtune.report.export import FORMATS
-from batchtune.report.trainers import EXPORTS
+from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.formats import FORMATS
 
 MIB = 2**20
 MOST_MEMORY_BYTES = 200 * MIB

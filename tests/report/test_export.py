@@ -7,7 +7,7 @@ import json
 import pytest
 
 from batchtune.files import load_result
-from batchtune.report.export import environment_text, snippet, to_csv, to_json, to_markdown
+from batchtune.report.formats import environment_text, snippet, to_csv, to_json, to_markdown
 from batchtune.results import Failure, Interval
 
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from batchtune.report.fitted_table import Column, FittedTable, bar
+from batchtune.report.terminal.fitted_table import Column, FittedTable, bar
 
 
 def shown(table, width=80):

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from batchtune.report.html import to_html
-from batchtune.report.markup import Markup, tag
+from batchtune.report.page.html import to_html
+from batchtune.report.page.markup import Markup, tag
 from batchtune.results import Result
 from batchtune.run_folder import RunFolder
 
@@ -273,7 +273,7 @@ def test_a_page_without_figures_does_without_plotly(result_of):
 
 
 def test_a_machine_without_plotly_still_gets_its_page(result_of, monkeypatch):
-    monkeypatch.delitem(sys.modules, "batchtune.report.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "batchtune.report.figures.plots", raising=False)
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     page = to_html(result_of("tune"))
     assert "3×" in page

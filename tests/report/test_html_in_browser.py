@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from batchtune.report.export import SNIPPETS
-from batchtune.report.html import to_html
-from batchtune.report.theme import DARK, LIGHT
+from batchtune.report.figures.theme import DARK, LIGHT
+from batchtune.report.formats import SNIPPETS
+from batchtune.report.page.html import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; install the system's package 'chromium'")

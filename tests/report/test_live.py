@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from batchtune.report.live import LiveObserver
+from batchtune.report.terminal.live import LiveObserver
 from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
 
 ATTEMPTS = [

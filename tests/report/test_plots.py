@@ -8,8 +8,8 @@ from documents import DOCUMENTS, estimate, estimated
 
 from batchtune.device.gpus import all_gpus
 from batchtune.errors import UsageError
-from batchtune.report.plots import figures
-from batchtune.report.theme import DARK, LIGHT, label
+from batchtune.report.figures.plots import figures
+from batchtune.report.figures.theme import DARK, LIGHT, label
 from batchtune.results import Result
 
 PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]

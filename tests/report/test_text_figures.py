@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from batchtune.report.text_figures import Figures, memory, throughput
+from batchtune.report.terminal.figures import Figures, memory, throughput
 
 
 def layers(figure):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchtune.report.text_plots import MIN_WIDTH, Axis, Layer, draw
+from batchtune.report.terminal.plots import MIN_WIDTH, Axis, Layer, draw
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 POINTS = st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=12)

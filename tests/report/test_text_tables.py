@@ -5,8 +5,8 @@ import re
 
 from rich.console import Console
 
-from batchtune.report import text_tables
-from batchtune.report.terminal import render
+from batchtune.report.terminal import tables as text_tables
+from batchtune.report.terminal.report import render
 from batchtune.results import Attempt, InputPipeline, ProbeResult, Result, TaskInfo, ThroughputPoint
 
 

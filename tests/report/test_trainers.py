@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from batchtune.errors import UsageError
-from batchtune.report.export import SNIPPETS, snippet
-from batchtune.report.trainers import EXPORTS
+from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.formats import SNIPPETS, snippet
 from batchtune.results import DataParallel, Environment, TaskInfo
 
 

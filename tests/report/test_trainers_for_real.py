@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.report.trainers import EXPORTS
+from batchtune.report.export.trainers import EXPORTS
 from batchtune.results import Environment, TaskInfo
 
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from batchtune.report.pick import estimated, named_values, to_train_with
-from batchtune.report.trainers import EXPORTS
-from batchtune.report.wording import machine
+from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.view.pick import estimated, named_values, to_train_with
+from batchtune.report.view.wording import machine
 from batchtune.results import Interval, Result
 from batchtune.units import duration, number, size
 
@@ -145,7 +145,7 @@ def _text(value: Interval | None) -> str:
 
 def to_html(result: Result) -> str:
     """The whole report as one self-contained page."""
-    from batchtune.report.html import to_html as page  # it shows the snippets of this module
+    from batchtune.report.page.html import to_html as page  # it shows the snippets of this module
 
     return page(result)
 

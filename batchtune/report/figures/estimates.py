@@ -7,8 +7,8 @@ import textwrap
 
 import plotly.graph_objects as go
 
-from batchtune.report.pick import estimated
-from batchtune.report.theme import LIGHT, SERIES, axis, label, layout, padded
+from batchtune.report.figures.theme import LIGHT, SERIES, axis, label, layout, padded
+from batchtune.report.view.pick import estimated
 from batchtune.results import Estimate, Result
 from batchtune.units import bytes_unit, number, size
 

@@ -8,9 +8,9 @@ import json
 from importlib import resources
 from typing import Any
 
-from batchtune.report import page_sections
-from batchtune.report.markup import Markup, join, tag
-from batchtune.report.theme import DARK, LIGHT
+from batchtune.report.figures.theme import DARK, LIGHT
+from batchtune.report.page import sections as page_sections
+from batchtune.report.page.markup import Markup, join, tag
 from batchtune.results import Result
 
 
@@ -46,7 +46,7 @@ def to_html(result: Result) -> str:
 def _figures(result: Result) -> dict[str, Any]:
     """Figures as plain JSON objects; none where plotly is not installed."""
     try:
-        from batchtune.report.plots import figures
+        from batchtune.report.figures.plots import figures
     except ImportError:
         return {}
     return {name: json.loads(figure.to_json()) for name, figure in figures(result).items()}

@@ -10,8 +10,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from batchtune.report.pick import SECONDS, VALUE, is_broken, score
-from batchtune.report.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
+from batchtune.report.figures.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
+from batchtune.report.view.pick import SECONDS, VALUE, is_broken, score
 from batchtune.results import Interval, Landscape, Prior, Recommendation, Result, Target, Trial
 from batchtune.units import duration, number, time_interval, time_unit
 

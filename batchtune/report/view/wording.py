@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchtune.report.pick import named_values
+from batchtune.report.view.pick import named_values
 from batchtune.results import DataParallel, Environment, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
 from batchtune.units import duration, interval, number, share, size, time_interval
 

@@ -16,12 +16,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from batchtune.report import text_tables
-from batchtune.report.export import snippet
-from batchtune.report.pick import believed, estimate_notes, probes_of
-from batchtune.report.stand_ins import written_in
-from batchtune.report.text_figures import Figures
-from batchtune.report.wording import (
+from batchtune.report.formats import snippet
+from batchtune.report.terminal import tables as text_tables
+from batchtune.report.terminal.figures import Figures
+from batchtune.report.terminal.stand_ins import written_in
+from batchtune.report.view.pick import believed, estimate_notes, probes_of
+from batchtune.report.view.wording import (
     CONFIGURATIONS,
     certificate,
     configurations,

@@ -7,12 +7,12 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from batchtune.report.pick import probes_of
-from batchtune.report.plots_of_estimates import efficiency, estimates, step
-from batchtune.report.plots_of_landscape import landscape
-from batchtune.report.plots_of_probes import memory, throughput
-from batchtune.report.plots_of_trials import curves
-from batchtune.report.theme import LIGHT, axis, batch_axis, layout
+from batchtune.report.figures.estimates import efficiency, estimates, step
+from batchtune.report.figures.landscape import landscape
+from batchtune.report.figures.probes import memory, throughput
+from batchtune.report.figures.theme import LIGHT, axis, batch_axis, layout
+from batchtune.report.figures.trials import curves
+from batchtune.report.view.pick import probes_of
 from batchtune.results import Result, ThroughputPoint
 
 __all__ = ["curves", "efficiency", "estimates", "figures", "landscape", "memory", "sensors", "step", "throughput"]

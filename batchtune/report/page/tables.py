@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batchtune.report.markup import Markup, table, tag
-from batchtune.report.pick import estimated, is_of, named_values, probes_of
-from batchtune.report.wording import expected_times, ranks
+from batchtune.report.page.markup import Markup, table, tag
+from batchtune.report.view.pick import estimated, is_of, named_values, probes_of
+from batchtune.report.view.wording import expected_times, ranks
 from batchtune.results import ProbeResult, Result, Trial
 from batchtune.units import duration, number, share, size
 

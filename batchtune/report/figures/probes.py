@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from batchtune.report.pick import fitted_speeds, memory_range, peak_of, probes_of
-from batchtune.report.theme import LIGHT, SERIES, axis, batch_axis, label, layout
+from batchtune.report.figures.theme import LIGHT, SERIES, axis, batch_axis, label, layout
+from batchtune.report.view.pick import fitted_speeds, memory_range, peak_of, probes_of
 from batchtune.results import ProbeResult, Result
 from batchtune.units import bytes_unit, duration, number, size
 

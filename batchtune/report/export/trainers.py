@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from batchtune.errors import UsageError
-from batchtune.report.pick import UNCHECKED, to_train_with
+from batchtune.report.view.pick import UNCHECKED, to_train_with
 from batchtune.results import Recommendation, Result
 
 Values = dict[str, Any]

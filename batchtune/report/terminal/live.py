@@ -12,8 +12,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from batchtune.observer import Observer
-from batchtune.report.stand_ins import written_in
-from batchtune.report.text_tables import COLOURS
+from batchtune.report.terminal.stand_ins import written_in
+from batchtune.report.terminal.tables import COLOURS
 from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.units import duration, number, size
 

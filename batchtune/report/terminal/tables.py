@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
-from batchtune.report.fitted_table import Column, FittedTable, bar
-from batchtune.report.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
-from batchtune.report.wording import expected_times, largest_batch
+from batchtune.report.terminal.fitted_table import Column, FittedTable, bar
+from batchtune.report.view.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
+from batchtune.report.view.wording import expected_times, largest_batch
 from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
 from batchtune.units import aligned, bytes_unit, number, share, size, sizes, times
 

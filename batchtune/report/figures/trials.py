@@ -8,8 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from batchtune.report.pick import is_of
-from batchtune.report.theme import LIGHT, axis, gaps, label, layout, spread
+from batchtune.report.figures.theme import LIGHT, axis, gaps, label, layout, spread
+from batchtune.report.view.pick import is_of
 from batchtune.results import Result, Target, Trial
 from batchtune.units import number
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchtune.report.markup import Markup, facts, join, tag
-from batchtune.report.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
-from batchtune.report.wording import (
+from batchtune.report.page.markup import Markup, facts, join, tag
+from batchtune.report.view.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
+from batchtune.report.view.wording import (
     CONFIGURATIONS,
     batch_text,
     certificate,

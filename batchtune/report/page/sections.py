@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from batchtune.report.export import SNIPPETS
-from batchtune.report.markup import Markup, facts, tag
-from batchtune.report.page_answer import answer
-from batchtune.report.page_tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
-from batchtune.report.pick import estimate_notes, probes_of
-from batchtune.report.wording import largest_batch
+from batchtune.report.formats import SNIPPETS
+from batchtune.report.page.answer import answer
+from batchtune.report.page.markup import Markup, facts, tag
+from batchtune.report.page.tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
+from batchtune.report.view.pick import estimate_notes, probes_of
+from batchtune.report.view.wording import largest_batch
 from batchtune.results import ProbeResult, Result
 from batchtune.units import duration, size
 

@@ -1,0 +1,1 @@
+"""A result in other programs: trainers' settings, experiment trackers."""

@@ -1,0 +1,1 @@
+"""The figures of a result, as plotly draws them."""

@@ -1,0 +1,1 @@
+"""The report in a terminal, and a run drawn as it goes."""
