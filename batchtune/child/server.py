@@ -132,7 +132,7 @@ class Child:
         return {"attempt": result.model_dump(), "usable": usable}
 
     def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.child.commands.time_steps.time_steps`. Without communicating, a rank trains alone."""
+        """One throughput point; see `batchtune.child.commands.time_steps`. Without communicating, a rank trains alone."""
         from batchtune.child.commands.time_steps import time_steps
 
         parallel = self._parallel if communicate else None

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_BATCHTUNE = str(Path(__file__).resolve().parents[1])
+_BATCHTUNE = str(Path(__file__).resolve().parents[2])
 _STANDARD = sysconfig.get_path("stdlib")
 
 

@@ -27,7 +27,7 @@ from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
 
 FIRST_RANK_ALONE = {"describe", "apply", "count_flops"}
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 _RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
 _REJOIN_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
