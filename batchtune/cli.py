@@ -11,9 +11,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from batchtune import __version__
 from batchtune.console import Session, with_session
 from batchtune.errors import RunInterrupted, UsageError
+from batchtune.version import __version__
 
 app = typer.Typer(
     name="batchtune",
@@ -396,7 +396,7 @@ def schema(
       batchtune schema result
     """
     from batchtune.config.schema import config_schema
-    from batchtune.results import result_schema
+    from batchtune.result import result_schema
 
     found = config_schema() if which is Schema.config else result_schema()
     session.deliver_text(json.dumps(found, indent=2), exact=True)

@@ -23,8 +23,8 @@ from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from batchtune.document import Document
     from batchtune.observer import Observer
-    from batchtune.results import Result
 
 INTERRUPTED = RunInterrupted.exit_code
 
@@ -50,7 +50,7 @@ class Session:
         with LiveObserver(_console(stderr=True), verbose=self.verbose, total_seconds=total_seconds) as observer:
             yield observer
 
-    def deliver(self, result: Result) -> None:
+    def deliver(self, result: Document) -> None:
         """Prints a result, and writes it to the output file."""
         shown = self.json or not self.quiet or self.output is None
         try:
@@ -63,14 +63,14 @@ class Session:
             if shown:
                 self._show(result)
 
-    def _show(self, result: Result) -> None:
+    def _show(self, result: Document) -> None:
         if self.json:
             _print(result.to_json(), exact=True)
         else:
             with _stdout() as stdout:
                 stdout.write(_drawn(result, _console()))
 
-    def deliver_page(self, result: Result) -> None:
+    def deliver_page(self, result: Document) -> None:
         """Prints what a reader sees of a result, or writes that as text to the output file."""
         if self.output is None:
             self._show(result)
@@ -178,7 +178,7 @@ def _stop_on_signals() -> None:
         signal.signal(signal.SIGTERM, stop)
 
 
-def _worth_showing(result: Result) -> bool:
+def _worth_showing(result: Document) -> bool:
     return bool(result.trials or result.estimates or (result.probe and result.probe.attempts))
 
 
@@ -214,9 +214,11 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
-def _drawn(result: Result, console: Console) -> str:
+def _drawn(result: Document, console: Console) -> str:
+    from batchtune.report.terminal.report import render
+
     with console.capture() as captured:
-        console.print(result)
+        console.print(render(result))
     return captured.get()
 
 

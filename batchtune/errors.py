@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from batchtune.results import Result
+    from batchtune.document import Document
 
 
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
@@ -33,7 +33,7 @@ class BatchtuneError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
-    result: Result | None = None
+    result: Document | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(without_passwords(message))

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from batchtune import __version__
+from batchtune.document import SCHEMA_VERSION
 from batchtune.errors import UsageError
-from batchtune.results import SCHEMA_VERSION, Result
+from batchtune.result import Result
+from batchtune.version import __version__
 
 MAX_BYTES = 128 << 20  # 600 trials that were evaluated 1200 times each have some 110 million
 _MAX_BYTES_OF_A_PIPE = 64 << 20  # which does not say how long it is

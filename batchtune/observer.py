@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
+from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 
 
 class Observer:

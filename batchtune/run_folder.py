@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from batchtune.config.schema import is_run_name
+from batchtune.document import Attempt, Document
 from batchtune.errors import RunInterrupted, UsageError
 from batchtune.files import write_atomically
-from batchtune.results import Attempt, Result
 
 ROOT = Path(".batchtune")
 _AT_ONCE_SECONDS = 1.0  # between two files that are written one after the other
@@ -31,7 +31,7 @@ class RunFolder:
     def __init__(self, name: str, root: Path = ROOT) -> None:
         self.path = root / name
         self._lock: IO[str] | None = None
-        self._latest: Result | None = None
+        self._latest: Document | None = None
 
     def open(self) -> None:
         """Creates the folder, takes it for this process, and takes away what killed processes left half done.
@@ -191,15 +191,17 @@ class RunFolder:
         """Whether a result is kept here, this run's or an earlier one's."""
         return (self.path / "result.json").exists()
 
-    def write_result(self, result: Result) -> None:
+    def write_result(self, result: Document) -> None:
         """Replaces `result.json`; `report.html` follows it when the folder is closed."""
         self.write("result.json", result.to_json() + "\n")
         self._latest = result
 
-    def _write_report(self, result: Result) -> None:
+    def _write_report(self, result: Document) -> None:
         """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
+        from batchtune.report.page.html import to_html
+
         try:
-            self.write("report.html", result.to_html())
+            self.write("report.html", to_html(result))
         except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
 

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import signal
-import socket
 import sys
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from batchtune.child.server import Child, serve
 from batchtune.device.sharing import usable_now
 from batchtune.errors import UsageError
 from batchtune.protocol.channel import Channel, give_standard_streams_away
+from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
+from batchtune.protocol.messages import Command
+from batchtune.protocol.rendezvous import Meeting
 
 if TYPE_CHECKING:
     from batchtune.device.sharing import Sharing
 
-_VARIABLE = "BATCHTUNE_GROUP"
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group's ranks find whoever conducts them; in each rank's environment.
-
-    Attributes:
-        host: of the conductor.
-        port: on which it listens.
-        token: by which it knows its ranks.
-        strategy: ddp or fsdp.
-        name: of the group among those that use the same store.
-    """
-
-    host: str
-    port: int
-    token: str
-    strategy: str
-    name: str
-
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` made."""
-        return cls(**json.loads(text))
-
-    def variable(self) -> dict[str, str]:
-        """As a part of a rank's environment."""
-        return {_VARIABLE: self.to_json()}
-
-    def connect(self, **hello: Any) -> socket.socket:
-        """A line to the conductor, on which it has been told who is there."""
-        line = socket.create_connection((self.host, self.port))
-        line.sendall((json.dumps({"token": self.token, **hello}) + "\n").encode())
-        return line
 
 
 class RankChild(Child):
@@ -74,11 +35,15 @@ class RankChild(Child):
         super().__init__(channel)
         self._meeting = meeting
 
-    def open(self, *, device: str, **others: Any) -> dict[str, Any]:
+    def answer(self, command: Command[Any]) -> Any:
+        return self._rejoin() if isinstance(command, Rejoin) else super().answer(command)
+
+    def open(self, command: OpenTask) -> Opened:
         """As a child alone does, with what is to be known of the group."""
-        facts, group = super().open(device=_own_device(device), **others), self._parallel
+        opened, group = super().open(command.but(device=_own_device(command.device))), self._parallel
         assert group is not None  # noqa: S101 - it was made when the device was opened
-        return facts | {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
+        about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
+        return opened.model_copy(update=about)
 
     def _open_device(self, name: str) -> Sharing | None:
         """Makes the group, too: what its connections take is not in the memory limit."""
@@ -98,11 +63,10 @@ class RankChild(Child):
         limit, on_cpu = super()._default_limit(margin), self._memory.device.type == "cpu"
         return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
 
-    def rejoin(self) -> dict[str, Any]:
-        """Makes the process group anew after an attempt that failed."""
+    def _rejoin(self) -> Done:
         assert self._parallel is not None  # noqa: S101 - it was opened
         self._parallel.join()
-        return {}
+        return Done()
 
 
 def _own_device(device: str) -> str:
@@ -120,7 +84,7 @@ def _own_device(device: str) -> str:
 def main() -> None:
     """The rank's process, with torch's environment variables for ranks and a `Meeting`."""
     _die_with_parent()
-    meeting = Meeting.from_json(os.environ[_VARIABLE])
+    meeting = Meeting.from_environment()
     try:
         line = meeting.connect(rank=int(os.environ["RANK"]), pid=os.getpid())
     except OSError:

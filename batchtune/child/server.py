@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
 import platform
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchtune.child.training.heartbeat import tell_through, tell_while_compiling
 from batchtune.device.sharing import usable_now
+from batchtune.document import Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
 from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
+from batchtune.protocol.messages import Command
+from batchtune.protocol.run_spec import RunEnd
 
 if TYPE_CHECKING:
     from batchtune.child.training.parallel import Parallel
@@ -32,7 +34,7 @@ _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as
 
 
 class Child:
-    """The commands a parent may give, by name.
+    """Does what a parent asks for.
 
     Args:
         channel: the line to the parent.
@@ -46,28 +48,37 @@ class Child:
         self._memory: Any = None
         self._sensors: Any = None
 
-    def describe(self, *, device: str) -> dict[str, Any]:
-        """The machine, without a task: what `batchtune env` shows."""
-        memory, sensors, seen = _open(device)
-        return {"environment": environment(memory, sensors, seen), "sensors": sensors.read()}
+    def answer(self, command: Command[Any]) -> Any:  # noqa: C901, PLR0911 - one case for each command
+        """Does what it is asked for; the answer is of the type that the command names."""
+        match command:
+            case commands.Describe():
+                return self._describe(command)
+            case commands.LoadLibraries():
+                _load_libraries()
+                return commands.Done()
+            case commands.OpenTask():
+                return self.open(command)
+            case commands.TryBatchSize():
+                return self._try(command)
+            case commands.TimeSteps():
+                return self._time_steps(command)
+            case commands.CountFlops():
+                return self._count_flops(command)
+            case commands.TimeLoader():
+                return self._time_loader(command)
+            case commands.RunRangeTest():
+                return self._range_test(command)
+            case commands.MeasureNoiseScale():
+                return self._noise_scale(command)
+            case commands.Train():
+                return self._train(command)
+        raise TypeError(f"no child knows {type(command).__name__}")
 
-    def load_libraries(self) -> dict[str, Any]:
-        """Imports what every task needs, before there is one."""
-        _load_libraries()
-        return {}
+    def _describe(self, command: commands.Describe) -> commands.Machine:
+        memory, sensors, seen = _open(command.device)
+        return commands.Machine(environment=environment(memory, sensors, seen), sensors=sensors.read())
 
-    def open(
-        self,
-        *,
-        task: str,
-        device: str,
-        purpose: str,
-        memory_limit: int | None,
-        margin: float,
-        precision: list[str],
-        optimizer_arguments: list[str],
-        metric: str | None,
-    ) -> dict[str, Any]:
+    def open(self, command: commands.OpenTask) -> commands.Opened:
         """Opens the device, imports the task, builds the model and evaluates it once, then sets the memory limit.
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
@@ -76,37 +87,38 @@ class Child:
         from batchtune.device.memory import count_devices
         from batchtune.task.load import load_task
 
-        seen = self._open_device(device)
-        names = every_precision(self._memory.device) if precision == ["all"] else precision
+        seen = self._open_device(command.device)
+        wanted = list(command.precision)
+        names = every_precision(self._memory.device) if wanted == ["all"] else wanted
         chosen = [choose(name, self._memory.device) for name in names]
-        limit = self._default_limit(margin) if memory_limit is None else memory_limit
-        self._task = load_task(task)
-        self._task.require(purpose)
+        limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
+        self._task = load_task(command.task)
+        self._task.require(command.purpose)
         _set_libraries_apart()
-        facts = {
-            "device": str(self._memory.device),
-            "device_count": count_devices(self._memory.device),
-            "environment": environment(self._memory, self._sensors, seen),
-            "nvml_uuid": self._sensors.uuid(),
-            "counts_energy": self._sensors.joules() is not None,
-            "precision": chosen,
-            "train_size": self._task.train_size(),
-            "has_train_dataset": self._task.has("train_dataset"),
-            "memory_limit_bytes": limit,
-            "optimizer_defaults": self._task.optimizer_defaults(optimizer_arguments),
-            "optimizer": type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
-        }
-        if metric is not None:
+        opened = commands.Opened(
+            device=str(self._memory.device),
+            device_count=count_devices(self._memory.device),
+            environment=environment(self._memory, self._sensors, seen),
+            nvml_uuid=self._sensors.uuid(),
+            counts_energy=self._sensors.joules() is not None,
+            precision=tuple(chosen),
+            train_size=self._task.train_size(),
+            has_train_dataset=self._task.has("train_dataset"),
+            memory_limit_bytes=limit,
+            optimizer_defaults=self._task.optimizer_defaults(list(command.optimizer_arguments)),
+            optimizer=type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
+        )
+        if command.metric is not None:
             from batchtune.child.training.evaluate import require_metric
 
-            require_metric(self._task, self._memory.device, metric, chosen[0][0])
+            require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
             self._memory.release()
         tell_through(lambda: self._channel.send(alive=True))
         tell_while_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
-            with usable_now(device, seen, only_if_full=True):
+            with usable_now(command.device, seen, only_if_full=True):
                 self._memory.enforce(limit)
-        return facts
+        return opened
 
     def _open_device(self, name: str) -> Sharing | None:
         """Opens the device; returns who held memory of it before."""
@@ -118,67 +130,62 @@ class Child:
         limit: int | None = self._memory.default_limit(margin)
         return limit
 
-    def apply(self, *, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A function of a floor above, `module:name`: the parent names it, so that this floor imports none of them."""
-        module, _, name = function.partition(":")
-        found: dict[str, Any] = getattr(importlib.import_module(module), name)(**arguments)
-        return found
-
-    def attempt(self, **arguments: Any) -> dict[str, Any]:
-        """One attempt; see `batchtune.child.commands.attempt.attempt`."""
+    def _try(self, command: commands.TryBatchSize) -> commands.Tried:
         from batchtune.child.commands.attempt import attempt
 
-        result, usable = attempt(self._task, self._memory, parallel=self._parallel, **arguments)
-        return {"attempt": result.model_dump(), "usable": usable}
+        result, usable = attempt(self._task, self._memory, parallel=self._parallel, **dict(command))
+        return commands.Tried(attempt=result, usable=usable)
 
-    def time_steps(self, *, communicate: bool = True, **arguments: Any) -> dict[str, Any]:
-        """One throughput point; see `batchtune.child.commands.time_steps`. Without communicating, a rank trains alone."""
+    def _time_steps(self, command: commands.TimeSteps) -> ThroughputPoint:
         from batchtune.child.commands.time_steps import time_steps
 
-        parallel = self._parallel if communicate else None
         with self._memory.timing():
-            return time_steps(self._task, self._memory, parallel=parallel, **arguments).model_dump()
+            return time_steps(
+                self._task,
+                self._memory,
+                batch_size=command.batch_size,
+                precision=command.precision,
+                seconds=command.seconds,
+                accumulation_steps=command.accumulation_steps,
+                parallel=self._parallel if command.communicate else None,
+            )
 
-    def count_flops(self, **arguments: Any) -> dict[str, Any]:
-        """FLOPs of a sample; see `batchtune.child.commands.count_flops`."""
+    def _count_flops(self, command: commands.CountFlops) -> commands.Flops:
         with self._memory.timing():  # counting takes memory of its own
             from batchtune.child.commands.count_flops import flops_per_sample
 
-            return {"flops_per_sample": flops_per_sample(self._task, self._memory, **arguments)}
+            return commands.Flops(per_sample=flops_per_sample(self._task, self._memory, **dict(command)))
 
-    def time_loader(self, **arguments: Any) -> dict[str, Any]:
-        """One setting of the loader; see `batchtune.child.commands.time_loader`."""
+    def _time_loader(self, command: commands.TimeLoader) -> LoaderPoint:
         from batchtune.child.commands.time_loader import time_loader
 
         with self._memory.timing():
-            return time_loader(self._task, self._memory, **arguments).model_dump()
+            return time_loader(self._task, self._memory, **dict(command))
 
-    def range_test(self, **arguments: Any) -> dict[str, Any]:
-        """Where training comes apart; see `batchtune.child.commands.range_test`."""
+    def _range_test(self, command: commands.RunRangeTest) -> RangeTest:
         from batchtune.child.commands.range_test import range_test
 
-        return range_test(self._task, self._memory, **arguments).model_dump()
+        return range_test(self._task, self._memory, **dict(command))
 
-    def noise_scale(self, **arguments: Any) -> dict[str, Any]:
-        """The gradient noise scale; see `batchtune.child.commands.noise_scale`."""
+    def _noise_scale(self, command: commands.MeasureNoiseScale) -> NoiseScale:
         from batchtune.child.commands.noise_scale import noise_scale
 
-        return noise_scale(self._task, self._memory, **arguments).model_dump()
+        return noise_scale(self._task, self._memory, **dict(command))
 
-    def train(self, **arguments: Any) -> dict[str, Any]:
-        """One run; every evaluation is sent, and the parent's `go_on` is waited for."""
+    def _train(self, command: commands.Train) -> RunEnd:
+        """Every evaluation is sent, and the parent's `go_on` is waited for."""
         from batchtune.child.commands.train import train
-        from batchtune.protocol.run_spec import RunSpec
 
-        run = train(self._task, self._memory, RunSpec(**arguments), self._sensors.joules)
-        answer: bool | None = None
+        run = train(self._task, self._memory, command.spec, self._sensors.joules)
+        go_on: bool | None = None
         try:
             while True:
-                point = next(run) if answer is None else run.send(answer)
+                point = next(run) if go_on is None else run.send(go_on)
                 self._channel.send(event=asdict(point))
-                answer = bool(self._channel.receive()["go_on"])
+                go_on = bool(self._channel.receive()["go_on"])
         except StopIteration as end:
-            return asdict(end.value)
+            found: RunEnd = end.value
+            return found
 
 
 def _open(name: str) -> tuple[Any, Any, Sharing | None]:
@@ -205,32 +212,32 @@ def _load_libraries() -> None:
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
 
 
-def environment(memory: Any, sensors: Any, seen: Any = None) -> dict[str, Any]:
+def environment(memory: Any, sensors: Any, seen: Any = None) -> Environment:
     """Versions and device, as the result document has them."""
     import torch
 
     name, total, free = memory.describe()
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return {
-        "device": name,
-        "device_type": memory.device.type,
-        "device_memory_bytes": total,
-        "device_memory_free_bytes": seen.free_bytes if seen else free,
-        "other_processes": [process.model_dump() for process in seen.processes] if seen else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "driver": sensors.driver(),
-        "allocator_conf": next((os.environ[name] for name in variables if name in os.environ), None),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-    }
+    return Environment(
+        device=name,
+        device_type=memory.device.type,
+        device_memory_bytes=total,
+        device_memory_free_bytes=seen.free_bytes if seen else free,
+        other_processes=list(seen.processes) if seen else None,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        driver=sensors.driver(),
+        allocator_conf=next((os.environ[name] for name in variables if name in os.environ), None),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu_count=os.cpu_count(),
+    )
 
 
-def run_command(method: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one command: what it returned, or what went wrong and whose fault it is."""
+def run_command(child: Child, command: Command[Any]) -> dict[str, Any]:
+    """The answer to one command: what it came to, or what went wrong and whose fault it is."""
     try:
-        done = method(**arguments)
+        done = command.write(child.answer(command))
         _require_clocks()
     except BatchtuneError as error:
         return {"error": str(error), "exit_code": error.exit_code, "frames": getattr(error, "frames", "")}
@@ -275,14 +282,9 @@ def main() -> None:
 def serve(child: Child, channel: Channel) -> None:
     """Answers commands until the parent closes the line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
-    names = (
-        *("describe", "load_libraries", "open", "apply", "attempt", "time_steps", "count_flops", "time_loader"),
-        *("range_test", "noise_scale", "train", "rejoin"),
-    )
-    methods = {name: getattr(child, name) for name in names if hasattr(child, name)}
     while True:
         command = channel.receive()
         tell_while_compiling()
-        channel.send(**run_command(methods[command.pop("command")], command))
+        channel.send(**run_command(child, Command.from_message(command)))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

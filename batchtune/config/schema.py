@@ -22,53 +22,15 @@ from pydantic import (
 )
 from pydantic.json_schema import GenerateJsonSchema
 
+from batchtune.config.quantities import TOO_MANY_BYTES, parse_bytes, parse_seconds
 from batchtune.errors import without_passwords
+from batchtune.vocabulary import Goal, Kind, Precision
 
-Precision = Literal["bf16", "fp16", "fp32", "tf32"]
-Goal = Literal["minimize", "maximize"]  # of the metric
-Kind = Literal["time_to_target", "energy_to_target", "best_metric"]  # of the objective
-_NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
-_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_UNIT_BYTES = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
-}
-_TOO_MANY_BYTES = 2**60
 _SEARCHED = {"learning_rate", "batch_size", "precision"}
 _NOT_EXTRA = {"model", "lr", *_SEARCHED}
 _MISSPELLED = 0.9  # difflib's ratio of two words of which one is meant by the other
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _RUN_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
-
-
-def parse_seconds(value: object) -> object:
-    """Seconds from `90`, `"90s"`, `"1.5m"`, `"2h"`; other types are left to the validator.
-
-    Raises:
-        ValueError: the text is not a duration.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(rf"\s*({_NUMBER}(?:e-?[0-9]+)?)\s*([a-z]*)\s*", value.lower())
-    if not match or (match[2] or "s") not in _UNIT_SECONDS:
-        raise ValueError(f"{value[:60]!r} is not a duration; write 90s, 10m or 1h")
-    return float(match[1]) * _UNIT_SECONDS[match[2] or "s"]
-
-
-def parse_bytes(value: object) -> object:
-    """Bytes from `24000000000`, `"24GB"`, `"20GiB"`; other types are left to the validator.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", value.lower())
-    size = int(float(match[1]) * _UNIT_BYTES[match[2]]) if match and match[2] in _UNIT_BYTES else _TOO_MANY_BYTES
-    if size >= _TOO_MANY_BYTES:
-        raise ValueError(f"{value[:60]!r} is not a size; write 20GiB, 24GB or 500MiB")
-    return size
 
 
 def _no_switch(value: object) -> object:
@@ -119,7 +81,7 @@ Seconds = Annotated[
     float, Field(gt=0, allow_inf_nan=False), NoSwitch, BeforeValidator(parse_seconds), WithJsonSchema(_SECONDS_SCHEMA)
 ]
 Bytes = Annotated[
-    int, Field(gt=0, lt=_TOO_MANY_BYTES), NoSwitch, BeforeValidator(parse_bytes), WithJsonSchema(_BYTES_SCHEMA)
+    int, Field(gt=0, lt=TOO_MANY_BYTES), NoSwitch, BeforeValidator(parse_bytes), WithJsonSchema(_BYTES_SCHEMA)
 ]
 RunName = Annotated[str, AfterValidator(_run_name)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), NoSwitch]

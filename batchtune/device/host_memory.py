@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from batchtune.device.memory import Peaks
+from batchtune.device._base import Peaks
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")

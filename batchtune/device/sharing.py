@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from batchtune.document import DeviceProcess
 from batchtune.errors import DeviceError
-from batchtune.results import DeviceProcess
 from batchtune.units import size
 
 Answer = TypeVar("Answer")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
+from batchtune.document import Estimate, Failure, TaskInfo
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.estimate.run import NEEDS, PRECISIONS, STRATEGIES, WOULD_FIT, Question, estimate_task
 from batchtune.observer import Observer
-from batchtune.results import Estimate, Failure, Result, TaskInfo
+from batchtune.result import Result
 from batchtune.task.spec import file_hash
 
 

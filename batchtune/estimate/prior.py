@@ -11,13 +11,14 @@ from typing import Any, Literal, Self
 
 from batchtune.device.gpus import find_gpu
 from batchtune.device.sharing import gpus_here
+from batchtune.document import Attempt
 from batchtune.errors import BatchtuneError, UsageError
 from batchtune.estimate.calibration import offsets_of, record
+from batchtune.estimate.commands import PROGRAM, ExpectMemory, LoadTracer
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
-from batchtune.results import Attempt
+from batchtune.protocol.commands import Opened
 
-_MODULE = "batchtune.estimate.tracing.answer"
 _TIMEOUT_SECONDS = 90.0  # a trace that takes longer is not worth waiting for: a probe works without it
 _CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an offset may differ and be the GPU's own
 
@@ -84,7 +85,7 @@ class Foresight:
     """
 
     def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
-        self._task, self._observer, self._worker, self._on_cpu = task, observer, Worker(None), on_cpu
+        self._task, self._observer, self._worker, self._on_cpu = task, observer, Worker(None, program=PROGRAM), on_cpu
         self._starting: threading.Thread | None = None
         if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
             self._starting = threading.Thread(target=self._start, daemon=True)
@@ -96,35 +97,29 @@ class Foresight:
     def __exit__(self, *_: object) -> None:
         self._worker.close()
 
-    def look(
-        self, facts: dict[str, Any], precision: str, accumulation_steps: int, *, timeout: float
-    ) -> Foreseen | None:
+    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> Foreseen | None:
         """What to expect of the device that the probe's child has opened; None where no trace tells.
 
         Args:
-            facts: as the child told them.
+            opened: what the probe's child said of the task.
             precision: of the probe.
             accumulation_steps: micro-batches per optimizer step.
             timeout: seconds after which the user's code hangs.
         """
-        limit, is_cpu = facts["memory_limit_bytes"], facts["device"] == "cpu"
-        if not limit or not (facts["device"].startswith("cuda") or (is_cpu and self._on_cpu)):
+        limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
+        if not limit or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
             return None
         if self._starting is not None:
             self._starting.join()
         try:
-            found = self._worker.call(
-                "apply",
-                timeout=min(timeout, _TIMEOUT_SECONDS),
-                function=f"{_MODULE}:foresee",
-                arguments={
-                    "task": self._task,
-                    "precision": precision,
-                    "accumulation_steps": accumulation_steps,
-                    "memory_limit": limit,
-                    "gpu": None if is_cpu else _gpu(facts["environment"]["device"]),
-                },
+            command = ExpectMemory(
+                task=self._task,
+                precision=precision,
+                accumulation_steps=accumulation_steps,
+                memory_limit=limit,
+                gpu=None if is_cpu else _gpu(opened.device_name),
             )
+            found = self._worker.call(command, timeout=min(timeout, _TIMEOUT_SECONDS))
         except BatchtuneError as error:
             found = {"refused": str(error).partition("\n")[0]}
         if "refused" in found:
@@ -136,7 +131,7 @@ class Foresight:
 
     def _start(self) -> None:
         try:
-            self._worker.call("apply", timeout=_TIMEOUT_SECONDS, function=f"{_MODULE}:warm_up", arguments={})
+            self._worker.call(LoadTracer(), timeout=_TIMEOUT_SECONDS)
         except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
             self._worker.close()
 

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from batchtune.document import Estimate, MemoryDetail
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
+from batchtune.estimate.commands import PROGRAM, EstimateMemory
 from batchtune.processes.worker import Worker
-from batchtune.results import Estimate, MemoryDetail
 from batchtune.units import size
 
 STRATEGIES = ("ddp", "fsdp")
@@ -19,7 +20,6 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
 # has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
-_ANSWER = "batchtune.estimate.tracing.answer:answer"
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
@@ -120,7 +120,7 @@ def estimate_task(
         return {gpu.name: _facts(gpu) for gpu, name in asked if name in names}
 
     def answer(traced: str) -> dict[str, dict[str, Any]]:
-        with Worker(None, echo) as worker:
+        with Worker(None, echo, PROGRAM) as worker:
             names = [name for name, other in alike.items() if other == traced]
             found = {traced: _Asking(worker, question, traced).answer(facts_of(names))}
             if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
@@ -182,7 +182,7 @@ class _Asking:
 
     def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
         arguments = {**self._arguments, "gpus": list(facts.values()), **changes}
-        return self._worker.call("apply", timeout=_TIMEOUT_SECONDS, function=_ANSWER, arguments=arguments)
+        return self._worker.call(EstimateMemory(**arguments), timeout=_TIMEOUT_SECONDS)
 
 
 def choose(gpu: GpuFacts) -> str:

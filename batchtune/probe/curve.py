@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchtune.device.gpus import peak_flops
+from batchtune.document import ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.throughput import SECONDS_PER_POINT, with_flops
+from batchtune.probe.throughput import with_flops
 from batchtune.processes.worker import Worker, WorkerLost
-from batchtune.results import ThroughputPoint
+from batchtune.protocol.commands import CountFlops, TimeSteps
 
 
 def measure_curve(
@@ -17,27 +18,16 @@ def measure_curve(
     points: list[ThroughputPoint],
     sizes: Sequence[int],
     observer: Observer,
-    *,
-    precision: str,
-    accumulation_steps: int,
+    command: TimeSteps,
     timeout: float,
-    seconds: float = SECONDS_PER_POINT,
 ) -> None:
-    """Adds a point for each size that can be timed to `points`, as they come; each takes about so many seconds."""
+    """Adds a point for each size that can be timed to `points`, as they come; `command` says how all are timed."""
     for size in sizes:
         try:
-            answer = worker.call(
-                "time_steps",
-                timeout=timeout,
-                batch_size=size,
-                precision=precision,
-                seconds=seconds,
-                accumulation_steps=accumulation_steps,
-            )
+            points.append(worker.call(command.but(batch_size=size), timeout=timeout))
         except (WorkerLost, UserCodeError) as error:
             observer.note(f"no throughput at batch size {size}: {error}")
             continue
-        points.append(ThroughputPoint.model_validate(answer))
         observer.throughput(points[-1])
 
 
@@ -55,19 +45,17 @@ def add_flops(
     Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
     worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
     """
-    facts = worker.start()
-    peak = None if facts["device"] == "cpu" else peak_flops(facts["environment"]["device"], precision)
+    opened = worker.start()
+    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
     if peak is None and only_as_share:
         return
 
     def count(size: int) -> float | None:
         try:
-            answer = worker.call("count_flops", timeout=timeout, batch_size=size, precision=precision)
+            return worker.call(CountFlops(batch_size=size, precision=precision), timeout=timeout).per_sample
         except (WorkerLost, UserCodeError) as error:
             observer.note(f"no FLOPs at batch size {size}: {error}")
             return None
-        flops: float | None = answer["flops_per_sample"]
-        return flops
 
     points[:] = with_flops(points, count, peak)
     worker.renew()

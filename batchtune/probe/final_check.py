@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
 from batchtune.probe.options import ProbeOptions
-from batchtune.results import Attempt
 
 _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # the next size is so much smaller, then ever more
 _MOST_SILENCES = 2  # in a row, the second at half the size: then it is not the size that takes long

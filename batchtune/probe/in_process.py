@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from batchtune.child.commands.attempt import PeakTracker
+from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
-from batchtune.device.memory import DeviceMemory, open_device
+from batchtune.device.memory import open_device
+from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError
 from batchtune.probe.search import Bounds, bracket, next_size
-from batchtune.results import Attempt
 
 
 def find_in_process(

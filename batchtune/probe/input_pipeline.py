@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from batchtune.device.host_load import processors
+from batchtune.document import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker, WorkerLost
-from batchtune.results import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
+from batchtune.protocol.commands import TimeLoader
 from batchtune.units import number
 
 SECONDS_PER_SETTING = 1.0
@@ -50,7 +51,7 @@ def measure_input_pipeline(
     if not probe.throughput:
         return None
     point, reason = batch_to_feed(probe)
-    device = str(worker.start()["device"])
+    device = worker.start().device
     pins = device.startswith(("cuda", "xpu"))
     measured: list[LoaderPoint] = []
     started = clock()
@@ -66,12 +67,10 @@ def measure_input_pipeline(
 
 def _time(worker: Worker, batch_size: int, setting: Setting, timeout: float) -> LoaderPoint:
     try:
-        answer = worker.call(
-            "time_loader", timeout=timeout, batch_size=batch_size, seconds=SECONDS_PER_SETTING, **setting._asdict()
-        )
+        command = TimeLoader(batch_size=batch_size, seconds=SECONDS_PER_SETTING, **setting._asdict())
+        return worker.call(command, timeout=timeout)
     except (WorkerLost, UserCodeError) as error:
         return LoaderPoint(**setting._asdict(), message=str(error))
-    return LoaderPoint.model_validate(answer)
 
 
 def batch_to_feed(probe: ProbeResult) -> tuple[ThroughputPoint, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from batchtune.results import Attempt
+from batchtune.document import Attempt
 
 Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
 

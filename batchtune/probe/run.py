@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from batchtune.device.sharing import look
+from batchtune.document import Attempt, Document, Environment, Failure, InputPipeline, ProbeResult, TaskInfo
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
 from batchtune.estimate.prior import Foresight
@@ -19,8 +20,9 @@ from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
 from batchtune.processes.ranks.group import RankGroup
 from batchtune.processes.ranks.torchrun import Following, Leading, Meetings, Place, require_whole
-from batchtune.processes.worker import Worker, WorkerSettings
-from batchtune.results import Attempt, Environment, Failure, InputPipeline, ProbeResult, Result, TaskInfo
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import Opened, OpenTask
+from batchtune.result import Result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 
@@ -29,7 +31,7 @@ _SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
 def run_probe(
-    settings: WorkerSettings,
+    settings: OpenTask,
     options: ProbeOptions,
     *,
     name: str,
@@ -58,7 +60,7 @@ def run_probe(
 
 def _probe_in_torchrun(
     place: Place,
-    settings: WorkerSettings,
+    settings: OpenTask,
     options: ProbeOptions,
     name: str,
     observer: Observer,
@@ -85,7 +87,7 @@ def _probe_in_torchrun(
 
 def _probe(
     worker: Worker,
-    settings: WorkerSettings,
+    settings: OpenTask,
     options: ProbeOptions,
     name: str,
     observer: Observer,
@@ -113,7 +115,7 @@ def _probe(
         folder.close()
 
 
-def _is_worth_keeping(result: Result, folder: RunFolder) -> bool:
+def _is_worth_keeping(result: Document, folder: RunFolder) -> bool:
     """Whether an unfinished result takes the place of the one in the folder; an interrupted one not of a whole one.
 
     Of the same code, that is: what an older state of it, or another task of that name, came to is worth less.
@@ -147,16 +149,16 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
     try:
         on_cpu = settings.memory_limit is not None  # all of a CPU's memory takes so long to fill that sizes grow slowly
         with Foresight(settings.task, settings.device, observer, on_cpu=on_cpu) as foresight, worker:
-            session.facts = worker.start()
-            for precision, reason in session.facts["precision"]:
+            session.opened = opened = worker.start()
+            for precision, reason in opened.precision:
                 observer.note(f"precision {precision}: {reason}")
                 try:
-                    _probe_at(precision, session, worker, options, observer, foresight)
+                    _probe_at(precision, session, opened, worker, options, observer, foresight)
                 except (NothingFitsError, UserCodeError) as error:  # another precision may do better
                     session.failures.append((precision, error))
-            if len(session.failures) == len(session.facts["precision"]):
+            if len(session.failures) == len(opened.precision):
                 raise session.failures[0][1]
-            if options.throughput and session.facts["has_train_dataset"]:
+            if options.throughput and opened.has_train_dataset:
                 observer.stage("timing the data loader")
                 with _told_if_busy(observer):
                     session.feed(worker, options, observer)
@@ -174,23 +176,24 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
 def _probe_at(
     precision: str,
     session: _Session,
+    opened: Opened,
     worker: Worker,
     options: ProbeOptions,
     observer: Observer,
     foresight: Foresight,
 ) -> None:
     """Probes one of the precisions; what it finds, and what it has found when it fails, is in the session."""
-    facts, foreseen = session.facts, None
-    if "world_size" not in facts:  # of a group, the memory of one process alone says too little
-        foreseen = foresight.look(facts, precision, options.accumulation_steps, timeout=options.timeout)
+    foreseen = None
+    if not opened.is_group:  # of a group, the memory of one process alone says too little
+        foreseen = foresight.look(opened, precision, options.accumulation_steps, timeout=options.timeout)
     probe = Probe(worker, options, precision, observer, prior=foreseen.reserved_bytes if foreseen else None)
     session.probes.append(probe)
     probe.find()
     session.look(worker)
     with _told_if_busy(observer):
         probe.time_steps()
-    if foreseen and facts["device"] != "cpu":
-        foreseen.learn(facts["environment"]["device"], probe.attempts)
+    if foreseen and opened.device != "cpu":
+        foreseen.learn(opened.device_name, probe.attempts)
 
 
 @contextlib.contextmanager
@@ -209,10 +212,10 @@ _NO_ANSWER = dict.fromkeys(("max_batch_size", "first_failing_batch_size", "limit
 class _Session:
     """What is known so far, so that an error at any moment still leaves a document."""
 
-    def __init__(self, settings: WorkerSettings, name: str) -> None:
+    def __init__(self, settings: OpenTask, name: str) -> None:
         self.settings, self._name = settings, name
         self._task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
-        self.facts: dict[str, Any] = {}
+        self.opened: Opened | None = None  # by the first child
         self.probes: list[Probe] = []
         self.failures: list[tuple[str, BatchtuneError]] = []  # with their precisions
         self._fed: tuple[str, InputPipeline | None] = ("", None)
@@ -227,28 +230,29 @@ class _Session:
 
     def look(self, worker: Worker) -> None:
         """Free memory of an accelerator beside a child that has trained and given its tensors back."""
-        uuid = self.facts.get("nvml_uuid")
-        seen, opened = look(uuid) if uuid else None, worker.facts["environment"]["device_memory_free_bytes"]
-        if seen and seen.free_bytes and opened and "world_size" not in self.facts:
-            self._beside_child = opened, seen.free_bytes
+        opened = worker.opened
+        if opened is None or opened.nvml_uuid is None or opened.is_group:
+            return
+        seen, free = look(opened.nvml_uuid), opened.environment.device_memory_free_bytes
+        if seen and seen.free_bytes and free:
+            self._beside_child = free, seen.free_bytes
 
     def look_again(self, worker: Worker) -> None:
         """Free memory of an accelerator now that nothing of ours is there any more, or when the last child opened."""
-        if self.facts["device"] == "cpu" or "world_size" in self.facts:
+        first, last = self.opened, worker.opened
+        if first is None or last is None or first.device == "cpu" or first.is_group:
             return
-        last_opened, uuid = worker.facts["environment"]["device_memory_free_bytes"], self.facts["nvml_uuid"]
         worker.close()
-        self._free_after = _settled_free_bytes(uuid, self.facts["environment"]) if uuid else last_opened
+        at_last, uuid = last.environment.device_memory_free_bytes, first.nvml_uuid
+        self._free_after = _settled_free_bytes(uuid, first.environment) if uuid else at_last
         opened, beside = self._beside_child
         if self._free_after and opened and abs(opened - self._free_after) <= _SAME_BYTES:
-            record(self.facts["environment"]["device"], "context_bytes", opened - beside)
+            record(first.device_name, "context_bytes", opened - beside)
 
     def _environment(self) -> Environment | None:
-        if not self.facts:
+        if self.opened is None:
             return None
-        return Environment.model_validate(
-            self.facts["environment"] | {"device_memory_free_after_bytes": self._free_after}
-        )
+        return self.opened.environment.model_copy(update={"device_memory_free_after_bytes": self._free_after})
 
     def _results(self) -> list[ProbeResult]:
         precision, fed = self._fed
@@ -272,7 +276,7 @@ class _Session:
             status=status,
             name=self._name,
             environment=environment,
-            task=self._task.model_copy(update={"optimizer": self.facts.get("optimizer")}),
+            task=self._task.model_copy(update={"optimizer": self.opened.optimizer if self.opened else None}),
             warnings=list(
                 dict.fromkeys(
                     [*sharing_warnings(environment), *failed, *from_probes, *allocator_warnings(environment, results)]
@@ -295,9 +299,9 @@ def _standing(probe: ProbeResult) -> tuple[bool, bool, float]:
     return probe.verified_in_fresh_process, probe.max_batch_size is not None, fastest
 
 
-def _settled_free_bytes(uuid: str, environment: dict[str, Any]) -> int | None:
+def _settled_free_bytes(uuid: str, environment: Environment) -> int | None:
     """Free memory once the driver has taken back what our last child had, which may take a moment."""
-    before, total = environment["device_memory_free_bytes"], environment["device_memory_bytes"]
+    before, total = environment.device_memory_free_bytes, environment.device_memory_bytes
     free = None
     for wait in _SETTLING_SECONDS:
         time.sleep(wait)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from batchtune.document import Attempt, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.curve import add_flops, measure_curve
@@ -15,7 +16,7 @@ from batchtune.probe.memory_model import Prior
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
-from batchtune.probe.throughput import fit_step_time, sizes_to_time
+from batchtune.probe.throughput import SECONDS_PER_POINT, fit_step_time, sizes_to_time
 from batchtune.probe.warnings import (
     attempt_warnings,
     busy_warnings,
@@ -26,7 +27,7 @@ from batchtune.probe.warnings import (
     recompile_warnings,
 )
 from batchtune.processes.worker import Worker, WorkerLost
-from batchtune.results import Attempt, ProbeResult, ThroughputPoint
+from batchtune.protocol.commands import TimeSteps, TryBatchSize
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
@@ -62,11 +63,11 @@ class Probe:
         self._verified: Attempt | None = None
         self._checks: list[Check] = []
         self._too_slow_above: int | None = None
-        facts = worker.start()
+        opened = worker.start()
         worker.prepare()  # the final check's
-        self._limit: int | None = facts["memory_limit_bytes"]
-        self._facts: dict[str, Any] = facts
-        world_size, samples = facts.get("world_size", 1), facts["train_size"]
+        self._limit: int | None = opened.memory_limit_bytes
+        self._opened = opened
+        world_size, samples = opened.world_size, opened.train_size
         self._data_size: int | None = samples // world_size if samples is not None else None
         self._rank_times: Times = {}
         caps = [cap for cap in (options.maximum, self._data_size) if cap is not None]
@@ -121,12 +122,16 @@ class Probe:
         self._observer.stage("timing steps")
         options = self._options
         how: dict[str, Any] = {"precision": self._precision, "timeout": options.timeout}
-        common = how | {"accumulation_steps": options.accumulation_steps}
-        if self._facts.get("world_size", 1) > 1:
-            size = self._verified.batch_size
-            self._rank_times = measure_times(self._worker, self._observer, batch_size=size, **common)
-        seconds = options.timing_seconds
-        measure_curve(self._worker, self.throughput, sizes, self._observer, seconds=seconds, **common)
+        command = TimeSteps(
+            batch_size=self._verified.batch_size,
+            precision=self._precision,
+            seconds=SECONDS_PER_POINT,
+            accumulation_steps=options.accumulation_steps,
+        )
+        if self._opened.is_group:
+            self._rank_times = measure_times(self._worker, self._observer, command, options.timeout)
+        command = command.but(seconds=options.timing_seconds)
+        measure_curve(self._worker, self.throughput, sizes, self._observer, command, options.timeout)
         add_flops(self._worker, self.throughput, self._observer, only_as_share=not options.flops, **how)
 
     def result(self) -> ProbeResult:
@@ -136,7 +141,7 @@ class Probe:
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
         best = verified or last.get(low)
         accumulation = self._options.accumulation_steps
-        ranks = data_parallel(self._facts, low, accumulation, last.get(high or 0), self._rank_times) if low else None
+        ranks = data_parallel(self._opened, low, accumulation, last.get(high or 0), self._rank_times) if low else None
         return ProbeResult(
             precision=self._precision,
             max_batch_size=low or None,
@@ -176,7 +181,7 @@ class Probe:
         return [
             *kept_warnings([each.attempt for each in self._checks], cut_short(self._checks)),
             *evaluation_warnings(out_in_evaluation(self._checks), passed, self._options.tolerance),
-            *(mapping_warnings(self.attempts) if self._facts["device"] == "cpu" else []),
+            *(mapping_warnings(self.attempts) if self._opened.device == "cpu" else []),
         ]
 
     def _limited_by(self, low: int, high: int | None) -> Any:
@@ -219,16 +224,15 @@ class Probe:
     def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
         started, micro_batches = time.perf_counter(), self._options.accumulation_steps
         try:
-            answer = self._worker.call(
-                "attempt",
-                timeout=self._options.check_timeout if verify else self._options.timeout,
+            command = TryBatchSize(
                 batch_size=batch_size,
                 steps=steps,
                 precision=self._precision,
                 verify=verify,
                 accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
             )
-            attempt = Attempt.model_validate(answer["attempt"])
+            timeout = self._options.check_timeout if verify else self._options.timeout
+            attempt = self._worker.call(command, timeout=timeout).attempt
         except WorkerLost as lost:
             attempt = Attempt(
                 batch_size=batch_size,

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from batchtune.document import Attempt, DataParallel
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT
 from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
-from batchtune.results import Attempt, DataParallel, ThroughputPoint
+from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.protocol.commands import Opened, OpenTask, TimeSteps
 
 TIMEOUT_SECONDS = 120.0  # without a sign of life
 
 Times = dict[str, float | None]
 
 
-def measure_times(worker: Worker, observer: Observer, **arguments: Any) -> Times:
+def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeout: float) -> Times:
     """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured.
 
     Args:
         worker: the group.
         observer: told what could not be measured.
-        **arguments: of every call of `time_steps`: batch size, precision, …
+        command: of all three: batch size, precision, …
+        timeout: seconds without a sign of life after which it ends.
     """
 
-    def seconds(what: str, **how: Any) -> float | None:
+    def seconds(what: str, **how: bool) -> float | None:
         try:
-            answer = worker.call("time_steps", seconds=SECONDS_PER_POINT, **how, **arguments)
+            return worker.call(command.but(**how), timeout=timeout).step_seconds
         except (WorkerLost, UserCodeError) as error:  # a sharded model may not fit on one rank
             observer.note(f"no step time {what}: {error}")
             return None
-        return ThroughputPoint.model_validate(answer).step_seconds
 
     return {
         "together": seconds("of the group"),
@@ -42,7 +40,7 @@ def measure_times(worker: Worker, observer: Observer, **arguments: Any) -> Times
 
 
 def time_group(
-    settings: WorkerSettings,
+    settings: OpenTask,
     world_size: int,
     batch_size: int,
     accumulation_steps: int,
@@ -61,44 +59,43 @@ def time_group(
     """
     with RankGroup(settings, world_size, "ddp", observer.printed) as group:
         try:
-            facts = group.start()
+            opened = group.start()
         except BatchtuneError as error:
             observer.note(f"no step times of {world_size} ranks: {error}")
             return None
-        times = measure_times(
-            group,
-            observer,
+        command = TimeSteps(
             batch_size=batch_size,
-            accumulation_steps=accumulation_steps,
             precision=precision,
-            timeout=TIMEOUT_SECONDS,
+            seconds=SECONDS_PER_POINT,
+            accumulation_steps=accumulation_steps,
         )
-    return data_parallel(facts, batch_size, accumulation_steps, None, times) if times["together"] else None
+        times = measure_times(group, observer, command, TIMEOUT_SECONDS)
+    return data_parallel(opened, batch_size, accumulation_steps, None, times) if times["together"] else None
 
 
 def data_parallel(
-    facts: Mapping[str, Any], batch_size: int, accumulation_steps: int, failure: Attempt | None, times: Times
+    opened: Opened, batch_size: int, accumulation_steps: int, failure: Attempt | None, times: Times
 ) -> DataParallel | None:
     """The record of a group; None for a child alone.
 
     Args:
-        facts: of the opened worker.
+        opened: what the group said of the task.
         batch_size: the largest micro-batch size.
         accumulation_steps: micro-batches of one optimizer step.
         failure: the last attempt at the smallest size above it that failed.
         times: what `measure_times` found, or nothing: `together` with all ranks training as one, `apart` at the same
             time each on its own, `alone` with the first rank only.
     """
-    world_size = facts.get("world_size", 1)
-    if world_size == 1:
+    world_size = opened.world_size
+    if opened.strategy is None or opened.backend is None:
         return None
     together, apart, alone = (times.get(name) for name in ("together", "apart", "alone"))
     overhead = together - apart if together and apart and together > apart else None  # else it is lost in the noise
     global_batch_size = batch_size * accumulation_steps * world_size
     return DataParallel(
         world_size=world_size,
-        strategy=facts["strategy"],
-        backend=facts["backend"],
+        strategy=opened.strategy,
+        backend=opened.backend,
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         limiting_rank=failure.limiting_rank if failure else None,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.document import Attempt
 from batchtune.probe.memory_model import (
     CEILING,
     MAX_GROWTH,
@@ -25,7 +26,6 @@ from batchtune.probe.memory_model import (
     reach,
     standing,
 )
-from batchtune.results import Attempt
 
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
@@ -179,7 +179,7 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
     if unexpected or refuted or not guesses or (sum(recent) in (0, PATIENCE) and not fine):
         if high > 4 * low:
             return math.sqrt(low * high), between
-        least, aim, most = (low + share * width for share in MIDDLE)
+        least, aim, most = (low + share * width for share in (0.2, 0.5, 0.8))
     else:
         least, aim, most = (quantile(guesses, share, low, high) for share in MIDDLE)
         between += ", by the memory used so far"

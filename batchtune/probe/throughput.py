@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from batchtune.results import ThroughputFit, ThroughputPoint
+from batchtune.document import ThroughputFit, ThroughputPoint
 
 MAX_POINTS = 8
 SECONDS_PER_POINT = 1.0

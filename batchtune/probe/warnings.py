@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 
 from batchtune.device.sharing import name_processes
-from batchtune.results import Attempt, Environment, ProbeResult, ThroughputPoint
+from batchtune.document import Attempt, Environment, ProbeResult, ThroughputPoint
 from batchtune.units import share, size
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step

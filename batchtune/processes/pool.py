@@ -6,16 +6,17 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from batchtune.device.host_load import processors
+from batchtune.document import CurvePoint, Trial
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
 from batchtune.processes.seats import count_workers, seats
-from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
-from batchtune.results import CurvePoint, Trial
+from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.protocol.commands import Opened, OpenTask
+from batchtune.protocol.messages import Answer, Command
 
 _LOOK_SECONDS = 0.2
 STOPPED = "stopped with the others"
@@ -29,41 +30,40 @@ class Member(Worker):
     """
 
     def __init__(
-        self, settings: WorkerSettings, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
+        self, settings: OpenTask, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
     ) -> None:
         super().__init__(settings, observer.printed)
         self.stopping, self.own_environment = stopping, environment
         self.device_name: str | None = None
         self._warming: threading.Thread | None = None
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> Opened:
         """As any worker's.
 
         Raises:
             DeviceError: it is on another kind of device than the study.
         """
         try:
-            facts = super().start()
+            opened = super().start()
         except UsageError:  # the study's limit is more than this device has
             if self.device_name is None or self._name_without_limit() == self.device_name:
                 raise
-            raise DeviceError(self._unlike(self.facts["environment"]["device"])) from None
-        if self.device_name is not None and facts["environment"]["device"] != self.device_name:
-            raise DeviceError(self._unlike(facts["environment"]["device"]))
-        return facts
+            raise DeviceError(self._unlike(self._name_without_limit())) from None
+        if self.device_name is not None and opened.device_name != self.device_name:
+            raise DeviceError(self._unlike(opened.device_name))
+        return opened
 
     def _name_without_limit(self) -> str:
         """What the device is called, asked by a child that sets no limit on it."""
-        limited, self.settings = self.settings, replace(self.settings, memory_limit=None) if self.settings else None
+        limited, self.settings = self.settings, self.settings.but(memory_limit=None) if self.settings else None
         try:
-            name: str = super().start()["environment"]["device"]
+            return super().start().device_name
         finally:
             self.close()
             self.settings = limited
-        return name
 
     def _unlike(self, name: str) -> str:
-        which = self.own_environment.get("CUDA_VISIBLE_DEVICES", self.facts["device"])
+        which = self.own_environment.get("CUDA_VISIBLE_DEVICES", self.opened.device if self.opened else "")
         where = f"workers: device {which} is a {name}, but the study is of {self.device_name}"
         remedy = "list devices of one kind in CUDA_VISIBLE_DEVICES, or start over with --workers 1 --fresh"
         return f"{where}, and times on different devices do not compare; {remedy}"
@@ -84,7 +84,9 @@ class Member(Worker):
             self._warming.join(_LOOK_SECONDS)
         return self._warming is not None and self._warming.is_alive()
 
-    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+    def call(
+        self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
+    ) -> Answer:
         """As any worker's.
 
         Raises:
@@ -95,7 +97,7 @@ class Member(Worker):
                 pass
             if self.stopping.is_set():
                 raise RunInterrupted(STOPPED)
-            return super().call(command, **arguments)
+            return super().call(command, timeout=timeout, on_event=on_event)
         except WorkerLost:
             if self.stopping.is_set():
                 raise RunInterrupted(STOPPED) from None
@@ -123,7 +125,7 @@ class Crew:
 
     seated = ", each on a device of its own"
 
-    def __init__(self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer) -> None:
+    def __init__(self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer) -> None:
         self._asked, self._observer = asked, observer
         self._stopping = threading.Event()
         self._threads: dict[str, str] = {}
@@ -145,31 +147,31 @@ class Crew:
     def __len__(self) -> int:
         return len(self._all)
 
-    def grow(self, facts: Mapping[str, Any]) -> None:
+    def grow(self, opened: Opened) -> None:
         """Adds the others, which start when there is work for them.
 
         Args:
-            facts: of the first one; all have its memory limit.
+            opened: the task by the first one; all have its memory limit.
 
         Raises:
             BatchtuneError: there is no place for so many.
         """
-        visible, device = os.environ.get("CUDA_VISIBLE_DEVICES"), facts["device"]
+        visible, device = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device
         count = count_workers(
-            self._asked, device, devices=facts["device_count"], processors=processors(), visible=visible
+            self._asked, device, devices=opened.device_count, processors=processors(), visible=visible
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        for seat in seats(device, count, devices=facts["device_count"], visible=visible)[1:]:
-            settings = replace(self.first.settings, device=seat.device)
+        for seat in seats(device, count, devices=opened.device_count, visible=visible)[1:]:
+            settings = self.first.settings.but(device=seat.device)
             self._all.append(self._member(settings, self._threads | dict(seat.environment)))
-            self._all[-1].device_name = facts["environment"]["device"]
+            self._all[-1].device_name = opened.device_name
 
     def warm_up(self) -> None:
         """Starts the others' children beside what the first one does, so that the search need not wait for them."""
         for worker in self._all[1:]:
             worker.warm_up()
 
-    def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:
+    def _member(self, settings: OpenTask, environment: Mapping[str, str]) -> Member:
         return Member(settings, self._stopping, environment, self._observer)
 
     def work(self, step: Callable[[Worker], bool]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
+from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Tried
+from batchtune.protocol.messages import Answer, Command
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
@@ -33,31 +35,26 @@ class PlaceLost(BatchtuneError):
     """The machine on which a child trained is gone: nothing that its work is to blame for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """What a child is opened with."""
-
-    task: str
-    device: str = "auto"
-    purpose: str = "probe"
-    memory_limit: int | None = None
-    margin: float = 0.05
-    precision: tuple[str, ...] = ("auto",)
-    optimizer_arguments: tuple[str, ...] = ()
-    metric: str | None = None
-
-
 class Worker:
     """A child process that trains; commands go to it one at a time.
 
     Args:
-        settings: None for a child that only describes the machine.
+        settings: the task that each child opens first; None for a child that opens none.
         echo: called with each line the user's code prints.
+        program: the module whose `main` the child runs.
+
+    Attributes:
+        opened: what the last child said of the task; None before the first has.
     """
 
-    def __init__(self, settings: WorkerSettings | None, echo: Callable[[str], None] | None = None) -> None:
-        self.settings = settings
-        self.facts: dict[str, Any] = {}
+    def __init__(
+        self,
+        settings: OpenTask | None,
+        echo: Callable[[str], None] | None = None,
+        program: str = "batchtune.child.server",
+    ) -> None:
+        self.settings, self._program = settings, program
+        self.opened: Opened | None = None
         self._echo = echo
         self._process: Process | None = None
         self._spare: Process | None = None
@@ -69,13 +66,18 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self) -> dict[str, Any]:
-        """Starts the child unless it runs; returns the facts it was opened with.
+    def start(self) -> Opened:
+        """Starts the child unless it runs; returns what it said of the task.
 
         Raises:
             BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
         """
-        deadline = time.monotonic() + (BUSY_SECONDS if self.facts else 0.0)
+        self._run()
+        assert self.opened is not None  # noqa: S101 - only who names a task asks for what is known of it
+        return self.opened
+
+    def _run(self) -> None:
+        deadline = time.monotonic() + (BUSY_SECONDS if self.opened else 0.0)
         while self._process is None:
             try:
                 self._open()
@@ -83,7 +85,6 @@ class Worker:
                 if time.monotonic() >= deadline:
                     raise
                 self._pause(_RETRY_SECONDS)
-        return self.facts
 
     def _pause(self, seconds: float) -> None:
         """Waits for a device."""
@@ -95,41 +96,34 @@ class Worker:
             self.prepare()  # both load at once
         if self.settings is not None:
             try:
-                self.facts = self._ask("open", asdict(self.settings), START_TIMEOUT_SECONDS, None)
+                self.opened = self._ask(self.settings, START_TIMEOUT_SECONDS, None)
             except WorkerLost as lost:
                 doing = f"{self.settings.task}: importing it and building the model once"
                 raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
-            self._keep_limit(self.facts)
-            self.settings = replace(self.settings, metric=None)  # it is looked for once
+            self.settings = self.settings.but(metric=None)  # it is looked for once
+            self._keep_limit(self.settings, self.opened)
 
-    def _keep_limit(self, facts: dict[str, Any]) -> None:
+    def _keep_limit(self, settings: OpenTask, opened: Opened) -> None:
         """Free memory may change: every later child of this worker gets the limit of the first."""
-        assert self.settings is not None  # noqa: S101 - it was opened with them
-        self.settings = replace(self.settings, memory_limit=facts["memory_limit_bytes"])
+        self.settings = settings.but(memory_limit=opened.memory_limit_bytes)
 
     def call(
-        self,
-        command: str,
-        *,
-        timeout: float,
-        on_event: Callable[[dict[str, Any]], bool] | None = None,
-        **arguments: Any,
-    ) -> dict[str, Any]:
+        self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
+    ) -> Answer:
         """Gives the child one command and waits for its answer.
 
         Args:
-            command: a method of `batchtune.child.server.Child`.
+            command: what it is asked for.
             timeout: seconds without a sign of life after which the child is killed; a micro-batch done is one, and
                 torch.compile at work.
-            on_event: called with each event on the way; what it returns is sent back as `go_on`.
-            **arguments: the command's own.
+            on_event: called with each evaluation of a run; what it returns is sent back: whether to go on.
 
         Raises:
             WorkerLost: the child died or hung; the next call starts a new one.
             BatchtuneError: the child answered with an error.
         """
-        self.start()
-        return self._ask(command, arguments, timeout, on_event)
+        self.start() if self.settings is not None else self._run()
+        return self._ask(command, timeout, on_event)
 
     def reaches(self, folder: Path) -> bool:  # noqa: ARG002 - this machine has it
         """Whether the child sees this very folder, and not another of that name."""
@@ -148,7 +142,7 @@ class Worker:
         self._wants_spare = self._process is None
         if self._spare is None and not self._wants_spare:
             self._spare = self._start_process()
-            self._spare.send({"command": "load_libraries"})
+            self._spare.send(LoadLibraries().to_message())
 
     def renew(self) -> None:
         """Ends the child and everything it started; the next command is a fresh one's."""
@@ -180,35 +174,29 @@ class Worker:
         return LocalProcess(self._command(), self._environment(), self._echo)
 
     def _command(self) -> list[str]:
-        return entry("batchtune.child.server")
+        return entry(self._program)
 
     def _environment(self) -> dict[str, str]:
         return child_environment()
 
-    def _ask(
-        self,
-        command: str,
-        arguments: dict[str, Any],
-        timeout: float,
-        on_event: Callable[[dict[str, Any]], bool] | None,
-    ) -> dict[str, Any]:
+    def _ask(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
         process = self._process
         assert process is not None  # noqa: S101 - it was started
-        self._send(process, {"command": command, **arguments})
+        self._send(process, command.to_message())
         while True:
             answer = self._next_answer(process, timeout)
             if self._heard(answer):
                 continue
             if "event" in answer:
                 try:
-                    go_on = on_event is None or on_event(answer["event"])
+                    go_on = on_event is None or on_event(CurvePoint(**answer["event"]))
                 except BaseException:
                     self.renew()  # it waits for an answer that nobody will give
                     raise
                 self._send(process, {"go_on": go_on})
             elif "done" in answer:
-                done: dict[str, Any] = answer["done"]
-                if not done.get("usable", True):
+                done = command.read(answer["done"])
+                if isinstance(done, Tried) and not done.usable:
                     self.renew()
                 return done
             else:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchtune.config.schema import Goal
+from batchtune.vocabulary import Goal
 
 
 def pace_kind(optimizer_arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

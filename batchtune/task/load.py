@@ -94,15 +94,15 @@ def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
             raise describe_user_error(error, f"calling {attribute}()") from error
     known = _library_type(type(found[0] if isinstance(found, tuple) and found else found))
     if known == "LightningModule":
-        from batchtune.task.lightning.adapter import LightningTask
+        from batchtune.task.lightning import LightningTask
 
         return LightningTask(make, module, spec)
     if known == "Trainer":
-        from batchtune.task.transformers.adapter import TrainerTask
+        from batchtune.task.transformers import TrainerTask
 
         return TrainerTask(found, spec)
     if known == "PreTrainedModel":
-        from batchtune.task.transformers.adapter import ModelTask
+        from batchtune.task.transformers import ModelTask
 
         return ModelTask(found, make, spec)
     return found

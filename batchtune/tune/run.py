@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from batchtune.config.schema import Config
+from batchtune.document import (
+    Attempt,
+    Failure,
+    Prior,
+    ProbeResult,
+    Recommendation,
+    Scaling,
+    TaskInfo,
+    Trial,
+)
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.files import load_result
 from batchtune.observer import Forwarder, Observer
@@ -17,19 +26,9 @@ from batchtune.probe.runner import Probe
 from batchtune.probe.scaling import time_group
 from batchtune.probe.warnings import sharing_warnings
 from batchtune.processes.pool import Crew, OneAtATime
-from batchtune.processes.worker import Worker, WorkerSettings
-from batchtune.results import (
-    Attempt,
-    Environment,
-    Failure,
-    Prior,
-    ProbeResult,
-    Recommendation,
-    Result,
-    Scaling,
-    TaskInfo,
-    Trial,
-)
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import Opened, OpenTask
+from batchtune.result import Result
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune.objective.cost import SECONDS, cost_of
@@ -155,7 +154,7 @@ class _Tuning:
         self._observer = OneAtATime(_Recorder(self, observer))
         self.folder = RunFolder(config.name, root)
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
-        self._facts: dict[str, Any] = {}
+        self._opened: Opened | None = None
         self._identity: dict[str, Any] = {}
         self._probe: Probe | None = None
         self._probed: ProbeResult | None = None
@@ -171,35 +170,34 @@ class _Tuning:
         settings = worker_settings(self._config)
         known = [entry for entry in self.folder.attempts() if isinstance(entry.get("memory_limit_bytes"), int)]
         if known and settings.memory_limit is None:  # what fitted before fitted within that limit
-            settings = replace(settings, memory_limit=known[0]["memory_limit_bytes"])
+            settings = settings.but(memory_limit=known[0]["memory_limit_bytes"])
         with self._crew(settings) as crew:
             worker = crew.first
             if self._earlier_probe() is None:
                 worker.prepare()  # for the probe's final check
-            self._facts = open_task(worker, self._config)
-            self._identity = identity_of(self._config) | {"the device": self._facts["environment"]["device"]}
+            self._opened = opened = open_task(worker, self._config)
+            self._identity = identity_of(self._config) | {"the device": opened.device_name}
             self.folder.check_identity(self._identity)  # whatever 'auto' was
-            crew.grow(self._facts)
+            crew.grow(opened)
             if len(crew) > 1:
                 self._observer.note(f"{len(crew)} workers{crew.seated}")
-            precisions = [name for name, _ in self._facts["precision"]]
-            self._precision = precisions[0]
-            for name, reason in self._facts["precision"]:
+            self._precision = opened.precision[0][0]
+            for name, reason in opened.precision:
                 self._observer.note(f"precision {name}: {reason}")
             storage = open_storage(self._config.storage, self.folder.path)
-            agreement = Agreement(storage, self._config, self._facts["environment"]["device"])
+            agreement = Agreement(storage, self._config, opened.device_name)
             self._join(agreement)
             self._probed = self._probed or self._earlier_probe() or self._run_probe(worker, known)
             self.save("interrupted")
             self._prior = (
                 self._prior
                 or self._earlier_prior()
-                or prepare(self._config, self._probed, self._facts, worker, self._observer)
+                or prepare(self._config, self._probed, opened, worker, self._observer)
             )
             self._probed, self._prior = agreement.settle(self._probed, self._prior)
             self.save("interrupted")
             self._keep_identity()  # of another machine's probe, too
-            plan = self._plan(self._probed, self._prior, precisions)
+            plan = self._plan(opened, self._probed, self._prior)
             self._study = TuneStudy(plan, worker, storage, self._observer, crew)
             self._study.run()
             shutil.rmtree(self.folder.path / _CHECKPOINTS, ignore_errors=True)  # nobody goes on from them now
@@ -208,14 +206,14 @@ class _Tuning:
         found = self._study.recommendation()[0]
         if found is None:
             raise NothingFitsError(self._study.why_nothing())
-        self._scaling = self._scale(self._study, found)
+        self._scaling = self._scale(self._study, opened, found)
 
-    def _scale(self, study: TuneStudy, found: Recommendation) -> Scaling | None:
+    def _scale(self, study: TuneStudy, opened: Opened, found: Recommendation) -> Scaling | None:
         """What several ranks would make of the recommendation, once some were timed; see `tune.scaling`."""
         count = self._config.world_size
         if count == "auto":
-            is_here = self._config.executor == "local" and not self._facts["device"].startswith("cpu")
-            count = self._facts["device_count"] if is_here else 1
+            is_here = self._config.executor == "local" and not opened.device.startswith("cpu")
+            count = opened.device_count if is_here else 1
         probe = self._probed
         if count == 1 or probe is None or not can_scale(found, probe):
             return None
@@ -227,13 +225,13 @@ class _Tuning:
         measured = earlier.measured if earlier else None
         if measured is None or (measured.world_size, measured.global_batch_size) != (count, found.global_batch_size):
             self._observer.stage(f"timing {count} ranks")
-            kind = self._facts["device"].partition(":")[0]
-            settings = replace(worker_settings(self._config), device=kind, metric=None)
+            kind = opened.device.partition(":")[0]
+            settings = worker_settings(self._config).but(device=kind, metric=None)
             measured = time_group(settings, count, *sizes, found.precision, self._observer)
         expected = study.expected() if cost_of(self._config.objective.kind) is SECONDS else None
         return scaling(study.records(), found, probe, measured, expected) if measured else None
 
-    def _crew(self, settings: WorkerSettings) -> Crew:
+    def _crew(self, settings: OpenTask) -> Crew:
         if self._config.executor == "local":
             return Crew(settings, self._config.workers, self._observer)
         from batchtune.processes.ray.pool import RayCrew  # Ray is an extra
@@ -251,7 +249,10 @@ class _Tuning:
         """Adds an attempt to the run folder; the first that fits is something not to be mixed with anything else."""
         if attempt.fits:
             self._keep_identity()
-        about = {"precision": self._precision, "memory_limit_bytes": self._facts.get("memory_limit_bytes")}
+        about = {
+            "precision": self._precision,
+            "memory_limit_bytes": self._opened.memory_limit_bytes if self._opened else None,
+        }
         self.folder.append_attempt(attempt, **about)
 
     def _keep_identity(self) -> None:
@@ -298,21 +299,21 @@ class _Tuning:
         self._probe = Probe(worker, probe_options(self._config), self._precision, self._observer, attempts)
         return self._probe.run()
 
-    def _plan(self, probe: ProbeResult, prior: Prior, precisions: list[str]) -> Plan:
+    def _plan(self, opened: Opened, probe: ProbeResult, prior: Prior) -> Plan:
         return Plan(
             config=self._config,
-            probe=with_loading(probe, prior.loader_seconds_per_sample, self._facts["device"]),
+            probe=with_loading(probe, prior.loader_seconds_per_sample, opened.device),
             candidates=Candidates(tuple(prior.batch_sizes), prior.batch_sizes_reason),
-            precisions=precisions,
-            optimizer=self._facts["optimizer"],
-            optimizer_defaults=self._facts["optimizer_defaults"],
+            precisions=[name for name, _ in opened.precision],
+            optimizer=opened.optimizer,
+            optimizer_defaults=opened.optimizer_defaults,
             prior=prior,
             checkpoints=self.folder.path.resolve() / _CHECKPOINTS,  # the user's code may change the folder
         )
 
     def _document(self, status: Literal["complete", "interrupted", "failed"], error: BatchtuneError | None) -> Result:
         study, probe = self._study, self._probe
-        environment = Environment.model_validate(self._facts["environment"]) if self._facts else None
+        environment = self._opened.environment if self._opened else None
         trials = study.records() if study else []
         recommendation = baseline = None
         if study is not None:
@@ -325,7 +326,7 @@ class _Tuning:
             status=status,
             name=self._config.name,
             environment=environment,
-            task=self._task.model_copy(update={"optimizer": self._facts.get("optimizer")}),
+            task=self._task.model_copy(update={"optimizer": self._opened.optimizer if self._opened else None}),
             warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=self._probed or (probe.result() if probe else None),
@@ -341,8 +342,8 @@ class _Tuning:
         found = self._probe.warnings() if self._probe else []
         if self._probe is None and self._probed is not None and self.earlier is not None:
             found = [warning for warning in self.earlier.warnings if not warning.startswith(OURS)]
-        if self._probed is not None and self._prior is not None and self._facts:
-            found += loading_warnings(self._probed, self._prior, self._facts["device"])
+        if self._probed is not None and self._prior is not None and self._opened is not None:
+            found += loading_warnings(self._probed, self._prior, self._opened.device)
         if self._probed is not None:
             found += baseline_warnings(self._probed, self._config.baseline.batch_size)
         found += target_warnings(self._study.target if self._study else None)

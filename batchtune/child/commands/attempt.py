@@ -18,10 +18,10 @@ from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.heartbeat import got_on
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
+from batchtune.device._base import DeviceMemory, Peaks
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
-from batchtune.device.memory import DeviceMemory, Peaks
+from batchtune.document import Attempt
 from batchtune.errors import UsageError
-from batchtune.results import Attempt
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 

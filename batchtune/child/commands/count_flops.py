@@ -12,7 +12,7 @@ import torch
 from torch.utils import flop_counter
 
 from batchtune.child.training.trainer import Trainer
-from batchtune.device.memory import DeviceMemory
+from batchtune.device._base import DeviceMemory
 from batchtune.task.contract import Task
 
 _FORWARD: Any = flop_counter.sdpa_flop_count

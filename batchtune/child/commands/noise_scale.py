@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from batchtune.child.training.trainer import Trainer, TrainingBatches
-from batchtune.device.memory import DeviceMemory
-from batchtune.results import NoiseScale
+from batchtune.device._base import DeviceMemory
+from batchtune.document import NoiseScale
 from batchtune.task.contract import Task
 
 SMALL_PER_LARGE = 4  # draws: small batches are cheap, and their norms scatter more

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 from batchtune.child.training.trainer import Trainer, TrainingBatches
-from batchtune.device.memory import DeviceMemory
-from batchtune.results import RangeTest
+from batchtune.device._base import DeviceMemory
+from batchtune.document import RangeTest
 from batchtune.task.contract import Task
 
 APART = 2.0  # times the least smoothed loss: so high, and above the start, training has come apart

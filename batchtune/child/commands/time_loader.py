@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from batchtune.child.training.trainer import move, training_loader
-from batchtune.device.memory import DeviceMemory
-from batchtune.results import LoaderPoint
+from batchtune.device._base import DeviceMemory
+from batchtune.document import LoaderPoint
 from batchtune.task.contract import Task
 
 _SEED = 0

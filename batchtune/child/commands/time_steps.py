@@ -11,10 +11,10 @@ from typing import Any
 from batchtune.child.training.compiled import CompileWatch, forget_compiled, warm_up
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import Trainer
+from batchtune.device._base import DeviceMemory
 from batchtune.device.host_load import watching_others
-from batchtune.device.memory import DeviceMemory
 from batchtune.device.telemetry import Readings, Sensors
-from batchtune.results import ThroughputPoint
+from batchtune.document import ThroughputPoint
 from batchtune.task.contract import Task
 
 

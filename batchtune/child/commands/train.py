@@ -13,9 +13,9 @@ from batchtune.child.training.clock import StepClock
 from batchtune.child.training.compiled import forget_compiled
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches, require_finite
-from batchtune.device.memory import DeviceMemory
+from batchtune.device._base import DeviceMemory
+from batchtune.document import CurvePoint
 from batchtune.protocol.run_spec import RunEnd, RunSpec
-from batchtune.results import CurvePoint
 from batchtune.task.contract import Task
 
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs

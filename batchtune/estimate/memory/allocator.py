@@ -11,6 +11,8 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from batchtune.estimate.rounding import round_up
+
 MIB = 1 << 20
 ROUNDING_BYTES = 512
 SMALL_LIMIT_BYTES = MIB
@@ -38,11 +40,6 @@ class Block:
     mapped: bool = True
     previous: Block | None = None
     next: Block | None = None
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below `size`."""
-    return -(-size // multiple) * multiple
 
 
 class CachingAllocator:

@@ -30,7 +30,7 @@ _FORESEEN_RESOLUTION = 64  # a probe measures the rest
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
-def warm_up() -> dict[str, Any]:
+def warm_up() -> None:
     """Loads all that a trace needs but the user's code."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: a GPU that is there is left alone
     gc.disable()  # modules stay for good: looking for garbage among them takes a fifth of their import
@@ -40,11 +40,10 @@ def warm_up() -> dict[str, Any]:
     require_cuda_autograd()
     gc.freeze()
     gc.enable()
-    return {}
 
 
 def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: Any) -> dict[str, Any]:
-    """Traces a task once and finds the largest batch on each GPU; run in a child process through `Child.apply`.
+    """Traces a task once and finds the largest batch on each GPU; run in a child process.
 
     Args:
         gpus: dicts with name, memory_bytes, generation, vendor and measured (fields of `Offsets`).
@@ -82,7 +81,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
 
 
 def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> dict[str, Any]:
-    """What a probe of one device may expect; run in a child process through `Child.apply`.
+    """What a probe of one device may expect; run in a child process.
 
     Args:
         gpu: a dict with generation and measured (fields of `Offsets`); None: the CPU.

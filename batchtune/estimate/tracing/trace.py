@@ -1,4 +1,4 @@
-"""The user's own training step on fake CUDA tensors: what is traced is what `batchtune.train` trains."""
+"""The user's own training step on fake CUDA tensors: what is traced is what `batchtune.child` trains."""
 
 from __future__ import annotations
 

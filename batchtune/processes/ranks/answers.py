@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from batchtune.document import Attempt, DeviceProcess, LoaderPoint, ThroughputPoint
+from batchtune.protocol.commands import Opened, OpenTask, TimeLoader, TimeSteps, Tried, TryBatchSize
+from batchtune.protocol.messages import Command
 
 Answer = dict[str, Any]
 
@@ -13,7 +17,7 @@ def failed(answer: Answer) -> bool:
     return "done" not in answer or answer["done"].get("attempt", {}).get("outcome", "fit") != "fit"
 
 
-def merge(command: str, answers: Mapping[int, Answer], world_size: int) -> Answer:
+def merge(command: Command[Any], answers: Mapping[int, Answer], world_size: int) -> Answer:
     """One answer out of the ranks'.
 
     Args:
@@ -24,14 +28,17 @@ def merge(command: str, answers: Mapping[int, Answer], world_size: int) -> Answe
     errors = [rank for rank, answer in answers.items() if "done" not in answer]
     if errors:
         return _as_told_by(answers, errors[0], world_size)
-    done = {rank: answer["done"] for rank, answer in answers.items()}
-    if command == "attempt":
-        return {"done": _attempt(done, world_size)}
-    if command == "open":
-        return {"done": _facts(done)}
-    if command in {"time_steps", "time_loader"}:
-        return {"done": _slowest(done)}
-    return {"done": done[min(done)]}
+    done = {rank: command.read(answer["done"]) for rank, answer in answers.items()}
+    match command:
+        case TryBatchSize():
+            merged: Any = _attempt(done, world_size)
+        case OpenTask():
+            merged = _opened(done)
+        case TimeSteps() | TimeLoader():
+            merged = _slowest(done)
+        case _:
+            merged = done[min(done)]
+    return {"done": command.write(merged)}
 
 
 def _as_told_by(answers: Mapping[int, Answer], rank: int, world_size: int) -> Answer:
@@ -41,50 +48,47 @@ def _as_told_by(answers: Mapping[int, Answer], rank: int, world_size: int) -> An
     return answer if alike or world_size == 1 else answer | {"error": f"rank {rank}: {answer['error']}", "rank": rank}
 
 
-def _attempt(done: Mapping[int, Answer], world_size: int) -> Answer:
+def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
     """Fit only if all fit; the peaks are the highest, the times the longest."""
-    attempts = {rank: answer["attempt"] for rank, answer in done.items()}
-    unfit = [rank for rank, attempt in attempts.items() if attempt["outcome"] != "fit"]
-    merged = dict(attempts[unfit[0]] if unfit else attempts[min(attempts)])
+    attempts = {rank: answer.attempt for rank, answer in done.items()}
+    unfit = [rank for rank, attempt in attempts.items() if not attempt.fits]
+    merged = attempts[unfit[0]] if unfit else attempts[min(attempts)]
     peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes")
-    for name in (*peaks, "step_seconds", "seconds", "recompiles"):
-        merged[name] = _most(attempts.values(), name)
+    changes = {name: _most(attempts.values(), name) for name in (*peaks, "step_seconds", "seconds", "recompiles")}
     if unfit:
-        merged["forward_backward_peak_bytes"] = None
-        alike = len(unfit) == world_size and len({attempts[rank]["outcome"] for rank in unfit}) == 1
+        changes["forward_backward_peak_bytes"] = None
+        alike = len(unfit) == world_size and len({attempts[rank].outcome for rank in unfit}) == 1
         if not alike:
-            merged["limiting_rank"] = unfit[0]
-            merged["message"] = f"rank {unfit[0]}: {merged['message']}"
+            changes |= {"limiting_rank": unfit[0], "message": f"rank {unfit[0]}: {merged.message}"}
     complete = len(done) == world_size
-    return {"attempt": merged, "usable": complete and all(answer["usable"] for answer in done.values())}
+    usable = complete and all(answer.usable for answer in done.values())
+    return Tried(attempt=merged.model_copy(update=changes), usable=usable)
 
 
-def _facts(done: Mapping[int, Answer]) -> Answer:
-    limits = {rank: facts["memory_limit_bytes"] for rank, facts in sorted(done.items())}
-    known = [limit for limit in limits.values() if limit is not None]
+def _opened(done: Mapping[int, Opened]) -> Opened:
+    limits = tuple(done[rank].memory_limit_bytes for rank in sorted(done))
     first = done[min(done)]
-    return first | {
-        "environment": first["environment"] | {"other_processes": _neighbours(done)},
-        "memory_limit_bytes": min(known, default=None),
-        "rank_memory_limits_bytes": list(limits.values()),
-    }
+    environment = first.environment.model_copy(update={"other_processes": _neighbours(done)})
+    known = [limit for limit in limits if limit is not None]
+    changes = {"memory_limit_bytes": min(known, default=None), "rank_memory_limits_bytes": limits}
+    return first.model_copy(update=changes | {"environment": environment})
 
 
-def _neighbours(done: Mapping[int, Answer]) -> list[Any] | None:
+def _neighbours(done: Mapping[int, Opened]) -> list[DeviceProcess] | None:
     """Who else holds memory of any rank's device; None where no device tells."""
-    told = [facts["environment"].get("other_processes") for _, facts in sorted(done.items())]
+    told = [done[rank].environment.other_processes for rank in sorted(done)]
     known = [processes for processes in told if processes is not None]
-    found: list[Any] = []
+    found: list[DeviceProcess] = []
     for process in (process for processes in known for process in processes):
         if process not in found:  # ranks that share a device see the same
             found.append(process)
     return found if known else None
 
 
-def _slowest(done: Mapping[int, Answer]) -> Answer:
+def _slowest(done: Mapping[int, ThroughputPoint | LoaderPoint]) -> ThroughputPoint | LoaderPoint:
     """A group goes at the pace of its slowest rank; one that told no speed failed."""
-    return min(done.values(), key=lambda answer: answer["samples_per_second"] or 0.0)
+    return min(done.values(), key=lambda answer: answer.samples_per_second or 0.0)
 
 
-def _most(attempts: Any, name: str) -> Any:
-    return max((each[name] for each in attempts if each.get(name) is not None), default=None)
+def _most(attempts: Iterable[Attempt], name: str) -> Any:
+    return max((value for each in attempts if (value := getattr(each, name)) is not None), default=None)

@@ -22,11 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from batchtune.child.rank import Meeting
 from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
+from batchtune.protocol.commands import OpenTask, Rejoin
+from batchtune.protocol.messages import Command
+from batchtune.protocol.rendezvous import Meeting
 
-FIRST_RANK_ALONE = {"describe", "apply", "count_flops"}
 _ROOT = str(Path(__file__).resolve().parents[3])
 _RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
 _REJOIN_SECONDS = 20.0
@@ -83,7 +84,7 @@ class Conductor:
     def conduct(self) -> None:
         """Answers the parent's commands until a rank is lost; the parent then ends this process."""
         while True:
-            command = self._parent.receive()
+            command = Command.from_message(self._parent.receive())
             self._idle.clear()
             self._everybody_here.wait()
             self._parent.send(**self._answer(command))
@@ -134,22 +135,20 @@ class Conductor:
                 self._said.put((rank, json.loads(text)))
         self._said.put((rank, None))
 
-    def _answer(self, command: dict[str, Any]) -> Answer:
-        name = command["command"]
-        alone = command.pop("first_rank_alone", False) or name in FIRST_RANK_ALONE
-        ranks = [0] if alone else list(range(self._settings.world_size))
+    def _answer(self, command: Command[Any]) -> Answer:
+        ranks = command.asked(self._settings.world_size)
         answers = self._ask({rank: self._adapted(command, rank) for rank in ranks}, None)
-        merged = self._loss(answers) or merge(name, answers, len(ranks))
+        merged = self._loss(answers) or merge(command, answers, len(ranks))
         usable = merged.get("done", {}).get("usable")
         if usable and any(failed(answer) for answer in answers.values()):
             merged["done"]["usable"] = self._rejoined()
         return merged
 
-    def _adapted(self, command: dict[str, Any], rank: int) -> dict[str, Any]:
+    def _adapted(self, command: Command[Any], rank: int) -> Command[Any]:
         limit = self._settings.rank_limits.get(str(rank))
-        return command | {"memory_limit": limit} if command["command"] == "open" and limit else command
+        return command.but(memory_limit=limit) if isinstance(command, OpenTask) and limit else command
 
-    def _ask(self, commands: Mapping[int, dict[str, Any]], seconds: float | None) -> dict[int, Answer]:
+    def _ask(self, commands: Mapping[int, Command[Any]], seconds: float | None) -> dict[int, Answer]:
         """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
         for rank, command in commands.items():
             self._send(rank, command)
@@ -171,9 +170,9 @@ class Conductor:
                 deadline = grace if deadline is None else min(deadline, grace)
         return answers
 
-    def _send(self, rank: int, command: dict[str, Any]) -> None:
+    def _send(self, rank: int, command: Command[Any]) -> None:
         try:
-            self._lines[rank].sendall((json.dumps(command) + "\n").encode())
+            self._lines[rank].sendall((json.dumps(command.to_message()) + "\n").encode())
         except (OSError, KeyError):  # its end is told by the listener, or it never came
             self._said.put((rank, None))
 
@@ -190,7 +189,7 @@ class Conductor:
     def _rejoined(self) -> bool:
         """Whether all ranks have found together again after a failure."""
         ranks = range(self._settings.world_size)
-        answers = self._ask({rank: {"command": "rejoin"} for rank in ranks}, _REJOIN_SECONDS)
+        answers = self._ask(dict.fromkeys(ranks, Rejoin()), _REJOIN_SECONDS)
         return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from batchtune.processes.local import entry
 from batchtune.processes.ranks.coordinator import GroupSettings
 from batchtune.processes.ranks.torchrun import Leading
-from batchtune.processes.worker import Worker, WorkerSettings
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import Opened, OpenTask
 
 _REAPING_SECONDS = 3.0  # for the launcher to see its ranks' end; torch's looks ten times a second
 
@@ -36,7 +37,7 @@ class RankGroup(Worker):
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: OpenTask,
         world_size: int,
         strategy: str,
         echo: Callable[[str], None] | None = None,
@@ -76,8 +77,8 @@ class RankGroup(Worker):
         usual = {"OMP_NUM_THREADS": str(threads)}  # ranks that train on the host share its processors
         return usual | super()._environment()
 
-    def _keep_limit(self, facts: dict[str, Any]) -> None:
-        limits = {str(rank): limit for rank, limit in enumerate(facts["rank_memory_limits_bytes"]) if limit}
+    def _keep_limit(self, settings: OpenTask, opened: Opened) -> None:  # noqa: ARG002 - each rank has its own
+        limits = {str(rank): limit for rank, limit in enumerate(opened.rank_memory_limits_bytes) if limit}
         self._group = replace(self._group, rank_limits=limits)
 
     def _heard(self, answer: dict[str, Any]) -> bool:

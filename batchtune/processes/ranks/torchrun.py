@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from batchtune.child.rank import Meeting
 from batchtune.errors import UsageError
 from batchtune.processes.local import child_environment, describe_exit, entry
+from batchtune.protocol.rendezvous import Meeting
 
 _OVER = "over"
 _RESULT = "batchtune/result"

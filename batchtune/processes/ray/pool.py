@@ -12,19 +12,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
 
 from batchtune.config.schema import RayCluster
+from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import Process, without_secrets
 from batchtune.processes.pool import STOPPED, Crew, Member
 from batchtune.processes.ray.actor import Actor, RemoteProcess
-from batchtune.processes.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker, WorkerSettings
+from batchtune.processes.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker
+from batchtune.protocol.commands import Opened, OpenTask, Train
+from batchtune.protocol.messages import Answer, Command
 
 _LOOK_SECONDS = 0.1
 _TRIES = 3  # of what is no run of the study
@@ -70,7 +72,7 @@ class RemoteMember(Member):
     """
 
     def __init__(
-        self, settings: WorkerSettings, stopping: threading.Event, observer: Observer, resources: Mapping[str, Any]
+        self, settings: OpenTask, stopping: threading.Event, observer: Observer, resources: Mapping[str, Any]
     ) -> None:
         super().__init__(settings, stopping, {}, observer)
         self._observer = observer
@@ -81,7 +83,9 @@ class RemoteMember(Member):
         remedy = "name nodes of one kind, e.g. ray.resources={'accelerator_type:A100': 0.001}"
         return f"{where}, and times on different devices do not compare; {remedy}"
 
-    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+    def call(
+        self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
+    ) -> Answer:
         """As any worker's; what is no run of the study is done again where its place was lost.
 
         Raises:
@@ -89,11 +93,11 @@ class RemoteMember(Member):
         """
         for left in reversed(range(_TRIES)):
             try:
-                return super().call(command, **arguments)
+                return super().call(command, timeout=timeout, on_event=on_event)
             except PlaceLost as lost:
-                if command == "train" or not left:
+                if isinstance(command, Train) or not left:
                     raise
-                self._observer.note(f"{command} is done again: {lost}")
+                self._observer.note(f"{type(command).__name__} is done again: {lost}")
         raise AssertionError
 
     def prepare(self) -> None:
@@ -141,7 +145,7 @@ class RayCrew(Crew):
     seated = " on the Ray cluster"
 
     def __init__(
-        self, settings: WorkerSettings, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
+        self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
     ) -> None:
         self._prints = contextlib.redirect_stdout(sys.stderr)  # Ray tells of lost nodes where the result belongs
         self._prints.__enter__()
@@ -154,8 +158,7 @@ class RayCrew(Crew):
         try:
             self._resources = resources_of(cluster, settings.device, ray.cluster_resources())
             share = self._resources["num_gpus"]
-            settings = replace(
-                settings,
+            settings = settings.but(
                 device=settings.device if share else "cpu",
                 margin=1 - share * (1 - settings.margin) if share else settings.margin,
             )
@@ -178,7 +181,7 @@ class RayCrew(Crew):
         finally:
             self._prints.__exit__(None, None, None)
 
-    def grow(self, facts: Mapping[str, Any]) -> None:
+    def grow(self, opened: Opened) -> None:
         """Adds the others, which start when there is work and a place for them."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = places(self._resources, nodes)
@@ -188,12 +191,12 @@ class RayCrew(Crew):
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
         self._all += [self._member(self.first.settings, {}) for _ in range(count - 1)]
         for member in self._free:
-            member.device_name = facts["environment"]["device"]
+            member.device_name = opened.device_name
 
     def warm_up(self) -> None:
         """Each starts where and when Ray has a place for it."""
 
-    def _member(self, settings: WorkerSettings, environment: Mapping[str, str]) -> Member:  # noqa: ARG002 - Ray's
+    def _member(self, settings: OpenTask, environment: Mapping[str, str]) -> Member:  # noqa: ARG002 - Ray's
         member = RemoteMember(settings, self._stopping, self._observer, self._resources)
         self._free.append(member)
         return member

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from batchtune.document import Document, Trial
 from batchtune.errors import UsageError
-from batchtune.results import Result, Trial
 
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
@@ -57,7 +57,7 @@ class Study:
     runs: list[Run]
 
 
-def study_of(result: Result) -> Study:
+def study_of(result: Document) -> Study:
     """The trials of a result that are over, as runs.
 
     Raises:
@@ -190,7 +190,7 @@ TRACKERS: dict[str, Callable[[Study], tuple[int, str]]] = {
 """What `report --log-to` can log to, each through its own client, which is named as its package is."""
 
 
-def log_to(tracker: str, result: Result) -> dict[str, Any]:
+def log_to(tracker: str, result: Document) -> dict[str, Any]:
     """Logs the trials of a study that the tracker does not have yet.
 
     Returns:

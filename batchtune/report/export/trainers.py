@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
 from batchtune.report.view.pick import UNCHECKED, to_train_with
-from batchtune.results import Recommendation, Result
 
 Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
@@ -35,12 +35,12 @@ class Export:
     """
 
     title: str
-    values: Callable[[Recommendation, Result], Values]
+    values: Callable[[Recommendation, Document], Values]
     words: Mapping[str, str]
     write: Callable[[Values], str]
-    notes: Callable[[Recommendation, Result], list[str]] = lambda *_: []
+    notes: Callable[[Recommendation, Document], list[str]] = lambda *_: []
 
-    def text(self, result: Result, renames: Sequence[str] = ()) -> str:
+    def text(self, result: Document, renames: Sequence[str] = ()) -> str:
         """The settings of a result as this library loads them.
 
         Args:
@@ -54,12 +54,12 @@ class Export:
         values = {name: value for name, value in self.values(found, result).items() if value is not None}
         return self.write(_renamed(values, self.words, renames))
 
-    def said_beside(self, result: Result) -> list[str]:
+    def said_beside(self, result: Document) -> list[str]:
         """What a reader of `text` must know besides it, in sentences."""
         found = _settings(result)
         return [*([UNCHECKED] if found.reason == UNCHECKED else []), *self.notes(found, result)]
 
-    def snippet(self, result: Result) -> str:
+    def snippet(self, result: Document) -> str:
         """The same text for a page that shows what there is: '' instead of an error."""
         try:
             return self.text(result)
@@ -67,7 +67,7 @@ class Export:
             return ""
 
 
-def _settings(result: Result) -> Recommendation:
+def _settings(result: Document) -> Recommendation:
     found = to_train_with(result)
     if found is None:
         if result.kind == "tune":
@@ -79,11 +79,11 @@ def _settings(result: Result) -> Recommendation:
     return found
 
 
-def _device(result: Result) -> str | None:
+def _device(result: Document) -> str | None:
     return result.environment.device_type if result.environment else None
 
 
-def _optimizer(found: Recommendation, result: Result) -> str | None:
+def _optimizer(found: Recommendation, result: Document) -> str | None:
     """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
     return found.optimizer or result.task.optimizer
 
@@ -133,7 +133,7 @@ def _shell(values: Values) -> str:
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
-def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Result) -> None:
+def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Document) -> None:
     if found.precision == "fp16" and _device(result) == "cpu":
         raise UsageError(f"{library} does not train in fp16 on a CPU, where this was measured; use bf16 or fp32")
 
@@ -145,7 +145,7 @@ def _schedule_notes(found: Recommendation, field: str) -> list[str]:
     return [f"measured with a learning-rate schedule over {found.total_steps} steps; {field} would say so"]
 
 
-def _hf(found: Recommendation, result: Result) -> Values:
+def _hf(found: Recommendation, result: Document) -> Values:
     """Fields of `transformers.TrainingArguments`; whatever is not tf32 ran without it."""
     _refuse_fp16_on_cpu("the Trainer", found, result)
     return {
@@ -160,7 +160,7 @@ def _hf(found: Recommendation, result: Result) -> Values:
     }
 
 
-def _hf_notes(found: Recommendation, result: Result) -> list[str]:
+def _hf_notes(found: Recommendation, result: Document) -> list[str]:
     optimizer, notes = _optimizer(found, result), list[str]()
     if found.learning_rate is not None and optimizer not in {None, "AdamW"}:
         made_for = f"the learning rate is one for {optimizer}"
@@ -171,7 +171,7 @@ def _hf_notes(found: Recommendation, result: Result) -> list[str]:
     return notes + _schedule_notes(found, "max_steps")
 
 
-def _lightning(found: Recommendation, result: Result) -> Values:
+def _lightning(found: Recommendation, result: Document) -> Values:
     """Arguments as LightningCLI's configuration nests them; `data` and `model` are classes of the user's."""
     _refuse_fp16_on_cpu("Lightning", found, result)
     return {
@@ -185,13 +185,13 @@ def _lightning(found: Recommendation, result: Result) -> Values:
     }
 
 
-def _tf32_notes(found: Recommendation, result: Result) -> list[str]:  # noqa: ARG001 - one signature for all
+def _tf32_notes(found: Recommendation, result: Document) -> list[str]:  # noqa: ARG001 - one signature for all
     if found.precision != "tf32":
         return []
     return ["no field says tf32: call torch.set_float32_matmul_precision('high') before training"]
 
 
-def _deepspeed(found: Recommendation, result: Result) -> Values:
+def _deepspeed(found: Recommendation, result: Document) -> Values:
     """DeepSpeed's configuration, which checks that train_batch_size is micro-batch × accumulation × ranks.
 
     Half precision is autocast over fp32 weights, as it was measured; its bf16 and fp16 sections would turn the weights
@@ -210,7 +210,7 @@ def _deepspeed(found: Recommendation, result: Result) -> Values:
     }
 
 
-def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
+def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
     notes = _tf32_notes(found, result)
     if found.precision in {"bf16", "fp16"}:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
@@ -221,7 +221,7 @@ def _deepspeed_notes(found: Recommendation, result: Result) -> list[str]:
     return notes + _schedule_notes(found, "total_num_steps of its 'scheduler'")
 
 
-def _env(found: Recommendation, result: Result) -> Values:  # noqa: ARG001 - one signature for all
+def _env(found: Recommendation, result: Document) -> Values:  # noqa: ARG001 - one signature for all
     return {
         "BATCH_SIZE": found.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,

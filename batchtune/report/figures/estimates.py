@@ -7,9 +7,9 @@ import textwrap
 
 import plotly.graph_objects as go
 
+from batchtune.document import Document, Estimate
 from batchtune.report.figures.theme import LIGHT, SERIES, axis, label, layout, padded
 from batchtune.report.view.pick import estimated
-from batchtune.results import Estimate, Result
 from batchtune.units import bytes_unit, number, size
 
 _MOST_BARS = 24
@@ -17,7 +17,7 @@ _LONGEST_LINE = 26
 _BAR_HEIGHT, _HEIGHT_OF_TWO_LINES = 26, 34
 
 
-def estimates(result: Result) -> go.Figure | None:
+def estimates(result: Document) -> go.Figure | None:
     """The largest batch on each GPU as calculated, with the part of it that is safe drawn solid."""
     known = [row for row in result.estimates or [] if row.max_batch_size is not None]
     if not known:
@@ -84,7 +84,7 @@ def _facts(group: list[Estimate]) -> list[str]:
     return [size(group[0].memory_bytes), label(precisions), label(group[0].confidence or "not stated")]
 
 
-def efficiency(result: Result) -> go.Figure | None:
+def efficiency(result: Document) -> go.Figure | None:
     """Samples per joule over samples per second, a point for each GPU; those that none beats in both are named."""
     known = [row for row in result.estimates or [] if row.samples_per_second and row.samples_per_joule]
     if not known:
@@ -135,7 +135,7 @@ def _unbeaten(rows: list[Estimate]) -> list[Estimate]:
     return [row for row in rows if not any(beats(other, row) for other in rows)]
 
 
-def step(result: Result) -> go.Figure | None:
+def step(result: Document) -> go.Figure | None:
     """Allocated bytes over two training steps at the estimated batch of the first precision, from phase to phase."""
     detail = next((each for each in result.details or [] if each.curve), None)
     if detail is None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Target, Trial
 from batchtune.report.figures.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
 from batchtune.report.view.pick import SECONDS, VALUE, is_broken, score
-from batchtune.results import Interval, Landscape, Prior, Recommendation, Result, Target, Trial
 from batchtune.units import duration, number, time_interval, time_unit
 
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
@@ -32,7 +32,7 @@ class _Place:
     broken: bool
 
 
-def landscape(result: Result) -> go.Figure | None:
+def landscape(result: Document) -> go.Figure | None:
     """The configurations tried over batch size and learning rate, coloured by the time to target (or the metric).
 
     Under them the response surface's prediction, as lines: it is an estimate, and its legend says so.
@@ -104,7 +104,7 @@ def _draw_predicted(figure: go.Figure, predicted: Landscape) -> None:
     )
 
 
-def _draw_belief(figure: go.Figure, prior: Prior, result: Result) -> None:
+def _draw_belief(figure: go.Figure, prior: Prior, result: Document) -> None:
     """Where the search started: the batch size and learning rate believed best, and where training came apart."""
     today = next((trial.batch_size for trial in result.trials or [] if trial.role == "baseline"), None)
     start = prior.start_batch_size or today

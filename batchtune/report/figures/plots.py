@@ -7,13 +7,13 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from batchtune.document import Document, ThroughputPoint
 from batchtune.report.figures.estimates import efficiency, estimates, step
 from batchtune.report.figures.landscape import landscape
 from batchtune.report.figures.probes import memory, throughput
 from batchtune.report.figures.theme import LIGHT, axis, batch_axis, layout
 from batchtune.report.figures.trials import curves
 from batchtune.report.view.pick import probes_of
-from batchtune.results import Result, ThroughputPoint
 
 __all__ = ["curves", "efficiency", "estimates", "figures", "landscape", "memory", "sensors", "step", "throughput"]
 
@@ -27,7 +27,7 @@ _SENSORS = {
 }
 
 
-def figures(result: Result) -> dict[str, go.Figure]:
+def figures(result: Document) -> dict[str, go.Figure]:
     """Every figure that the result has the measurements for, by name, in reading order."""
     drawn = {
         "estimates": estimates(result),
@@ -42,7 +42,7 @@ def figures(result: Result) -> dict[str, go.Figure]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def sensors(result: Result) -> go.Figure | None:
+def sensors(result: Document) -> go.Figure | None:
     """What the device's sensors said at each batch size, one row for each sensor that was there."""
     probe = result.probe or next(iter(probes_of(result)), None)
     points = sorted(probe.throughput, key=lambda point: point.batch_size) if probe else []

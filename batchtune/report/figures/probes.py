@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
+from batchtune.document import Document, ProbeResult
 from batchtune.report.figures.theme import LIGHT, SERIES, axis, batch_axis, label, layout
 from batchtune.report.view.pick import fitted_speeds, memory_range, peak_of, probes_of
-from batchtune.results import ProbeResult, Result
 from batchtune.units import bytes_unit, duration, number, size
 
 _TOP = 1.12  # room above the highest point
@@ -19,7 +19,7 @@ _OUTCOMES = {
 }
 
 
-def memory(result: Result) -> go.Figure | None:
+def memory(result: Document) -> go.Figure | None:
     """Peak memory against batch size: every attempt, the limit, what fitted and what did not."""
     probes = [probe for probe in probes_of(result) if probe.attempts]
     reach = memory_range(probes)
@@ -109,7 +109,7 @@ def _draw_failures(figure: go.Figure, probe: ProbeResult, height_bytes: float, s
             )
 
 
-def throughput(result: Result) -> go.Figure | None:
+def throughput(result: Document) -> go.Figure | None:
     """Training speed against batch size, with the fitted step time and the point from which more gains little."""
     probes = [probe for probe in probes_of(result) if probe.throughput]
     if not probes:

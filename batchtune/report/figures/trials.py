@@ -8,15 +8,15 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from batchtune.document import Document, Target, Trial
 from batchtune.report.figures.theme import LIGHT, axis, gaps, label, layout, spread
 from batchtune.report.view.pick import is_of
-from batchtune.results import Result, Target, Trial
 from batchtune.units import number
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis
 
 
-def curves(result: Result) -> go.Figure | None:
+def curves(result: Document) -> go.Figure | None:
     """The metric of every run against its training time, with the target."""
     trials = [trial for trial in result.trials or [] if any(point.value is not None for point in trial.curve)]
     if not trials:
@@ -52,7 +52,7 @@ def curves(result: Result) -> go.Figure | None:
     return figure
 
 
-def _is_baseline(trial: Trial, result: Result) -> bool:
+def _is_baseline(trial: Trial, result: Document) -> bool:
     return trial.role == "baseline" or is_of(trial, result.baseline)
 
 

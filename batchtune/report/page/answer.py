@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from batchtune.document import Document, Estimate, Interval, ProbeResult, Recommendation
 from batchtune.report.page.markup import Markup, facts, join, tag
 from batchtune.report.view.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
 from batchtune.report.view.wording import (
@@ -15,13 +16,12 @@ from batchtune.report.view.wording import (
     ranks,
     step_time,
 )
-from batchtune.results import Estimate, Interval, ProbeResult, Recommendation, Result
 from batchtune.units import duration, number, size
 
 _MOST_ESTIMATES = 20
 
 
-def answer(result: Result) -> Markup | None:
+def answer(result: Document) -> Markup | None:
     """The recommendation of a study, the largest batch of a probe or of an estimate; None where there is none."""
     if result.recommendation is not None:
         return _recommended(result, result.recommendation)
@@ -36,7 +36,7 @@ def _hero(figure: str, words: str, *rest: Markup | None) -> Markup:
     return tag("section", big, *rest, class_="answer", id_="answer")
 
 
-def _recommended(result: Result, found: Recommendation) -> Markup:
+def _recommended(result: Document, found: Recommendation) -> Markup:
     rows: list[tuple[str, object]] = [
         ("batch size", batch_text(found)),
         ("learning rate", number(found.learning_rate)),
@@ -61,7 +61,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".") if text else ""
 
 
-def _prior(result: Result) -> list[Markup]:
+def _prior(result: Document) -> list[Markup]:
     """Why the search looked where it did."""
     prior = result.prior
     if prior is None:
@@ -74,7 +74,7 @@ def _prior(result: Result) -> list[Markup]:
     return [tag("p", tag("b", name), f"{why}.", class_="target") for name, why in reasons.items() if why]
 
 
-def _target(result: Result) -> Markup | None:
+def _target(result: Document) -> Markup | None:
     target = result.target
     if target is None or target.value is None:
         return None
@@ -83,7 +83,7 @@ def _target(result: Result) -> Markup | None:
     return tag("p", tag("b", "Target: "), f"{target.metric} {sign} {number(target.value, 4)}{why}.", class_="target")
 
 
-def _bars(result: Result, found: Recommendation) -> Iterator[Markup]:
+def _bars(result: Document, found: Recommendation) -> Iterator[Markup]:
     """Recommendation and baseline side by side, each a bar with its interval, for all that is known of the first."""
     metric = result.target.metric if result.target else "metric"
     headings = {SECONDS: "Time to target", JOULES: "Energy to target", VALUE: f"{metric} reached"}
@@ -165,7 +165,7 @@ def _data(probe: ProbeResult) -> Markup | None:
     return None if fed is None else tag("p", tag("b", "Data: "), _sentence(fed.verdict), class_="target")
 
 
-def _estimated(result: Result) -> Markup | None:
+def _estimated(result: Document) -> Markup | None:
     asked = result.estimates or []
     rows = [row for row in asked if row.max_batch_size]
     if not rows:
@@ -199,7 +199,7 @@ def _estimated_on_several(rows: list[Estimate]) -> Markup:
     )
 
 
-def notebook(result: Result) -> str:
+def notebook(result: Document) -> str:
     """A compact table for notebooks: the answer and the sentence why, without plots or styles."""
     heading = tag("b", f"batchtune {result.kind}: {result.name or result.task.path}")
     state = tag("p", f"{result.status}: {result.error.message}" if result.error else result.status)

@@ -8,13 +8,13 @@ import json
 from importlib import resources
 from typing import Any
 
+from batchtune.document import Document
 from batchtune.report.figures.theme import DARK, LIGHT
 from batchtune.report.page import sections as page_sections
 from batchtune.report.page.markup import Markup, join, tag
-from batchtune.results import Result
 
 
-def to_html(result: Result) -> str:
+def to_html(result: Document) -> str:
     """The whole report of one result as a self-contained page; figures without measurements are left out."""
     drawn = _figures(result)
     scripts = [_script_text(text) for text in ([_plotly()] if drawn else []) + [_asset("report.js")]]
@@ -43,7 +43,7 @@ def to_html(result: Result) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _figures(result: Result) -> dict[str, Any]:
+def _figures(result: Document) -> dict[str, Any]:
     """Figures as plain JSON objects; none where plotly is not installed."""
     try:
         from batchtune.report.figures.plots import figures
@@ -70,7 +70,7 @@ def _plotly() -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("batchtune.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("batchtune.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _script_text(text: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from batchtune.report.formats import SNIPPETS
+from batchtune.document import Document, ProbeResult
+from batchtune.report.export.snippets import SNIPPETS
 from batchtune.report.page.answer import answer
 from batchtune.report.page.markup import Markup, facts, tag
 from batchtune.report.page.tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
 from batchtune.report.view.pick import estimate_notes, probes_of
 from batchtune.report.view.wording import largest_batch
-from batchtune.results import ProbeResult, Result
 from batchtune.units import duration, size
 
 _OUTCOMES = {
@@ -24,12 +24,12 @@ _OUTCOMES = {
 _KINDS = {"probe": "Probe report", "tune": "Tuning report", "estimate": "Estimate"}
 
 
-def title(result: Result) -> str:
+def title(result: Document) -> str:
     """What the report is about."""
     return result.name or result.task.path
 
 
-def header(result: Result) -> Markup:
+def header(result: Document) -> Markup:
     """Name, kind, state and place of the run."""
     where = result.environment
     parts = [_moment(result.created_at), where.device if where else None]
@@ -44,13 +44,13 @@ def header(result: Result) -> Markup:
     )
 
 
-def footer(result: Result) -> Markup:
+def footer(result: Document) -> Markup:
     """Who wrote this, from what."""
     rule = "Calculated, not measured." if result.kind == "estimate" else "What was not measured is not shown."
     return tag("footer", tag("p", f"Written by batchtune {result.batchtune_version}. {rule}"))
 
 
-def sections(result: Result, figures: dict[str, Markup]) -> Iterator[Markup | None]:
+def sections(result: Document, figures: dict[str, Markup]) -> Iterator[Markup | None]:
     """The page from top to bottom; None stands for what this result has no figures for."""
     if result.status != "complete":
         reason = result.error.message if result.error else "what was measured until then follows"
@@ -80,7 +80,7 @@ def _section(heading: str, *children: Markup | None, id_: str | None = None) -> 
     return tag("section", tag("h2", heading), *children, id_=id_)
 
 
-def _paste(result: Result) -> Markup | None:
+def _paste(result: Document) -> Markup | None:
     written = {name: text for name, write in SNIPPETS.items() if (text := write(result))}
     if not written:
         return None
@@ -116,7 +116,7 @@ def _certificate(probe: ProbeResult) -> Markup:
     return facts(rows)
 
 
-def _environment(result: Result) -> Markup:
+def _environment(result: Document) -> Markup:
     where = result.environment
     shown = where.model_dump(exclude_none=True) if where else {}
     rows = [

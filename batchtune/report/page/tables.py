@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from batchtune.document import Document, ProbeResult, Trial
 from batchtune.report.page.markup import Markup, table, tag
 from batchtune.report.view.pick import estimated, is_of, named_values, probes_of
 from batchtune.report.view.wording import expected_times, ranks
-from batchtune.results import ProbeResult, Result, Trial
 from batchtune.units import duration, number, share, size
 
 _Cell = object
@@ -21,7 +21,7 @@ def _count(number_of: int, name: str) -> str:
     return f"{number_of:,} {name}{'' if number_of == 1 else 's'}"
 
 
-def trials(result: Result) -> Markup:
+def trials(result: Document) -> Markup:
     """Every run of the study, which its reader can sort."""
     metric = result.target.metric if result.target else "metric"
     columns = [
@@ -68,7 +68,7 @@ def _run(trial: Trial) -> list[_Cell]:
     ]
 
 
-def scaling(result: Result) -> Markup | None:
+def scaling(result: Document) -> Markup | None:
     """What several ranks would take, and which were timed for that."""
     found = result.recommendation.scaling if result.recommendation else None
     if found is None:
@@ -114,7 +114,7 @@ def attempts(probe: ProbeResult) -> Markup:
     )
 
 
-def precisions(result: Result) -> Markup | None:
+def precisions(result: Document) -> Markup | None:
     """The precisions side by side, where several were probed."""
     probes = probes_of(result)
     if len(probes) < 2:  # noqa: PLR2004 - nothing to compare
@@ -146,7 +146,7 @@ def precisions(result: Result) -> Markup | None:
     return table(columns, rows, caption="The precisions side by side", sortable=True)
 
 
-def estimates(result: Result) -> Markup:
+def estimates(result: Document) -> Markup:
     """The calculated answer for each GPU and precision."""
     columns = [
         ("GPU", False),
@@ -178,7 +178,7 @@ def estimates(result: Result) -> Markup:
     return table(columns, rows, caption="Estimated largest batch on each GPU", sortable=True)
 
 
-def memory_details(result: Result) -> Markup | None:
+def memory_details(result: Document) -> Markup | None:
     """What memory is for at the estimated peak of each precision."""
     if not result.details:
         return None
@@ -192,7 +192,7 @@ def memory_details(result: Result) -> Markup | None:
     return table([*columns, ("peak in", False)], rows, caption="What memory is for at its peak, estimated")
 
 
-def holders(result: Result) -> Markup | None:
+def holders(result: Document) -> Markup | None:
     """The modules and lines whose activations are alive at the peak of the first precision, largest first."""
     found = next((row for row in result.details or [] if row.holders), None)
     if found is None:

@@ -7,9 +7,9 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from batchtune.document import ProbeResult
 from batchtune.report.terminal.plots import MIN_WIDTH, Axis, Layer, draw
 from batchtune.report.view.pick import fitted_speeds, memory_range, peak_of
-from batchtune.results import ProbeResult
 from batchtune.units import bytes_unit, size
 
 _GAP = 3

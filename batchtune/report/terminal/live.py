@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.observer import Observer
 from batchtune.report.terminal.stand_ins import written_in
 from batchtune.report.terminal.tables import COLOURS
-from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.units import duration, number, size
 
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left

@@ -16,7 +16,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from batchtune.report.formats import snippet
+from batchtune.document import Document, Prior, ProbeResult
+from batchtune.report.export.snippets import snippet
 from batchtune.report.terminal import tables as text_tables
 from batchtune.report.terminal.figures import Figures
 from batchtune.report.terminal.stand_ins import written_in
@@ -30,14 +31,13 @@ from batchtune.report.view.wording import (
     ranks,
     step_time,
 )
-from batchtune.results import Prior, ProbeResult, Result
 
 _UNBOUNDED = 10_000
 _CONTINUED = " \\"
 _NARROW = 60  # columns below which a frame would take room that words need
 
 
-def render(result: Result) -> RenderableType:
+def render(result: Document) -> RenderableType:
     """The whole report of one result."""
     return _Report(result)
 
@@ -45,7 +45,7 @@ def render(result: Result) -> RenderableType:
 class _Report:
     """Lines that neither trail blanks nor hold a character that the output cannot write."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: Document) -> None:
         self._result = result
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -67,7 +67,7 @@ def _tidy(line: list[Segment], encoding: str) -> list[Segment]:
     return kept
 
 
-def _parts(result: Result) -> Iterator[RenderableType]:
+def _parts(result: Document) -> Iterator[RenderableType]:
     """The report from top to bottom."""
     if result.status != "complete":
         reason = f": {result.error.message}" if result.error else ""
@@ -91,7 +91,7 @@ def _parts(result: Result) -> Iterator[RenderableType]:
     yield from _rest(result)
 
 
-def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | None) -> Iterator[RenderableType]:
+def _tables(result: Document, probes: list[ProbeResult], chosen: ProbeResult | None) -> Iterator[RenderableType]:
     """Everything behind the answer, row by row."""
     tables = [text_tables.precisions(probes, chosen=chosen)] if len(probes) > 1 else []
     if result.kind == "probe":
@@ -111,7 +111,7 @@ def _tables(result: Result, probes: list[ProbeResult], chosen: ProbeResult | Non
     yield from (Text(text_tables.held_most(row)) for row in result.details or [] if row.holders)
 
 
-def _rest(result: Result) -> Iterator[RenderableType]:
+def _rest(result: Document) -> Iterator[RenderableType]:
     """What to do with it, what to know about it, and where it comes from."""
     yield from (Text(note, style="dim") for note in estimate_notes(result.estimates or []))
     lines = snippet(result)
@@ -157,7 +157,7 @@ class _Code:
 class _Comparison:
     """The recommended configuration beside what is run today, as far as each is known."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: Document) -> None:
         self._rows = configurations(result)
         self._columns = CONFIGURATIONS[: len(self._rows[0][1])]
 

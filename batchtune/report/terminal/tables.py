@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
+from batchtune.document import Document, Estimate, MemoryDetail, ProbeResult, Scaling, Trial
 from batchtune.report.terminal.fitted_table import Column, FittedTable, bar
 from batchtune.report.view.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
 from batchtune.report.view.wording import expected_times, largest_batch
-from batchtune.results import Estimate, MemoryDetail, ProbeResult, Result, Scaling, Trial
 from batchtune.units import aligned, bytes_unit, number, share, size, sizes, times
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}
@@ -97,7 +97,7 @@ def precisions(probes: Sequence[ProbeResult], *, chosen: ProbeResult | None) -> 
     return FittedTable("precisions compared, each at its best speed", columns, strong)
 
 
-def estimates(result: Result) -> FittedTable:
+def estimates(result: Document) -> FittedTable:
     """Largest batches by calculation, and how sure each is; nothing here was measured."""
     rows = sorted(result.estimates or [], key=lambda estimate: (estimate.memory_bytes, estimate.gpu))
     memory_unit, memory = sizes([row.memory_bytes for row in rows])
@@ -119,7 +119,7 @@ def estimates(result: Result) -> FittedTable:
     return FittedTable("largest micro-batch on each GPU, estimated, not measured", columns)
 
 
-def memory_details(result: Result) -> FittedTable:
+def memory_details(result: Document) -> FittedTable:
     """What memory is for at the estimated peak of each precision, and what holds the most activations."""
     rows = result.details or []
     unit, scale = bytes_unit(max(row.peak_allocated_bytes for row in rows))
@@ -170,7 +170,7 @@ def scaling(found: Scaling) -> FittedTable:
     return FittedTable("on several devices", columns)
 
 
-def trials(result: Result) -> FittedTable:
+def trials(result: Document) -> FittedTable:
     """The best runs of a study, those of the recommended configuration marked."""
     ran = [trial for trial in result.trials or [] if trial.state != "waiting"]
     key = objective(result)

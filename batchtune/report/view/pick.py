@@ -6,7 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from batchtune.results import Attempt, Estimate, Prior, ProbeResult, Recommendation, Result, ThroughputFit, Trial, Value
+from batchtune.document import (
+    Attempt,
+    Document,
+    Estimate,
+    Prior,
+    ProbeResult,
+    Recommendation,
+    ThroughputFit,
+    Trial,
+    Value,
+)
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
 """What a study can want the best of: fields of trials, and of recommendations."""
@@ -18,7 +28,7 @@ _NAMED = 3  # GPUs before a note
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 
 
-def probes_of(result: Result) -> list[ProbeResult]:
+def probes_of(result: Document) -> list[ProbeResult]:
     """The probe of each precision."""
     return result.probes or ([result.probe] if result.probe else [])
 
@@ -35,7 +45,7 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
     )
 
 
-def objective(result: Result) -> str:
+def objective(result: Document) -> str:
     """What the study wanted the best of; where an earlier version did not write that down, what its trials have."""
     ran, kind = result.trials or [], result.target.kind if result.target else None
     if kind is not None:
@@ -68,7 +78,7 @@ def believed(prior: Prior) -> str:
     return f"{about}: {prior.learning_rate_reason}"
 
 
-def to_train_with(result: Result) -> Recommendation | None:
+def to_train_with(result: Document) -> Recommendation | None:
     """The settings to train with, all of which ran: those recommended, or the largest batch where only that was asked.
 
     A probe tries no learning rates, so its settings have none.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from batchtune.document import DataParallel, Document, Environment, ProbeResult, Recommendation, Scaling, ThroughputFit
 from batchtune.report.view.pick import named_values
-from batchtune.results import DataParallel, Environment, ProbeResult, Recommendation, Result, Scaling, ThroughputFit
 from batchtune.units import duration, interval, number, share, size, time_interval
 
 _LIMITED_BY = {
@@ -13,7 +13,7 @@ _LIMITED_BY = {
 }
 
 
-def configurations(result: Result) -> list[tuple[str, list[str]]]:
+def configurations(result: Document) -> list[tuple[str, list[str]]]:
     """The recommended configuration and, where it was measured, today's: a row for each fact known of the first.
 
     The first row is the batch size. A metric may be called what another row is.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 
+from batchtune.document import Recommendation
 from batchtune.errors import UsageError
 from batchtune.files import load_result
-from batchtune.results import Recommendation
 
 
 def recommended(path: str | os.PathLike[str]) -> Recommendation:

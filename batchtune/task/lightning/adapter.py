@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
-from batchtune.task.lightning.callback import ApplyResult
 from batchtune.task.lightning.data import LightningData, library_of, overrides
 from batchtune.task.lightning.trainer import TrainerView, samples_in
-
-__all__ = ["ApplyResult", "LightningTask"]
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
 

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
-from batchtune.task.transformers.callback import ApplyResult, apply_result
 from batchtune.task.transformers.generated import GeneratedBatches
-
-__all__ = ["ApplyResult", "ModelTask", "TrainerTask", "apply_result"]
 
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
 _WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")

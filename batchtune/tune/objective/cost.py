@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from batchtune.config.schema import Kind
-from batchtune.results import CurvePoint, Trial
+from batchtune.document import CurvePoint, Trial
+from batchtune.vocabulary import Kind
 
 
 @dataclass(frozen=True, slots=True)

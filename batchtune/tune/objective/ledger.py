@@ -11,8 +11,8 @@ from typing import Any, Literal
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.document import ThroughputFit, Trial
 from batchtune.protocol.run_spec import pace_kind
-from batchtune.results import ThroughputFit, Trial
 from batchtune.tune.objective.cost import Cost
 from batchtune.tune.objective.records import is_settled, to_record
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.results import CurvePoint, Target, Trial, Value
+from batchtune.document import CurvePoint, Target, Trial, Value
 from batchtune.tune.objective.cost import JOULES, SECONDS
 
 _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "waiting"]] = {

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from optuna import Study
 
-from batchtune.config.schema import Config, Goal
+from batchtune.config.schema import Config
+from batchtune.document import CurvePoint, Target
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
-from batchtune.results import CurvePoint, Target
 from batchtune.tune.objective.cost import cost_of
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import NO_TIME_LEFT, meets
+from batchtune.vocabulary import Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
 CAME_APART = "where it diverged"

@@ -8,8 +8,8 @@ from optuna import Study
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.config.schema import Goal
 from batchtune.tune.optuna_parts.sampler import require_minimizing
+from batchtune.vocabulary import Goal
 
 MILLISECOND = 1e-3
 _STALLED_GAIN = 0.03  # of the whole way so far, in half of the time

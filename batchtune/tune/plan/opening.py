@@ -10,7 +10,8 @@ from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
-from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerSettings
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
+from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.tune.plan.prepare import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
@@ -33,30 +34,30 @@ def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     require_executor(config.executor)
     with Worker(worker_settings(config), observer.printed) as worker:
-        return open_task(worker, config)
+        return open_task(worker, config).model_dump(exclude_unset=True)
 
 
-def open_task(worker: Worker, config: Config) -> dict[str, Any]:
-    """The facts of the opened task, if it can be tuned as asked.
+def open_task(worker: Worker, config: Config) -> Opened:
+    """What the child says of the task, if it can be tuned as asked.
 
     Raises:
         BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
     """
     try:
-        facts = worker.start()
+        opened = worker.start()
     except (DeviceError, UsageError) as error:
         text = str(error)
         for flag, key in {"--device ": "device ", "--memory-limit ": "memory.limit "}.items():
             text = key + text.removeprefix(flag) if text.startswith(flag) else text
         raise type(error)(text) from None
-    require(config, facts)
-    return facts
+    require(config, opened)
+    return opened
 
 
-def worker_settings(config: Config) -> WorkerSettings:
+def worker_settings(config: Config) -> OpenTask:
     """What every worker of the study opens."""
     precision = [config.precision] if isinstance(config.precision, str) else config.precision
-    return WorkerSettings(
+    return OpenTask(
         task=config.task,
         device=config.device,
         purpose="tune",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchtune.config.schema import Config
-from batchtune.results import Prior, ProbeResult, Value
+from batchtune.document import Prior, ProbeResult, Value
 from batchtune.tune.plan.prior import Candidates
 
 

@@ -6,13 +6,13 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from batchtune.config.schema import Config
+from batchtune.document import NoiseScale, Prior, ProbeResult, RangeTest
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
-from batchtune.results import LoaderPoint, NoiseScale, Prior, ProbeResult, RangeTest, ThroughputPoint
+from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
 from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
 from batchtune.tune.plan.space import argument_distributions, rates_to_search
 from batchtune.tune.plan.steps import fastest_split, splits_to_time, step_seconds, with_loading
@@ -26,7 +26,7 @@ _LOADER_SECONDS = 0.1  # loading alone
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
 
 
-def require(config: Config, facts: dict[str, Any]) -> None:
+def require(config: Config, opened: Opened) -> None:
     """Refuses what this task or this device cannot do, before anything runs.
 
     Raises:
@@ -34,13 +34,13 @@ def require(config: Config, facts: dict[str, Any]) -> None:
         UsageError: an argument under `space` cannot be searched as asked, or the data set is smaller than the batch,
             or than any that may be searched.
     """
-    if config.objective.kind == "energy_to_target" and not facts["counts_energy"]:
+    if config.objective.kind == "energy_to_target" and not opened.counts_energy:
         raise DeviceError(
-            f"objective.kind energy_to_target: {facts['environment']['device']} has no energy counter that NVML reads; "
+            f"objective.kind energy_to_target: {opened.device_name} has no energy counter that NVML reads; "
             "use time_to_target, or an NVIDIA GPU from Volta on"
         )
-    argument_distributions(config, facts["optimizer_defaults"])
-    data_size, base = facts["train_size"], config.baseline.batch_size
+    argument_distributions(config, opened.optimizer_defaults)
+    data_size, base = opened.train_size, config.baseline.batch_size
     if data_size is not None and base > data_size:
         key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
         raise UsageError(f"{key} {base} is more than the {data_size} samples of train_dataset")
@@ -72,24 +72,24 @@ def _multiple_of(config: Config) -> int:
     return 1 if unit == "auto" else unit
 
 
-def prepare(config: Config, probe: ProbeResult, facts: dict[str, Any], worker: Worker, observer: Observer) -> Prior:
+def prepare(config: Config, probe: ProbeResult, opened: Opened, worker: Worker, observer: Observer) -> Prior:
     """Measures what the search starts from; what cannot be measured is left out, and the reason says so.
 
     Args:
         config: the configuration.
         probe: the largest micro-batch and the step times.
-        facts: what the child said of the task.
+        opened: what the child said of the task.
         worker: the child that measures.
         observer: told of what was found.
     """
     started = time.perf_counter()
     micro, micro_reason = _split(config, probe, worker)
     loading = _loader_seconds(config, probe, worker)
-    probe = with_loading(probe, loading, facts["device"])
-    chosen, base = candidates(config, probe, facts["train_size"]), config.baseline
+    probe = with_loading(probe, loading, opened.device)
+    chosen, base = candidates(config, probe, opened.train_size), config.baseline
     noise, test, start, skipped = _measure(config, probe, worker, chosen.batch_sizes)
     rate, decades, why = rate_belief(
-        optimizer=facts["optimizer"], rate_today=base.learning_rate, batch_size=start, range_test=test
+        optimizer=opened.optimizer, rate_today=base.learning_rate, batch_size=start, range_test=test
     )
     lowest, highest = rates_to_search(config)
     if not lowest <= rate <= highest:
@@ -120,17 +120,10 @@ def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float
     """What it takes to load a sample, as runs do it; None where the loader fails by itself."""
     size = min(config.baseline.batch_size, probe.max_batch_size or 1)
     try:
-        answer = worker.call(
-            "time_loader",
-            timeout=LONG_SILENCE_SECONDS,
-            batch_size=size,
-            num_workers=0,
-            pin_memory=False,
-            seconds=_LOADER_SECONDS,
-        )
+        command = TimeLoader(batch_size=size, num_workers=0, pin_memory=False, seconds=_LOADER_SECONDS)
+        rate = worker.call(command, timeout=LONG_SILENCE_SECONDS).samples_per_second
     except (WorkerLost, UserCodeError):  # the runs will tell
         return None
-    rate = LoaderPoint.model_validate(answer).samples_per_second
     return 1 / rate if rate else None
 
 
@@ -145,15 +138,13 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
     timed = []
     for size in sizes:
         with contextlib.suppress(WorkerLost):  # what dies while it is timed is no candidate
-            answer = worker.call(
-                "time_steps",
-                timeout=LONG_SILENCE_SECONDS,
+            command = TimeSteps(
                 batch_size=size,
                 precision=probe.precision,
                 seconds=_SPLIT_SECONDS,
                 accumulation_steps=fixed // size,
             )
-            timed.append(ThroughputPoint.model_validate(answer))
+            timed.append(worker.call(command, timeout=LONG_SILENCE_SECONDS))
     if not timed:
         return max(sizes), f"global batch {fixed} is kept, and none of its divisors could be timed"
     return fastest_split(fixed, timed)
@@ -165,20 +156,22 @@ def _measure(
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
     base, budget, skipped = config.baseline, PRIOR_SHARE * config.budget.run, []
     noise, test, start = None, None, start_batch_size(probe, batch_sizes, None)
-    common: dict[str, Any] = {"timeout": LONG_SILENCE_SECONDS, "precision": probe.precision, "seconds": budget}
+    precision, seconds = probe.precision, budget
     try:
         planned = affordable_noise_scale(base.batch_size, probe, budget)
         if isinstance(planned, str):
             skipped.append(planned)
         else:
-            sizes: dict[str, Any] = {
-                "small": planned[0],
-                "large": planned[1],
-                "warm_up_steps": WARM_UP_STEPS,
-                "draws": DRAWS,
-            }
-            answer = worker.call("noise_scale", learning_rate=base.learning_rate, **sizes, **common)
-            noise = NoiseScale.model_validate(answer)
+            measure = MeasureNoiseScale(
+                small=planned[0],
+                large=planned[1],
+                precision=precision,
+                learning_rate=base.learning_rate,
+                warm_up_steps=WARM_UP_STEPS,
+                draws=DRAWS,
+                seconds=seconds,
+            )
+            noise = worker.call(measure, timeout=LONG_SILENCE_SECONDS)
             budget -= planned[2]
         start = start_batch_size(probe, batch_sizes, noise)
         lowest, highest = rates_to_search(config)
@@ -187,9 +180,15 @@ def _measure(
         if isinstance(steps, str):
             skipped.append(steps)
         else:
-            low_high: dict[str, Any] = {"lowest_rate": rates[0], "highest_rate": rates[1]}
-            answer = worker.call("range_test", batch_size=start, steps=steps, **low_high, **common)
-            test = RangeTest.model_validate(answer)
+            rise = RunRangeTest(
+                batch_size=start,
+                precision=precision,
+                lowest_rate=rates[0],
+                highest_rate=rates[1],
+                steps=steps,
+                seconds=seconds,
+            )
+            test = worker.call(rise, timeout=LONG_SILENCE_SECONDS)
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
         skipped.append(f"not all was measured: {error}")
     if test is None or test.lowest_loss_learning_rate is None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.document import NoiseScale, ProbeResult, RangeTest
 from batchtune.errors import UsageError
-from batchtune.results import NoiseScale, ProbeResult, RangeTest
 from batchtune.tune.optuna_parts.surface import Prior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches

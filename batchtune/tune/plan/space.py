@@ -9,8 +9,8 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from batchtune.config.schema import Config, Parameter
+from batchtune.document import Trial, Value
 from batchtune.errors import UsageError
-from batchtune.results import Trial, Value
 from batchtune.tune.plan.plan import Plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
+from batchtune.document import ProbeResult, ThroughputFit, ThroughputPoint
 
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 

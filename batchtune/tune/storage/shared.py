@@ -18,11 +18,12 @@ from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.config.schema import Config, Goal
+from batchtune.config.schema import Config
+from batchtune.document import Prior, ProbeResult
 from batchtune.errors import UsageError
-from batchtune.results import Prior, ProbeResult
 from batchtune.tune.objective.cost import cost_of
 from batchtune.tune.plan.identity import identity_of
+from batchtune.vocabulary import Goal
 
 _BEGUN = "begun"  # the study's attribute
 _SETTLING_SECONDS = 1.0  # in which two machines that settle at the same time have both written

@@ -15,10 +15,10 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from batchtune.document import Landscape, Recommendation, Target, Trial
 from batchtune.observer import Observer
 from batchtune.processes.pool import Crew, work_alone
 from batchtune.processes.worker import Worker
-from batchtune.results import Landscape, Recommendation, Target, Trial
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.ledger import Ledger, Role, over
 from batchtune.tune.objective.records import FAILED_FOR_GOOD, NO_TIME_LEFT

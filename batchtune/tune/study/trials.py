@@ -12,12 +12,12 @@ from optuna import Study
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from batchtune.document import CurvePoint
+from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import PlaceLost, Worker
 from batchtune.protocol.run_spec import RunSpec
-from batchtune.results import CurvePoint
-from batchtune.results import Trial as TrialRecord
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.ledger import Ledger, Role, over
 from batchtune.tune.objective.records import FAILED, NO_TIME_LEFT, curve_attribute, measured, to_curve, to_record

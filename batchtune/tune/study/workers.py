@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchtune.document import CurvePoint
 from batchtune.errors import UserCodeError
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
+from batchtune.protocol.commands import Train
 from batchtune.protocol.run_spec import RunSpec
-from batchtune.results import CurvePoint
 
 Outcome = Literal["reached", "capped", "pruned", "diverged", "finished", "oom", "crash", "timeout", "user_error"]
 
@@ -46,16 +47,16 @@ def run_trial(
     curve: list[CurvePoint] = []
     started = time.perf_counter()
 
-    def on_event(event: dict[str, Any]) -> bool:
-        curve.append(CurvePoint(**event))
-        return on_point(curve[-1])
+    def on_event(point: CurvePoint) -> bool:
+        curve.append(point)
+        return on_point(point)
 
     timeout = max(LONG_SILENCE_SECONDS, 2 * spec.limit_seconds)
     message: str | None = None
     raised: UserCodeError | None = None
     end: dict[str, Any] = {}
     try:
-        end = worker.call("train", timeout=timeout, on_event=on_event, **asdict(spec))
+        end = vars(worker.call(Train(spec=spec), timeout=timeout, on_event=on_event)).copy()
         outcome = end.pop("outcome")
     except WorkerLost as lost:
         outcome, message = lost.outcome, str(lost)

@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 
-from batchtune.results import Interval
+from batchtune.document import Interval
 
 CONFIDENCE = 0.9
 _RESAMPLES = 4000

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchtune.results import Landscape
+from batchtune.document import Landscape
 from batchtune.tune.optuna_parts.surface import Array, Prior, Run, Surface
 
 _RATES = 25

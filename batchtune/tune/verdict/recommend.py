@@ -6,11 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from batchtune.config.schema import Goal, Kind
-from batchtune.results import Interval, Recommendation, Trial, Value
+from batchtune.document import Interval, Recommendation, Trial, Value
 from batchtune.tune.objective.cost import JOULES, SECONDS, Cost, cost_of
 from batchtune.tune.objective.records import FAILED, FAILED_FOR_GOOD
 from batchtune.tune.verdict.intervals import CONFIDENCE, difference_interval, median_interval, ratio_interval
+from batchtune.vocabulary import Goal, Kind
 
 LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference

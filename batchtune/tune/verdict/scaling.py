@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from batchtune.results import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
+from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.tune.objective.records import FAILED_FOR_GOOD
 from batchtune.tune.plan.steps import split_batch
 from batchtune.tune.verdict.intervals import median_interval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchtune.results import Prior, ProbeResult, Recommendation, Target, Trial
+from batchtune.document import Prior, ProbeResult, Recommendation, Target, Trial
 from batchtune.tune.objective.targets import CAME_APART
 from batchtune.tune.plan.steps import step_seconds, with_loading
 from batchtune.units import number

@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 
-from batchtune.estimate.memory.allocator import round_up
-from batchtune.estimate.memory.scratch.blocks import FLOAT, RESULTS, Block, Gpu, Steps, bytes_of, copy_of, given
+from batchtune.estimate.memory.scratch.blocks import (
+    FLOAT,
+    RESULTS,
+    Block,
+    Gpu,
+    Steps,
+    bytes_of,
+    copy_of,
+    given,
+)
+from batchtune.estimate.rounding import round_up
 
 aten = torch.ops.aten
 _STATE, _UNUSED = 6, 7  # places of flash attention's results

@@ -7,8 +7,8 @@ lengths; they differ a little between versions, and so does what is here.
 
 from __future__ import annotations
 
-from batchtune.estimate.memory.allocator import round_up
 from batchtune.estimate.memory.scratch.blocks import LONG, Gpu
+from batchtune.estimate.rounding import round_up
 
 _ALIGNED = 256
 _DIGITS, _BITS = 256, 8  # that one pass of a radix sort tells apart

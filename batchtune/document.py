@@ -1,25 +1,18 @@
-"""The result document: every figure batchtune reports, and its JSON form."""
+"""The result document: every figure batchtune reports, and its JSON form. Data only; `result.py` shows it."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic.json_schema import GenerateJsonSchema
 
-from batchtune import __version__
-from batchtune.config.schema import Goal, Kind
-from batchtune.errors import UsageError
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
+from batchtune.version import __version__
+from batchtune.vocabulary import Goal, Kind, Outcome
 
 SCHEMA_VERSION = 1
-Outcome = Literal["fit", "oom", "kernel_limit", "crash", "timeout", "user_error"]
 
 
 def _finite(value: object) -> object:
@@ -495,8 +488,8 @@ class Failure(Record):
     message: Text
 
 
-class Result(Record):
-    """The document that every command prints with --json and keeps as result.json."""
+class Document(Record):
+    """What a command found, from its first attempt to its last word."""
 
     schema_: Text = Field(
         default=f"batchtune.result/{SCHEMA_VERSION}", alias="schema", pattern=r"^batchtune\.result/\d+$"
@@ -528,89 +521,3 @@ class Result(Record):
     def to_json(self) -> str:
         """The document as indented JSON, figures that were not measured left out."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2)
-
-    def to_frame(self) -> pd.DataFrame:
-        """The rows behind the answer: trials of a study, attempts of a probe, or estimates, one row each.
-
-        Returns:
-            A data frame whose columns are the JSON keys (curves are left out); counts are whole numbers, with or
-            without gaps.
-        """
-        import pandas as pd
-
-        rows: list[dict[str, Any]] = []
-        if self.trials:
-            rows = [trial.model_dump(exclude={"curve"}) for trial in self.trials]
-        elif self.estimates:
-            rows = [estimate.model_dump() for estimate in self.estimates]
-        else:
-            probes = self.probes or ([self.probe] if self.probe else [])
-            rows = [{"precision": p.precision, **a.model_dump()} for p in probes for a in p.attempts]
-        frame = pd.DataFrame(rows)
-        for name in frame:
-            values = [row[str(name)] for row in rows]
-            known = [value for value in values if value is not None]
-            if 0 < len(known) < len(values) and all(type(value) is int for value in known):
-                frame[name] = pd.array(values, dtype="Int64")  # numpy's integers have no gaps, and floats lose digits
-        return frame
-
-    def to_html(self) -> str:
-        """The report as one self-contained page."""
-        from batchtune.report.page.html import to_html
-
-        return to_html(self)
-
-    def plot_memory(self) -> go.Figure:
-        """Peak memory against batch size, with the limit; UsageError where nothing was attempted."""
-        return self._plot("memory")
-
-    def plot_throughput(self) -> go.Figure:
-        """Samples per second against batch size, with the fitted step time; UsageError where it was not measured."""
-        return self._plot("throughput")
-
-    def plot_sensors(self) -> go.Figure:
-        """What the device's sensors said at each batch size; UsageError where there were none."""
-        return self._plot("sensors")
-
-    def plot_estimates(self) -> go.Figure:
-        """The largest batch on each GPU as calculated; UsageError where nothing was estimated."""
-        return self._plot("estimates")
-
-    def plot_curves(self) -> go.Figure:
-        """Learning curves against training time, with the target; UsageError where no run was evaluated."""
-        return self._plot("curves")
-
-    def plot_landscape(self) -> go.Figure:
-        """The runs over batch size and learning rate; UsageError where there are fewer than two configurations."""
-        return self._plot("landscape")
-
-    def plot_efficiency(self) -> go.Figure:
-        """Samples per second and per joule on each GPU as calculated; UsageError where no GPU's rates are known."""
-        return self._plot("efficiency")
-
-    def plot_step(self) -> go.Figure:
-        """Memory over two training steps at the estimated batch; UsageError where nothing was estimated."""
-        return self._plot("step")
-
-    def _plot(self, name: str) -> go.Figure:
-        from batchtune.report.figures import plots
-
-        figure = getattr(plots, name)(self)
-        if figure is None:
-            raise UsageError(f"this {self.kind} result ({self.status}) has no measurements for plot_{name}()")
-        return figure
-
-    def __rich__(self) -> object:
-        from batchtune.report.terminal.report import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        from batchtune.report.page.answer import notebook
-
-        return notebook(self)
-
-
-def result_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the result document."""
-    return {"$schema": GenerateJsonSchema.schema_dialect} | Result.model_json_schema(by_alias=True)

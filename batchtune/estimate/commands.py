@@ -1,0 +1,37 @@
+"""What a child that traces can be asked for, besides what any child can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchtune.protocol.commands import Done
+from batchtune.protocol.messages import Command
+
+PROGRAM = "batchtune.estimate.tracing.server"  # the module whose `main` such a child runs
+
+
+class LoadTracer(Command[Done]):
+    """Loads all that a trace needs but the user's code."""
+
+
+class EstimateMemory(Command[dict[str, Any]]):
+    """The largest batch on each GPU, from one trace; see `batchtune.estimate.tracing.answer.answer`."""
+
+    task: str
+    precision: str
+    gpus: list[dict[str, Any]]
+    memory_limit: int | None = None
+    accumulation_steps: int = 1
+    strategy: str = "ddp"
+    world_size: int = 1
+    checkpointing: bool = False
+
+
+class ExpectMemory(Command[dict[str, Any]]):
+    """What a probe of one device may expect; see `batchtune.estimate.tracing.answer.foresee`."""
+
+    task: str
+    precision: str
+    accumulation_steps: int
+    memory_limit: int
+    gpu: dict[str, Any] | None

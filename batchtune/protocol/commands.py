@@ -1,0 +1,194 @@
+"""What a child can be asked for. Sizes are micro-batch sizes of each rank, times are in seconds, memory in bytes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from batchtune.document import Attempt, Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
+from batchtune.protocol.messages import Command, Message
+from batchtune.protocol.run_spec import RunEnd, RunSpec
+
+
+class Done(Message):
+    """There is nothing to tell."""
+
+
+class Machine(Message):
+    """A machine without a task: its versions and device, and what the device's sensors say now."""
+
+    environment: Environment
+    sensors: dict[str, Any]
+
+
+class Describe(Command[Machine]):
+    """What `batchtune env` shows."""
+
+    device: str
+    first_rank_only: ClassVar[bool] = True
+
+
+class LoadLibraries(Command[Done]):
+    """Imports what every task needs, before there is one."""
+
+
+class Opened(Message):
+    """A task on its device, ready to train.
+
+    Attributes:
+        device: as torch names it.
+        device_count: devices of that kind which the child sees.
+        nvml_uuid: by which NVML knows it.
+        precision: each with the reason why it was chosen.
+        train_size: samples; None for a stream, or where the task makes its batches.
+        optimizer_defaults: of the arguments of build_optimizer that were asked about.
+        optimizer: its class.
+        world_size: number of ranks; 1 for a child alone.
+        strategy: ddp or fsdp, of a group.
+        backend: of a group's process group.
+        rank_memory_limits_bytes: by rank.
+    """
+
+    device: str
+    device_count: int
+    environment: Environment
+    nvml_uuid: str | None
+    counts_energy: bool
+    precision: tuple[tuple[str, str], ...]
+    train_size: int | None
+    has_train_dataset: bool
+    memory_limit_bytes: int | None
+    optimizer_defaults: dict[str, Any]
+    optimizer: str
+    world_size: int = 1
+    strategy: Literal["ddp", "fsdp"] | None = None
+    backend: str | None = None
+    rank_memory_limits_bytes: tuple[int | None, ...] = ()
+
+    @property
+    def device_name(self) -> str:
+        """What the device is called."""
+        return self.environment.device
+
+    @property
+    def is_group(self) -> bool:
+        """Whether several ranks have opened it."""
+        return self.strategy is not None
+
+
+class OpenTask(Command[Opened]):
+    """Opens the device, imports the task, builds the model once and sets the memory limit.
+
+    Attributes:
+        purpose: `probe` or `tune`: what the task must be able to do.
+        memory_limit: None: what the device has, less `margin`.
+        precision: names, `auto` or `all`.
+        optimizer_arguments: of build_optimizer, whose defaults are asked for.
+        metric: the evaluation must have it; None: it does not matter.
+    """
+
+    task: str
+    device: str = "auto"
+    purpose: str = "probe"
+    memory_limit: int | None = None
+    margin: float = 0.05
+    precision: tuple[str, ...] = ("auto",)
+    optimizer_arguments: tuple[str, ...] = ()
+    metric: str | None = None
+
+
+class Tried(Message):
+    """An attempt, and whether more may follow in the same process."""
+
+    attempt: Attempt
+    usable: bool
+
+
+class TryBatchSize(Command[Tried]):
+    """Whether a size trains, and how much memory that takes.
+
+    Attributes:
+        steps: optimizer steps.
+        verify: evaluates and saves a checkpoint, too.
+    """
+
+    batch_size: int
+    steps: int
+    precision: str
+    verify: bool = False
+    accumulation_steps: int = 1
+
+
+class TimeSteps(Command[ThroughputPoint]):
+    """How fast a size trains.
+
+    Attributes:
+        seconds: for about how long to time.
+        communicate: without, each rank trains alone.
+        first_rank_alone: the others do nothing meanwhile.
+    """
+
+    batch_size: int
+    precision: str
+    seconds: float
+    accumulation_steps: int = 1
+    communicate: bool = True
+    first_rank_alone: bool = False
+
+    def asked(self, world_size: int) -> list[int]:
+        return [0] if self.first_rank_alone else super().asked(world_size)
+
+
+class Flops(Message):
+    """Floating-point operations of one sample; None where torch counts none."""
+
+    per_sample: float | None
+
+
+class CountFlops(Command[Flops]):
+    """The floating-point operations of a step."""
+
+    batch_size: int
+    precision: str
+    first_rank_only: ClassVar[bool] = True
+
+
+class TimeLoader(Command[LoaderPoint]):
+    """How fast the training set's batches come, without any training."""
+
+    batch_size: int
+    num_workers: int
+    pin_memory: bool
+    seconds: float
+
+
+class RunRangeTest(Command[RangeTest]):
+    """At which learning rate, rising from step to step, training diverges."""
+
+    batch_size: int
+    precision: str
+    lowest_rate: float
+    highest_rate: float
+    steps: int
+    seconds: float
+
+
+class MeasureNoiseScale(Command[NoiseScale]):
+    """The gradient noise scale, from gradients of two micro-batch sizes."""
+
+    small: int
+    large: int
+    precision: str
+    learning_rate: float
+    warm_up_steps: int
+    draws: int
+    seconds: float
+
+
+class Train(Command[RunEnd]):
+    """One run; each evaluation is told, and the child waits for whether to go on."""
+
+    spec: RunSpec
+
+
+class Rejoin(Command[Done]):
+    """Ranks make their process group anew after an attempt that failed."""

@@ -1,0 +1,66 @@
+"""Commands and their answers as JSON: each command is a class that names the type of its answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+Answer = TypeVar("Answer")
+
+
+class Message(BaseModel):
+    """What crosses between processes; it never changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Command(Message, Generic[Answer]):
+    """What a parent asks of its child.
+
+    Attributes:
+        first_rank_only: of a group of ranks, only the first one is asked.
+    """
+
+    first_rank_only: ClassVar[bool] = False
+    _by_name: ClassVar[dict[str, type[Command[Any]]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "[" not in cls.__name__:
+            Command._by_name[cls.__name__] = cls
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"command": type(self).__name__, **self.model_dump()}
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> Command[Any]:
+        """What `to_message` made, in another process."""
+        arguments = dict(message)
+        return Command._by_name[arguments.pop("command")].model_validate(arguments)
+
+    def read(self, done: Any) -> Answer:
+        """The answer, out of its JSON."""
+        found: Answer = self._adapter().validate_python(done)
+        return found
+
+    def write(self, answer: Answer) -> Any:
+        """The answer as JSON has it."""
+        return self._adapter().dump_python(answer, exclude_unset=True)
+
+    @classmethod
+    @functools.cache
+    def _adapter(cls) -> TypeAdapter[Any]:
+        arguments = (getattr(base, "__pydantic_generic_metadata__", {}).get("args") for base in cls.__mro__)
+        return TypeAdapter(next(found for found in arguments if found)[0])
+
+    def asked(self, world_size: int) -> list[int]:
+        """The ranks of a group that are asked."""
+        return [0] if self.first_rank_only else list(range(world_size))
+
+    def but(self, **changes: Any) -> Self:
+        """The same with other arguments."""
+        return self.model_copy(update=changes)
