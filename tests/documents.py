@@ -3,7 +3,7 @@
 import json
 from math import log2, log10
 
-from batchtune.results import Result
+from batchtune.result import Result
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
 FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}

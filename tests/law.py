@@ -5,8 +5,10 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
+from fakes import FakeTrainer
+
 from batchtune.config.schema import Baseline, Budget, Config, Confirm
-from batchtune.results import CurvePoint, ProbeResult, ThroughputFit
+from batchtune.document import CurvePoint, ProbeResult, ThroughputFit
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 
@@ -51,7 +53,7 @@ def plan(**changes):
     )
 
 
-class LawWorker:
+class LawWorker(FakeTrainer):
     """Stands in for a child process: `train` follows the law, on a clock that takes no time.
 
     Energy is counted as well; a run told to stop is kept where its spec says.
@@ -63,8 +65,7 @@ class LawWorker:
     def reaches(self, folder):
         return True
 
-    def call(self, command, *, timeout, on_event, **spec):
-        assert command == "train"
+    def train(self, *, timeout, on_event, **spec):
         assert timeout > spec["limit_seconds"]
         self.specs.append(spec)
         if len(self.specs) in self.fail_at:

@@ -24,9 +24,10 @@ import psutil
 
 import batchtune
 from batchtune.config.schema import Config
+from batchtune.document import Trial
 from batchtune.observer import Observer
-from batchtune.processes.worker import Worker, WorkerSettings
-from batchtune.results import Trial
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import OpenTask, TryBatchSize
 
 FLAT_MIB = 20.0  # by which a process may change between the second and the last tenth
 FLAT_TIMES = 1.5  # by which the processor time of one may grow
@@ -91,10 +92,10 @@ class Watch(Observer):
 def attempts(number: int, task: str) -> list[Look]:
     """Looks after each of so many attempts, three that fit and one out-of-memory error in turn."""
     looks = []
-    with Worker(WorkerSettings(task=task, device="cpu", memory_limit=1 << 30, precision=("fp32",))) as worker:
+    with Worker(OpenTask(task=task, device="cpu", memory_limit=1 << 30, precision=("fp32",))) as worker:
         for size in itertools.islice(itertools.cycle((8, 64, 512, BEYOND)), number):
-            answer = worker.call("attempt", timeout=600, batch_size=size, steps=3, precision="fp32")
-            outcome = answer["attempt"]["outcome"]
+            answer = worker.call(TryBatchSize(batch_size=size, steps=3, precision="fp32"), timeout=600)
+            outcome = answer.attempt.outcome
             if outcome != ("oom" if size == BEYOND else "fit"):
                 sys.exit(f"batch size {size} came to {outcome}")
             looks.append(Look.now())

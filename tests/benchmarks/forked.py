@@ -117,7 +117,8 @@ def run_command(command: Sequence[str], folder: Path, variables: Mapping[str, st
 
 def warm_up() -> None:
     """Imports what the command and its children import."""
-    for name in ("cli", "estimate.answer", "estimate.trace", "probe.run", "train.attempt", "train.child"):
+    tracing = ("estimate.tracing.answer", "estimate.tracing.trace")
+    for name in ("cli", *tracing, "probe.run", "child.commands.attempt", "child.server"):
         importlib.import_module(f"batchtune.{name}")
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
     assert not torch.cuda.is_initialized()

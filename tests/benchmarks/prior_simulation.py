@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
+from batchtune.document import Attempt
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Trace
@@ -34,7 +35,6 @@ from batchtune.estimate.prior import Foreseen
 from batchtune.estimate.tracing.answer import expectation
 from batchtune.estimate.tracing.trace import trace_step
 from batchtune.probe.search import Bounds, next_size
-from batchtune.results import Attempt
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = tuple(int(each * 0.95 * GIB) for each in (8, 16, 24, 40, 80))

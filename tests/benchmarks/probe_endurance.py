@@ -20,13 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchtune.protocol.commands import TryBatchSize
+
 sys.path.insert(0, str(Path(__file__).parent))
 from probe_methods import STEPS, TASK_FILE, TOLERANCE
 from probe_peers import ENVIRONMENT, MIB, boundary
 from probe_tasks import TASKS
 
 from batchtune import __version__
-from batchtune.processes.worker import Worker, WorkerSettings
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import OpenTask
 
 ATTEMPTS = 200
 FLAT_MIB = 8  # growth of the parent over all attempts; a tensor's worth, or an object an attempt, would be more
@@ -73,12 +76,12 @@ def resident_mib(pid: int | str) -> float:
 
 
 def fits(worker: Worker, size: int) -> bool:
-    answer = worker.call("attempt", timeout=120, batch_size=size, steps=STEPS, precision="fp32")
-    return answer["attempt"]["outcome"] == "fit"
+    answer = worker.call(TryBatchSize(batch_size=size, steps=STEPS, precision="fp32"), timeout=120)
+    return answer.attempt.fits
 
 
 def endure(model: str) -> Endured:
-    settings = WorkerSettings(
+    settings = OpenTask(
         task=f"{TASK_FILE}:{model}", device="cpu", memory_limit=TASKS[model].limit_mib * MIB, precision=("fp32",)
     )
     draw = random.Random(0)

@@ -110,8 +110,8 @@ def _status_bytes(name: str) -> int:
 
 def by_batchtune(job: Job) -> int | None:
     import batchtune
+    from batchtune.document import Attempt
     from batchtune.observer import Observer
-    from batchtune.results import Attempt
 
     class Teller(Observer):
         def attempted(self, attempt: Attempt) -> None:
@@ -132,16 +132,17 @@ def by_batchtune(job: Job) -> int | None:
 
 def by_doubling_and_bisecting(job: Job) -> int:
     """In batchtune's worker, from 2 samples on as Lightning does, to the same tolerance as batchtune."""
-    from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
+    from batchtune.processes.worker import Worker, WorkerLost
+    from batchtune.protocol.commands import OpenTask, TryBatchSize
 
     task = f"{TASK_FILE}:{job.name}"
-    settings = WorkerSettings(task=task, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))
+    settings = OpenTask(task=task, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))
     low, high, size = 0, None, 2
     with Worker(settings) as worker:
         while high is None or high - low > max(1, int(TOLERANCE * low)):
             arguments = {"batch_size": size, "steps": job.steps, "precision": "fp32"}
             try:
-                outcome = worker.call("attempt", timeout=120, **arguments)["attempt"]["outcome"]
+                outcome = worker.call(TryBatchSize(**arguments), timeout=120).attempt.outcome
             except WorkerLost as lost:
                 outcome = lost.outcome
             tell(size=size, outcome=outcome)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from batchtune.child.commands.train import WORSE_LOOKS, WORSE_SHARE, RunSpec, next_evaluation
-from batchtune.results import CurvePoint, ThroughputFit
+from batchtune.document import CurvePoint, ThroughputFit
 
 DATA = Path(__file__).parent / "data"
 SLOWER = 100.0  # than measured: the tasks are small, and stand for trainings whose runs last seconds; ratios count

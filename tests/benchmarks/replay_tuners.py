@@ -10,7 +10,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,11 @@ from replay_tasks import TASKS
 from batchtune.child.commands.range_test import Edge
 from batchtune.child.commands.train import RunSpec
 from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
+from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, Trial
 from batchtune.observer import Observer
-from batchtune.results import CurvePoint, ProbeResult, Trial
+from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest, Train
+from batchtune.protocol.messages import Command
+from batchtune.protocol.run_spec import RunEnd
 from batchtune.tune.plan import prepare as tune_prepare
 from batchtune.tune.plan.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
 from batchtune.tune.study import study as tune_study
@@ -76,27 +79,31 @@ class ReplayWorker:
         self._record, self._clock, self._seed = record, clock, seed
         self.measured: list[tuple[str, float, int]] = []
 
-    def call(self, command: str, *, timeout: float, **arguments: Any) -> dict[str, Any]:
-        if command == "train":
-            return self._train(**arguments)
-        if command == "time_loader":  # not recorded: the record's steps load their data
-            return {"num_workers": 0}
+    def call(self, command: Command[Any], *, timeout: float, on_event: Callable[[CurvePoint], bool] = bool) -> Any:
         before = self._clock.now
-        answer = {"range_test": self._range_test, "noise_scale": self._noise_scale}[command](**arguments)
-        seconds = answer["seconds"] = self._clock.now - before
-        self.measured.append((command.replace("_", " "), seconds, answer.get("batch_size", BASELINE_BATCH_SIZE)))
-        return answer
+        match command:
+            case Train():
+                return self._train(command.spec, on_event)
+            case RunRangeTest():
+                name, answer = "range test", self._range_test(**dict(command))
+            case MeasureNoiseScale():
+                name, answer = "noise scale", self._noise_scale(**dict(command))
+            case _:  # loading is not recorded: the record's steps load their data
+                return LoaderPoint(num_workers=0)
+        answer["seconds"] = seconds = self._clock.now - before
+        self.measured.append((name, seconds, answer.get("batch_size", BASELINE_BATCH_SIZE)))
+        return command.read(answer)
 
-    def _train(self, on_event: Callable[[dict[str, Any]], bool], **arguments: Any) -> dict[str, Any]:
-        run = self._record.train(RunSpec(**arguments))
+    def _train(self, spec: RunSpec, on_event: Callable[[CurvePoint], bool]) -> RunEnd:
+        run = self._record.train(spec)
         before, point = 0.0, next(run)
         while True:
             self._clock.now += point.seconds - before
             before = point.seconds
             try:
-                point = run.send(on_event(asdict(point)))
+                point = run.send(on_event(point))
             except StopIteration as end:
-                return {"outcome": end.value}
+                return RunEnd(end.value)
 
     def _range_test(
         self, batch_size: int, lowest_rate: float, highest_rate: float, steps: int, **_: Any

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import mean, quantiles
 
 from batchtune import __version__
+from batchtune.document import Attempt
 from batchtune.probe.search import Bounds, bracket, next_size
-from batchtune.results import Attempt
 
 GIB = 1 << 30
 BLOCK_BYTES = 2 << 20

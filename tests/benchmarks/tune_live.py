@@ -29,10 +29,12 @@ import torch
 import batchtune
 from batchtune.config.load import load_config
 from batchtune.config.schema import Config
+from batchtune.document import Recommendation, Trial
 from batchtune.observer import Observer
-from batchtune.processes.worker import Worker, WorkerSettings
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import OpenTask
 from batchtune.protocol.run_spec import RunSpec
-from batchtune.results import Recommendation, Result, Trial
+from batchtune.result import Result
 from batchtune.tune.study.workers import TrialRun, run_trial
 from batchtune.tune.verdict.intervals import median_interval, ratio_interval
 
@@ -70,7 +72,7 @@ class Recipe:
             micro_batch_size=choice.batch_size // steps,
             accumulation_steps=steps,
             learning_rate=choice.learning_rate,
-            precision=self._worker.facts["precision"][0][0],
+            precision=self._worker.start().precision[0][0],
             seed=seed,
             metric=self.config.objective.metric,
             goal=self.config.objective.goal,
@@ -195,7 +197,7 @@ def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, 
     assert result.target is not None
     if study_only:
         return f"## {name}\n\n{spent}"
-    settings = WorkerSettings(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
+    settings = OpenTask(task=config.task, device=config.device, purpose="tune", margin=config.memory.margin)
     with Worker(settings) as worker:
         worker.start()
         recipe = Recipe(config, worker)

@@ -22,8 +22,10 @@ from optuna.samplers import BaseSampler
 
 import batchtune
 from batchtune.config.schema import Config
+from batchtune.document import CurvePoint, ProbeResult, ThroughputFit, Trial
 from batchtune.observer import Observer
-from batchtune.results import ProbeResult, ThroughputFit, Trial
+from batchtune.protocol.commands import Train
+from batchtune.protocol.run_spec import RunEnd
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
 from batchtune.tune.study.study import Plan, TuneStudy
@@ -112,10 +114,10 @@ def trials_per_minute(workers: int) -> float:
 class Instant:
     """A worker whose runs have no duration."""
 
-    def call(self, command: str, *, on_event: Any, **_: Any) -> dict[str, Any]:
+    def call(self, command: Train, *, timeout: float, on_event: Any) -> RunEnd:
         for point in ({"seconds": 0.0, "samples": 0, "value": 2.0}, {"seconds": 1.0, "samples": 99, "value": 1.0}):
-            on_event(point)
-        return {"outcome": "finished", "total_steps": None, "kept": False}
+            on_event(CurvePoint(**point))
+        return RunEnd("finished")
 
 
 def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, ...]]:

@@ -13,7 +13,8 @@ import pytest
 from cuda.tasks import PERCEPTRON
 
 import batchtune
-from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.protocol.commands import OpenTask, TryBatchSize
 
 MiB = 2**20
 SIZES = {
@@ -53,16 +54,16 @@ def task(tmp_path, monkeypatch):
 
 
 def test_a_child_is_kept_after_a_clean_failure_and_replaced_after_any_other(task):
-    how = {"timeout": 60.0, "steps": 1, "precision": "fp32"}
     with fake_gpu.machine(fake_gpu.Card("4GiB", context_bytes=300 * MiB)) as machine:
         card, found, pids = machine.cards[0], {}, []
-        settings = WorkerSettings(task=str(task), device="cuda", precision=("fp32",))
+        settings = OpenTask(task=str(task), device="cuda", precision=("fp32",))
         with Worker(settings) as worker:
 
             def attempt(name, size, **different):
                 try:
-                    done = worker.call("attempt", **how | {"batch_size": size} | different)["attempt"]
-                    found[name] = done["outcome"], done["message"]
+                    command = TryBatchSize(batch_size=size, steps=1, precision="fp32")
+                    done = worker.call(command, **{"timeout": 60.0} | different).attempt
+                    found[name] = done.outcome, done.message
                 except WorkerLost as lost:
                     found[name] = lost.outcome, str(lost)
                 if name not in {"dies", "hangs"}:

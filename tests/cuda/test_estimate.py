@@ -44,8 +44,8 @@ from batchtune.child.training.trainer import Trainer
 path, precision, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 task = load_task(path)
 batch, trainer = task.worst_batch(size), Trainer(task, torch.device("cuda", 0), precision, loss_scale=1.0)
-for _ in range(2):
-    trainer.forward_backward(batch)
+for _ in range(3):
+    loss = trainer.forward_backward(batch)  # which a loop holds until the next one is there
     trainer.update()
 print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
 """

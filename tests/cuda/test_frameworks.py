@@ -164,7 +164,7 @@ trainer.fit(module)
 device, steps, rate = trainer.strategy.root_device, trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"]
 """,
     "transformers": """
-from batchtune.task.transformers.adapter import apply_result
+from batchtune.task.transformers import apply_result
 def made_with(path):
     trainer = made()
     arguments = apply_result(hf.TrainingArguments("out", report_to=[], disable_tqdm=True, num_train_epochs=1,

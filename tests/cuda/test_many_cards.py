@@ -6,12 +6,13 @@ from unittest.mock import ANY
 import fake_gpu
 import pytest
 from cuda.tasks import PERCEPTRON
+from fakes import opened
 
 import batchtune
 from batchtune.errors import DeviceError
 from batchtune.observer import Observer
 from batchtune.processes.pool import Crew
-from batchtune.processes.worker import WorkerSettings
+from batchtune.protocol.commands import OpenTask
 
 GiB, MiB = 2**30, 2**20
 LARGE = fake_gpu.Card("24GiB", name="NVIDIA GeForce RTX 3090", uuid="GPU-aaaaaaaa-0000-0000-0000-000000000001")
@@ -85,7 +86,7 @@ def test_a_probe_of_the_second_card_leaves_the_first_alone(task):
 def test_four_workers_have_a_card_each_in_the_order_of_the_users_own_list(task, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,1,0")
     with fake_gpu.machine(*[fake_gpu.Card("8GiB")] * 4) as machine:
-        with Crew(WorkerSettings(task=str(task), device="cuda", precision=("fp32",)), 4, Observer()) as crew:
+        with Crew(OpenTask(task=str(task), device="cuda", precision=("fp32",)), 4, Observer()) as crew:
             crew.grow(crew.first.start())
             for worker in crew._all[1:]:
                 worker.start()
@@ -96,7 +97,7 @@ def test_four_workers_have_a_card_each_in_the_order_of_the_users_own_list(task, 
 
 
 def test_a_worker_on_an_unlike_card_is_refused_by_name(task):
-    settings = WorkerSettings(task=str(task), device="cuda", precision=("fp32",))
+    settings = OpenTask(task=str(task), device="cuda", precision=("fp32",))
     with fake_gpu.machine(LARGE, SMALL), Crew(settings, 2, Observer()) as crew:
         crew.grow(crew.first.start())
         with pytest.raises(DeviceError, match="workers: device cuda:1 is a Tesla T4, but the study is of NVIDIA Ge"):
@@ -104,10 +105,10 @@ def test_a_worker_on_an_unlike_card_is_refused_by_name(task):
 
 
 def test_five_workers_on_four_cards_are_refused(task):
-    settings = WorkerSettings(task=str(task), device="cuda", precision=("fp32",))
-    facts = {"device": "cuda:0", "device_count": 4, "environment": {"device": "Tesla T4"}}
+    settings = OpenTask(task=str(task), device="cuda", precision=("fp32",))
+    task = opened(device="cuda:0", device_count=4, environment={"device": "Tesla T4"})
     with Crew(settings, 5, Observer()) as crew, pytest.raises(DeviceError, match="workers 5: there are only 4 devices"):
-        crew.grow(facts)
+        crew.grow(task)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

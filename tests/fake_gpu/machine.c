@@ -359,8 +359,8 @@ void look_at_sensors(int card) {
   struct card *it = &machine->cards[card];
   lock_machine();
   double time = now(), passed = time - (it->looked ? it->looked : machine->started), done = busy_done(card);
-  if (passed >= 0.1) {
-    it->utilization = fmin(1, fmax(0, (done - it->looked_busy) / passed) + it->busy_by_others);
+  if (passed >= 0.1 || !it->looked) {
+    it->utilization = fmin(1, fmax(0, (done - it->looked_busy) / fmax(passed, 0.1)) + it->busy_by_others);
     double wanted = 35 + 45 * it->utilization;
     it->celsius += (wanted - it->celsius) * (1 - exp(-passed / 5));
     it->looked = time;

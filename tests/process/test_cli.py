@@ -16,7 +16,7 @@ import yaml
 
 import batchtune
 from batchtune.__main__ import main
-from batchtune.results import result_schema as result_schema_of_the_package
+from batchtune.result import result_schema as result_schema_of_the_package
 
 COMMANDS = ("init", "probe", "tune", "report", "env", "schema")
 ESCAPE = "\x1b"

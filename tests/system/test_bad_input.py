@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import batchtune
+from batchtune.document import Attempt
 from batchtune.errors import UsageError
-from batchtune.results import Attempt
 from batchtune.run_folder import RunFolder
 
 # The configuration

@@ -16,7 +16,7 @@ pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installe
 
 
 def test_optuna_dashboard_opens_the_journal_of_a_run_as_the_readme_says(tuned, tmp_path):
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert "\noptuna-dashboard .batchtune/mymodel/study.log " in readme
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))

@@ -1,8 +1,9 @@
 """A hostile week: whatever befalls `probe` and `tune`, starting again finishes, and nothing is lost, doubled or left.
 
 Faults come in chains: a command is struck up to three times in one folder, each time at a random moment and started
-again after it, and is then left alone and has to finish. `pytest -m long tests/faults` injects more than a hundred into
-each command and writes tests/benchmarks/results/faults.md; with `-k starting` it injects a dozen in two minutes.
+again after it, and is then left alone and has to finish. `pytest -m long tests/system/test_faults.py` injects more
+than a hundred into each command and writes tests/benchmarks/results/faults.md; with `-k starting` it injects a dozen
+in two minutes.
 """
 
 import datetime as dt
@@ -133,7 +134,7 @@ def report(blows: list[Blow]) -> str:
     lines = [
         "# Faults injected and survived",
         "",
-        f"{facts} · `pytest -m long tests/faults`",
+        f"{facts} · `pytest -m long tests/system/test_faults.py`",
         "",
         f"Injected at random moments, seeds fixed, up to {BLOWS} into one folder; then the same command ran to its end",
         f"({chains} times). Survived: the exit code is the documented one, no process is left, every JSON file is",

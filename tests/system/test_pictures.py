@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import documents
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = {"report.png": (1120, 1400), "report-phone.png": (390, 1180)}
 
 

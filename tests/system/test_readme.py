@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 CONSOLE = [line[2:] for kind, block in BLOCKS if kind == "console" for line in block.splitlines()]
 SETUP = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
@@ -48,7 +48,7 @@ def test_the_commands_run_in_order(tmp_path, pool):
 def test_the_result_shown_in_the_readme_is_a_result_document():
     import json
 
-    from batchtune.results import Result
+    from batchtune.result import Result
 
     (shown,) = [block for kind, block in BLOCKS if kind == "json"]
     document = json.loads(shown.replace(', "...": "..."', "").replace('"reason": "..."', '"reason": "so"'))
@@ -69,7 +69,7 @@ def test_the_files_and_headings_that_the_readme_points_to_exist():
 
 def test_each_recipe_has_its_page_is_in_the_readme_and_run_by_a_test():
     recipes = ROOT / "recipes"
-    tests = (ROOT / "tests" / "test_recipes.py").read_text(encoding="utf-8")
+    tests = (ROOT / "tests" / "system" / "test_recipes.py").read_text(encoding="utf-8")
     folders = sorted(path.name for path in recipes.iterdir() if path.is_dir() and not path.name.startswith("_"))
     assert folders
     for folder in folders:

@@ -17,9 +17,9 @@ import yaml
 
 from batchtune.device.host_load import watching_others
 from batchtune.files import load_result
-from batchtune.results import result_schema
+from batchtune.result import result_schema
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUSY = 0.2  # share of the processors
 
 

@@ -12,7 +12,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from batchtune.results import result_schema
+from batchtune.result import result_schema
 
 MORE = ("tune", "config.yaml", "budget.run=400ms", "budget.trials=6", "--json")
 # Where the kills fall: after this line of progress, and up to so many seconds later.

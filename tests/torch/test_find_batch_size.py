@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import batchtune
-from batchtune.device.memory import Peaks
+from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
 from batchtune.probe.in_process import find_in_process
 from batchtune.probe.search import Bounds

@@ -5,7 +5,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from batchtune.config.schema import Baseline, Config, config_schema, known_keys, parse_bytes, parse_seconds
+from batchtune.config.quantities import parse_bytes, parse_seconds
+from batchtune.config.schema import Baseline, Config, config_schema, known_keys
 from batchtune.config.yaml import parse_yaml
 
 EXAMPLE = """

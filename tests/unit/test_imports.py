@@ -1,71 +1,97 @@
 """The floors of the house: imports go downward only, and heavy libraries stay where they belong."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "batchtune"
-FLOORS = {
-    "errors": 0, "config": 0, "config_file": 0, "yamlfile": 0, "results": 0, "result_file": 0, "progress": 0,
-    "run_folder": 0,
-    "device": 1, "task": 1, "report": 1,
-    "train": 2,
-    "probe": 3, "tune": 3, "estimate": 3,
-    "__init__": 4,
-    "cli": 5, "session": 5, "__main__": 5,
-}  # fmt: skip
+PACKAGE = Path(__file__).parents[2] / "batchtune"
+FLOORS = (
+    ("version", "vocabulary"),
+    ("document",),
+    ("protocol", "errors", "observer", "units"),
+    ("config", "device", "report.view"),
+    ("processes", "report.export", "report.figures", "tune.objective"),
+    ("processes.ranks", "processes.ray", "report.page", "report.terminal", "tune.optuna_parts"),
+    ("report", "result"),
+    ("files",),
+    ("console", "run_folder", "task.adapting"),
+    ("task.lightning", "task.transformers"),
+    ("task",),
+    ("child.training", "estimate"),
+    ("child.commands", "estimate.memory.scratch"),
+    ("estimate.memory",),
+    ("child",),
+    ("estimate.tracing",),
+    ("probe",),
+    ("tune.plan",),
+    ("tune.storage", "tune.verdict"),
+    ("tune.study",),
+    ("tune",),
+    ("api",),
+    ("",),  # the package's own names
+    ("cli",),
+    ("__main__",),
+)
+"""Rooms from the ground up: a folder with its own files, or a file of the package itself. Imports go down only."""
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
-RESULTS_MAY_RENDER = {"batchtune.report"}  # Result's own terminal and notebook forms, loaded when asked for
+MOST_FILES = 12  # in one folder, besides __init__ and __main__
 
 
 def name_of(path):
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def floor_of(module):
-    parts = module.removeprefix("batchtune").lstrip(".").split(".")
-    return FLOORS[parts[0] or "__init__"]
+NAMES = {name_of(path) for path in MODULES}
+FOLDERS = {name_of(path) for path in MODULES if path.name == "__init__.py"}
+
+
+def room_of(module):
+    """The folder of a module, or the module itself where it lies in the package's own folder."""
+    folder = module if module in FOLDERS else module.rpartition(".")[0]
+    return (module if folder == "batchtune" else folder).removeprefix("batchtune").lstrip(".")
 
 
 def imported(path):
-    """Modules a file imports outside of `if TYPE_CHECKING:`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(node)
-        for guard in ast.walk(tree)
-        if isinstance(guard, ast.If) and "TYPE_CHECKING" in ast.dump(guard.test)
-        for node in ast.walk(guard)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
+    """Modules that a file imports anywhere: in functions and for type checkers, too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & NAMES
+            yield from inner or {node.module}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_from_its_own_floor_or_below(path):
-    here = floor_of(name_of(path))
+def test_a_module_imports_from_its_own_room_or_from_a_lower_floor(path):
+    room = room_of(name_of(path))
     for module in imported(path):
-        if module == "batchtune":
-            continue  # the version; the package itself is empty until asked
-        if module.startswith("batchtune.") and not (
-            path.name == "results.py" and any(module.startswith(each) for each in RESULTS_MAY_RENDER)
-        ):
-            assert floor_of(module) <= here, f"{name_of(path)} imports {module}"
+        if module.partition(".")[0] == "batchtune" and room_of(module) != room:
+            assert FLOOR_OF[room_of(module)] < FLOOR_OF[room], f"{name_of(path)} imports {module}"
+
+
+def test_no_modules_import_each_other():
+    below = {
+        name_of(path): {module for module in imported(path) if module in NAMES} - {name_of(path)} for path in MODULES
+    }
+    while ends := [module for module, others in below.items() if not others & below.keys()]:
+        for module in ends:
+            del below[module]
+    assert below == {}
+
+
+def test_every_room_has_a_floor_and_no_folder_is_crowded():
+    assert {room_of(name_of(path)) for path in MODULES} == FLOOR_OF.keys()
+    crowded = {path.parent for path in MODULES if len(list(path.parent.glob("[!_]*.py"))) > MOST_FILES}
+    assert crowded == set()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_torch_and_optuna_are_imported_only_where_they_belong(path):
     folder = path.relative_to(PACKAGE).parts[0]
     roots = {module.partition(".")[0] for module in imported(path)}
-    if folder not in {"train", "device", "estimate", "task"}:
+    if folder not in {"child", "device", "estimate", "task", "processes"}:
         assert "torch" not in roots
     if folder != "tune":
         assert "optuna" not in roots
@@ -73,7 +99,8 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 PURE = [
     *("probe/search.py", "probe/final_check.py", "probe/throughput.py", "probe/warnings.py"),
-    *("tune/recommend.py", "tune/intervals.py", "tune/steps.py", "tune/seats.py", "tune/warnings.py"),
+    *("tune/verdict/recommend.py", "tune/verdict/intervals.py", "tune/verdict/warnings.py", "tune/plan/steps.py"),
+    "processes/seats.py",
 ]
 
 
@@ -81,16 +108,6 @@ PURE = [
 def test_decisions_are_pure(name):
     roots = {module.partition(".")[0] for module in imported(PACKAGE / name)}
     assert not roots & {"torch", "optuna", "numpy", "pandas"}
-
-
-@pytest.mark.parametrize("arguments", [["-c", "import batchtune.cli"], ["-m", "batchtune", "--help"]])
-def test_the_command_line_starts_without_anything_heavy(arguments):
-    command = [sys.executable, "-X", "importtime", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "typer" in loaded
-    assert not loaded & {"torch", "optuna", "pandas", "plotly", "numpy", "pydantic"}
 
 
 def test_the_functions_stay_functions_after_the_packages_of_their_names_are_imported():

@@ -10,7 +10,7 @@ import typer
 
 from batchtune.cli import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

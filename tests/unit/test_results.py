@@ -10,20 +10,19 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from batchtune.errors import UsageError
-from batchtune.files import load_result, write_atomically
-from batchtune.results import (
+from batchtune.document import (
     Attempt,
     CurvePoint,
     Environment,
     Failure,
     Interval,
     ProbeResult,
-    Result,
     TaskInfo,
     ThroughputPoint,
-    result_schema,
 )
+from batchtune.errors import UsageError
+from batchtune.files import load_result, write_atomically
+from batchtune.result import Result, result_schema
 
 TASK = TaskInfo(path="model.py")
 

@@ -1,15 +1,14 @@
 """The run folder: who may write to it, and when it belongs to another run."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from batchtune.document import Attempt, TaskInfo
 from batchtune.errors import RunInterrupted, UsageError
 from batchtune.files import load_result
-from batchtune.results import Attempt, Result, TaskInfo
+from batchtune.result import Result
 from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
@@ -39,17 +38,6 @@ def test_it_is_free_again_after_closing(folder, tmp_path):
     other = RunFolder("digits", tmp_path / "runs")
     other.open()
     other.close()
-
-
-def test_it_is_free_again_after_its_process_was_killed(tmp_path):
-    code = (
-        "import os, pathlib; from batchtune.run_folder import RunFolder; "
-        f"RunFolder('digits', pathlib.Path({str(tmp_path)!r})).open(); os.kill(os.getpid(), 9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    folder = RunFolder("digits", tmp_path)
-    folder.open()
-    folder.close()
 
 
 def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path):
@@ -203,7 +191,7 @@ def test_ctrl_c_while_the_report_is_drawn_costs_nobody_the_result(folder, tmp_pa
     def interrupt(_result: Result) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Result, "to_html", interrupt)
+    monkeypatch.setattr("batchtune.report.page.html.to_html", interrupt)
     folder.write_result(RESULT)
     with pytest.raises(RunInterrupted, match="the result is saved, and 'batchtune report' draws its page") as raised:
         folder.close()

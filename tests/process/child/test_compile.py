@@ -16,8 +16,9 @@ from batchtune.child.commands.attempt import StepTimes, attempt
 from batchtune.child.commands.time_steps import time_steps
 from batchtune.child.training import heartbeat as life
 from batchtune.child.training.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
-from batchtune.device.memory import Peaks
-from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.device._base import Peaks
+from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.protocol.commands import OpenTask, TryBatchSize
 from batchtune.task.contract import Task
 
 
@@ -104,15 +105,15 @@ def compute_loss(model, batch):
 
 def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(SLOW)
-    settings = WorkerSettings(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
+    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
     with Worker(settings) as worker:
         worker.start()
         begun = time.monotonic()
-        answer = worker.call("attempt", timeout=7, batch_size=2, steps=1, precision="fp32")
-        assert answer["attempt"]["outcome"] == "fit"
+        answer = worker.call(TryBatchSize(batch_size=2, steps=1, precision="fp32"), timeout=7)
+        assert answer.attempt.outcome == "fit"
         assert time.monotonic() - begun > 8
         with pytest.raises(WorkerLost, match="no sign of life for 7 s"):
-            worker.call("attempt", timeout=7, batch_size=13, steps=1, precision="fp32")
+            worker.call(TryBatchSize(batch_size=13, steps=1, precision="fp32"), timeout=7)
 
 
 def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch):
@@ -140,11 +141,11 @@ def test_many_long_steps_are_no_silence(tmp_path):
     (tmp_path / "model.py").write_text(
         SLOW.replace("torch.compile(nn.Linear(4, 1), backend=patient)", "nn.Linear(4, 1)")
     )
-    settings = WorkerSettings(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
+    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
     with Worker(settings) as worker:
-        answer = worker.call("attempt", timeout=8, batch_size=3, steps=6, precision="fp32")
-        assert answer["attempt"]["outcome"] == "fit"
-        assert answer["attempt"]["seconds"] > 12
+        answer = worker.call(TryBatchSize(batch_size=3, steps=6, precision="fp32"), timeout=8)
+        assert answer.attempt.outcome == "fit"
+        assert answer.attempt.seconds > 12
 
 
 def test_without_torch_compile_nothing_is_said_about_it():

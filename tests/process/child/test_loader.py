@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from batchtune.child.commands.time_loader import time_loader
-from batchtune.processes.worker import Worker, WorkerSettings
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import OpenTask, TimeLoader
 from batchtune.task.contract import Task
 
 MEMORY = SimpleNamespace(device=torch.device("cpu"), synchronize=lambda: None)
@@ -89,10 +90,10 @@ def test_the_memory_limit_of_a_cpu_child_does_not_stop_its_loaders_workers(tmp_p
         "def train_dataset(): return Data()\n"
         "def compute_loss(model, batch): return model(batch[:, :2]).mean()\n"
     )
-    settings = WorkerSettings(task=str(tmp_path / "model.py"), device="cpu", memory_limit=50_000_000)
+    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", memory_limit=50_000_000)
     with Worker(settings) as worker:
-        alone = worker.call("time_loader", timeout=60, batch_size=16, num_workers=2, pin_memory=False, seconds=0.1)
+        alone = worker.call(TimeLoader(batch_size=16, num_workers=2, pin_memory=False, seconds=0.1), timeout=60)
         children = psutil.Process(worker._process.pid).children()
-    assert alone["message"] is None
-    assert alone["samples_per_second"] > 0
+    assert alone.message is None
+    assert alone.samples_per_second > 0
     assert children == []

@@ -10,7 +10,7 @@ import pytest
 from batchtune.device import host_memory
 from batchtune.device.host_memory import HostMemory
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 GIB = 2**30
 LIMIT = 200

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from batchtune.estimate.commands import PROGRAM, EstimateMemory
 from batchtune.processes.worker import Worker
 
 A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
@@ -13,7 +14,7 @@ A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", 
 
 @pytest.fixture(scope="session")
 def child():
-    with Worker(None) as worker:
+    with Worker(None, program=PROGRAM) as worker:
         yield worker
 
 
@@ -31,8 +32,6 @@ def ask(child, tmp_path):
             "gpus": list(gpus),
             "memory_limit": memory_limit,
         }
-        return child.call(
-            "apply", timeout=120, function="batchtune.estimate.tracing.answer:answer", arguments=arguments
-        )
+        return child.call(EstimateMemory(**arguments), timeout=120)
 
     return asking

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import batchtune
+from batchtune.document import Estimate
 from batchtune.errors import NothingFitsError
 from batchtune.estimate.document import too_large
-from batchtune.results import Estimate
 
 TASK = """
 import torch

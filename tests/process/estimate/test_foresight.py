@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from fakes import opened
 
+from batchtune.document import Attempt
 from batchtune.errors import DeviceError
 from batchtune.estimate import prior as foresight
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
 from batchtune.estimate.prior import Foreseen, Foresight
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerLost
-from batchtune.results import Attempt
 
 MIB, GIB = 1 << 20, 1 << 30
 FACTS = {
@@ -52,8 +53,8 @@ class Child:
     def __init__(self, answer):
         self.answer, self.asked, self.closed = answer, [], 0
 
-    def call(self, command, *, timeout, function, arguments):
-        self.asked.append((function.rpartition(":")[2], arguments))
+    def call(self, command, *, timeout):
+        self.asked.append((type(command).__name__, dict(command)))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -117,19 +118,19 @@ def test_what_cudnn_takes_is_learnt_as_a_share():
     assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.1, abs=1e-6)
 
 
-def looking(answer, facts=FACTS, device="cuda:0", *, on_cpu=True):
+def looking(answer, opening=FACTS, device="cuda:0", *, on_cpu=True):
     notes, child = Notes(), Child(answer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foresight, "Worker", lambda settings: child)
+        patch.setattr(foresight, "Worker", lambda settings, program: child)
         with Foresight("model.py", device, notes, on_cpu=on_cpu) as sight:
-            found = sight.look(facts, "bf16", 2, timeout=120)
+            found = sight.look(opened(**opening), "bf16", 2, timeout=120)
     return found, notes.notes, child
 
 
 def test_the_child_is_started_at_once_and_asked_once_the_device_is_known():
     answer = vars(foreseen()) | {"peaks": [[1, GIB], [2, 2 * GIB]]}
     found, notes, child = looking(answer)
-    assert [name for name, _ in child.asked] == ["warm_up", "foresee"]
+    assert [name for name, _ in child.asked] == ["LoadTracer", "ExpectMemory"]
     asked = child.asked[1][1]
     assert (asked["precision"], asked["accumulation_steps"], asked["memory_limit"]) == ("bf16", 2, 20 * GIB)
     assert asked["gpu"]["generation"] == "Ampere"
@@ -164,7 +165,7 @@ def on_this_cpu(tmp_path, task):
     path.write_text(task)
     notes = Notes()
     with Foresight(str(path), "cpu", notes, on_cpu=True) as sight:
-        return sight.look({"device": "cpu", "memory_limit_bytes": 2 * GIB}, "fp32", 1, timeout=120), notes.notes
+        return sight.look(opened(device="cpu", memory_limit_bytes=2 * GIB), "fp32", 1, timeout=120), notes.notes
 
 
 def test_a_cpu_is_foreseen_by_what_its_own_operators_allocate(tmp_path):
@@ -200,7 +201,7 @@ def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
     path.write_text(TASK)
     notes = Notes()
     with Foresight(str(path), "auto", notes, on_cpu=False) as sight:
-        found = sight.look(FACTS, "fp32", 1, timeout=120)
+        found = sight.look(opened(**FACTS), "fp32", 1, timeout=120)
     assert found is not None, notes.notes
     assert 18 * GIB < found.traced_bytes(found.expected) < 20 * GIB
     assert found.reserved_bytes(found.expected) == pytest.approx(20 * GIB, rel=1e-3)

@@ -137,7 +137,7 @@ def test_a_leak_is_named_with_what_it_takes_a_step(probed, name):
     found = probed(name)
     (warning,) = (each for each in found.document["warnings"] if "memory grew by" in each)
     assert re.match(r"memory grew by 4[78](\.\d)? MiB a step at batch size [12]", warning)
-    assert bool(re.search("out of memory some 3[01] steps from its start", warning)) == (found.code == 0)
+    assert bool(re.search("out of memory some (29|3[01]) steps from its start", warning)) == (found.code == 0)
 
 
 def test_weights_that_fit_without_the_optimizers_states_do_not_fit(probed):

@@ -14,7 +14,8 @@ from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.worker import Worker, WorkerLost, WorkerSettings
+from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
 MIB = 2**20
 LIMIT = 300 * MIB
@@ -86,10 +87,10 @@ MARK = str(time.time_ns())
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> WorkerSettings:
+def settings(tmp_path_factory) -> OpenTask:
     path = tmp_path_factory.mktemp("task") / "model.py"
     path.write_text(TASK)
-    return WorkerSettings(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+    return OpenTask(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +128,8 @@ def assert_nobody_left() -> None:
 
 def try_size(group: RankGroup, size: int, timeout: float = 60, **changes) -> dict:
     usual = {"steps": 1, "precision": "fp32", "verify": False}
-    return group.call("attempt", timeout=timeout, batch_size=size, **usual | changes)["attempt"]
+    command = TryBatchSize(batch_size=size, **usual | changes)
+    return group.call(command, timeout=timeout).attempt.model_dump()
 
 
 @pytest.mark.parametrize("size", [FORWARD, BACKWARD, OPTIMIZER])
@@ -191,10 +193,8 @@ def test_sharded_ranks_accumulate_evaluate_and_save(settings):
     with RankGroup(settings, 2, "fsdp") as group:
         found = try_size(group, PLAIN, steps=2, verify=True, accumulation_steps=2)
         assert (found["outcome"], found["steps"]) == ("fit", 2)
-        point = group.call(
-            "time_steps", timeout=60, batch_size=PLAIN, precision="fp32", seconds=0.1, accumulation_steps=1
-        )
-        assert point["step_seconds"] > 0
+        point = group.call(TimeSteps(batch_size=PLAIN, precision="fp32", seconds=0.1), timeout=60)
+        assert point.step_seconds > 0
 
 
 def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_path):
@@ -203,13 +203,13 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
     program.write_text(
         "import json, sys, time\n"
         "from batchtune.processes.ranks.group import RankGroup\n"
-        "from batchtune.processes.worker import WorkerSettings\n"
-        f"group = RankGroup(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), 2, 'ddp')\n"
+        "from batchtune.protocol.commands import OpenTask\n"
+        f"group = RankGroup(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), 2, 'ddp')\n"
         "group.start()\n"
         "print(*group._pids, flush=True)\n"
         "time.sleep(600)\n"
     )
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     with subprocess.Popen(
         [sys.executable, program],
         stdout=subprocess.PIPE,

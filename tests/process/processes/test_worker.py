@@ -3,7 +3,6 @@
 Starting a child takes seconds (it imports torch), so each is asked as much as possible and many die side by side.
 """
 
-import json
 import os
 import queue
 import re
@@ -18,13 +17,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes import opened
 
+from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.processes import worker as worker_module
 from batchtune.processes.local import LocalProcess
-from batchtune.processes.worker import PlaceLost, Worker, WorkerLost, WorkerSettings
+from batchtune.processes.worker import PlaceLost, Worker, WorkerLost
+from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
+from batchtune.protocol.run_spec import RunEnd, RunSpec
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 LIMIT = 400 * MIB
 ROW_BYTES = (1 << 14) * 4
@@ -115,15 +118,15 @@ PLAIN = 3
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> WorkerSettings:
+def settings(tmp_path_factory) -> OpenTask:
     path = tmp_path_factory.mktemp("task") / "model.py"
     path.write_text(TASK)
-    return WorkerSettings(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
+    return OpenTask(task=str(path), device="cpu", memory_limit=LIMIT, precision=("fp32",))
 
 
 def try_size(worker: Worker, size: int, timeout: float = 60) -> dict:
-    answer = worker.call("attempt", timeout=timeout, batch_size=size, steps=1, precision="fp32", verify=False)
-    return answer["attempt"]
+    answer = worker.call(TryBatchSize(batch_size=size, steps=1, precision="fp32"), timeout=timeout)
+    return answer.attempt.model_dump()
 
 
 def train_arguments(**changes: object) -> dict:
@@ -167,10 +170,10 @@ def same_child(healthy):
 
 class TestAHealthyChild:
     def test_it_tells_what_it_found(self, healthy):
-        facts = healthy.start()
-        assert facts["precision"] == [["fp32", "asked for"]]
-        assert (facts["device"], facts["train_size"], facts["memory_limit_bytes"]) == ("cpu", 40, LIMIT)
-        assert facts["optimizer"] == "AdamW"
+        found = healthy.start()
+        assert found.precision == (("fp32", "asked for"),)
+        assert (found.device, found.train_size, found.memory_limit_bytes) == ("cpu", 40, LIMIT)
+        assert found.optimizer == "AdamW"
 
     def test_ten_ooms_in_turn_with_ten_fits_leave_the_boundary_where_it_was(self, same_child):
         fits, fails, near = (size * MIB // ROW_BYTES for size in (200, 450, 320))
@@ -204,25 +207,25 @@ class TestAHealthyChild:
             assert worker._process.pid == pid
 
     def test_every_evaluation_of_a_run_is_seen_and_may_end_it(self, same_child):
-        points: list[dict] = []
+        points: list[CurvePoint] = []
 
-        def until_the_third(point: dict) -> bool:
+        def until_the_third(point: CurvePoint) -> bool:
             points.append(point)
             return len(points) < 3
 
         arguments = train_arguments(limit_seconds=60.0, evaluate_every=0.01)
-        answer = same_child.call("train", timeout=60, on_event=until_the_third, **arguments)
-        assert answer.pop("evaluation_seconds") > 0
-        assert answer == {"outcome": "pruned", "kept": False, "total_steps": None, "optimizer": None}
-        assert [point["samples"] > 0 for point in points] == [False, True, True]
+        answer = same_child.call(Train(spec=RunSpec(**arguments)), timeout=60, on_event=until_the_third)
+        assert answer.evaluation_seconds > 0
+        assert replace(answer, evaluation_seconds=None) == RunEnd("pruned")
+        assert [point.samples > 0 for point in points] == [False, True, True]
 
     def test_a_run_goes_on_to_its_limit_when_nobody_looks(self, same_child):
-        answer = same_child.call("train", timeout=60, **train_arguments())
-        assert answer.pop("evaluation_seconds") > 0
-        assert answer == {"outcome": "finished", "kept": False, "total_steps": None, "optimizer": None}
+        answer = same_child.call(Train(spec=RunSpec(**train_arguments())), timeout=60)
+        assert answer.evaluation_seconds > 0
+        assert replace(answer, evaluation_seconds=None) == RunEnd("finished")
 
 
-def fate_of(settings: WorkerSettings, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
+def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
     """What was raised, after how many seconds, and whether the child is still there."""
     with Worker(settings) as worker:
         worker.start()
@@ -266,18 +269,18 @@ def test_a_child_is_missed_at_once_though_a_child_of_its_own_lives_on(fates):
 
 def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
     with Worker(settings) as worker:
-        limit, first = worker.start()["memory_limit_bytes"], worker._process.pid
+        limit, first = worker.start().memory_limit_bytes, worker._process.pid
         with pytest.raises(WorkerLost):
             try_size(worker, SEGFAULT)
         assert try_size(worker, PLAIN)["outcome"] == "fit"
         assert worker._process.pid != first
-        assert worker.facts["memory_limit_bytes"] == limit
+        assert worker.opened.memory_limit_bytes == limit
 
         def interrupt(_event: dict) -> bool:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            worker.call("train", timeout=60, on_event=interrupt, **train_arguments())
+            worker.call(Train(spec=RunSpec(**train_arguments())), timeout=60, on_event=interrupt)
         assert worker._process is None  # a child that waits for an answer is of no use
 
 
@@ -309,7 +312,7 @@ def refusals(tmp_path_factory):
         text, changes, kind, _ = BAD[name]
         path = tmp_path_factory.mktemp("bad") / "model.py"
         path.write_text(text)
-        settings = WorkerSettings(**{"task": str(path), "device": "cpu"} | changes)
+        settings = OpenTask(**{"task": str(path), "device": "cpu"} | changes)
         with Worker(settings) as worker, pytest.raises(kind) as raised:
             worker.start()
         return raised.value
@@ -326,11 +329,12 @@ def test_a_task_is_refused_in_one_line_when_it(refusals, name):
 
 def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
     code = (
-        "from batchtune.processes.worker import Worker, WorkerSettings\n"
-        f"worker = Worker(WorkerSettings(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
+        "from batchtune.processes.worker import Worker\n"
+        "from batchtune.protocol.commands import OpenTask, TryBatchSize\n"
+        f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
         "worker.start(); print('child', worker._process.pid)\n"
         f"for size in ({BEAR}, {HANG}):\n"
-        "    worker.call('attempt', timeout=600, batch_size=size, steps=1, precision='fp32', verify=False)\n"
+        "    worker.call(TryBatchSize(batch_size=size, steps=1, precision='fp32'), timeout=600)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
@@ -355,10 +359,9 @@ def test_closing_a_worker_ends_what_its_child_started(settings):
 
 def test_a_child_without_a_task_describes_the_machine():
     with Worker(None) as worker:
-        answer = worker.call("describe", timeout=60, device="cpu")
-    assert answer["environment"]["device_memory_bytes"] > 0
-    assert answer["sensors"] == {}
-    assert json.dumps(answer)
+        answer = worker.call(Describe(device="cpu"), timeout=60)
+    assert answer.environment.device_memory_bytes > 0
+    assert answer.sensors == {}
 
 
 class TestASpare:
@@ -408,7 +411,7 @@ class TestASpare:
     def test_it_has_not_seen_the_task(self, settings, tmp_path):
         path = tmp_path / "model.py"
         path.write_text(Path(settings.task).read_text())
-        with Worker(replace(settings, task=str(path))) as worker:
+        with Worker(settings.but(task=str(path))) as worker:
             worker.start()
             worker.prepare()
             path.write_text("raise RuntimeError('imported')")
@@ -454,7 +457,7 @@ class TestADeviceThatIsBusyForAMoment:
     @pytest.fixture
     def worker(self, monkeypatch):
         monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
-        busy = Worker(WorkerSettings(task="model.py"))
+        busy = Worker(OpenTask(task="model.py"))
         busy.tries = 0
         return busy
 
@@ -468,13 +471,13 @@ class TestADeviceThatIsBusyForAMoment:
         monkeypatch.setattr(worker, "_open", open_child)
 
     def test_is_waited_for_once_it_has_worked(self, worker, monkeypatch):
-        worker.facts = {"device": "cuda:0"}
+        worker.opened = opened(device="cuda:0")
         self.fill(worker, monkeypatch, 3)
-        assert worker.start() == {"device": "cuda:0"}
+        assert worker.start().device == "cuda:0"
         assert worker.tries == 4
 
     def test_but_not_for_ever(self, worker, monkeypatch):
-        worker.facts = {"device": "cuda:0"}
+        worker.opened = opened(device="cuda:0")
         monkeypatch.setattr(worker_module, "BUSY_SECONDS", 0.05)
         self.fill(worker, monkeypatch, 10**6)
         with pytest.raises(DeviceError):
@@ -500,6 +503,6 @@ def test_a_message_that_cannot_be_sent_ends_the_child(monkeypatch):
     worker = Worker(None)
     worker._process = deaf = Deaf()
     with pytest.raises(PlaceLost):
-        worker.call("describe", timeout=1.0)
+        worker.call(Describe(device="cpu"), timeout=1.0)
     assert deaf.closed
     assert worker._process is None

@@ -520,7 +520,7 @@ class TestApplyResult:
         import lightning
         from lightning.pytorch import Callback
 
-        from batchtune.task.lightning.adapter import ApplyResult
+        from batchtune.task.lightning import ApplyResult
 
         seen = {}
 
@@ -555,7 +555,7 @@ class TestApplyResult:
             self.fit(lit, result_file(precision="bf16"))
 
     def test_a_result_without_a_recommendation_is_refused(self, result_file):
-        from batchtune.task.lightning.adapter import ApplyResult
+        from batchtune.task.lightning import ApplyResult
 
         with pytest.raises(UsageError, match="a result of 'probe' that recommends nothing; apply one of 'tune'"):
             ApplyResult(result_file(kind="probe", recommendation=None))

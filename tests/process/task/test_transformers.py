@@ -381,7 +381,7 @@ class TestApplyResult:
     def run(self, load, path, arguments):
         """Trains a Trainer of the user's for real and says with what."""
         text = f"""{SCRIPT}
-from batchtune.task.transformers.adapter import ApplyResult, apply_result
+from batchtune.task.transformers import ApplyResult, apply_result
 seen = dict()
 
 class Spy(hf.TrainerCallback):
@@ -413,7 +413,7 @@ build_model = made
     def test_precision_comes_with_them(self, result_file):
         import transformers
 
-        from batchtune.task.transformers.adapter import apply_result
+        from batchtune.task.transformers import apply_result
 
         given = transformers.TrainingArguments(output_dir="out", use_cpu=True, report_to=[])
         assert apply_result(given, result_file(precision="bf16")).bf16

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from batchtune.report.export.snippets import SNIPPETS
 from batchtune.report.figures.theme import DARK, LIGHT
-from batchtune.report.formats import SNIPPETS
 from batchtune.report.page.html import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

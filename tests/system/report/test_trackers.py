@@ -12,7 +12,7 @@ import pytest
 from batchtune.errors import UsageError
 from batchtune.report.export.trackers import log_to, study_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 QUIET = {"DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
 theirs = pytest.mark.filterwarnings("ignore")  # what a tracker's own reader says about its future is not for us
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batchtune.document import Environment, TaskInfo
 from batchtune.report.export.trainers import EXPORTS
-from batchtune.results import Environment, TaskInfo
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MICRO, STEPS, RATE = 4, 3, 0.0125
 TYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 

@@ -167,7 +167,7 @@ def children_of(cluster):
         psutil.Process(each.process.pid) for node in cluster.list_all_nodes() for each in node.all_processes["raylet"]
     ]
     family = [child for raylet in raylets for child in raylet.children(recursive=True)]
-    return [child for child in family if "batchtune.train" in " ".join(child.cmdline())]
+    return [child for child in family if "batchtune.child" in " ".join(child.cmdline())]
 
 
 @needs_ray

@@ -15,9 +15,9 @@ import law
 import optuna
 import pytest
 
+from batchtune.document import Prior
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.results import Prior
 from batchtune.tune.storage import storage as storage_module
 from batchtune.tune.storage.shared import Agreement, Machines, delete_study
 from batchtune.tune.storage.storage import open_storage
@@ -27,7 +27,7 @@ pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extr
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MACHINE = """
 import sys
 from pathlib import Path

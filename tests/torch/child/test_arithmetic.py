@@ -11,7 +11,7 @@ from torch.nn import functional
 from batchtune.child.commands.attempt import attempt
 from batchtune.child.commands.count_flops import count_flops, flops_per_sample
 from batchtune.child.commands.time_steps import time_steps
-from batchtune.device.memory import Peaks
+from batchtune.device._base import Peaks
 from batchtune.task.contract import Task
 
 

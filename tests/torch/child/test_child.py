@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from batchtune.child import server as child
-from batchtune.child.rank import Meeting, RankChild
+from batchtune.child.rank import RankChild
 from batchtune.child.server import Child, run_command
 from batchtune.child.training.parallel import Parallel
 from batchtune.device.sharing import Sharing
 from batchtune.device.telemetry import Sensors
-from batchtune.results import DeviceProcess
+from batchtune.document import DeviceProcess
+from batchtune.protocol.commands import Describe, OpenTask
+from batchtune.protocol.rendezvous import Meeting
 
 TASK = """
 from torch import nn
@@ -50,10 +52,10 @@ def done(monkeypatch):
 
 @pytest.fixture
 def opening(tmp_path):
-    """The arguments of `open`."""
+    """The command to open a task."""
     (tmp_path / "model.py").write_text(TASK)
     names = {"task": str(tmp_path / "model.py"), "device": "cpu", "purpose": "probe", "precision": ["fp32"]}
-    return names | {"memory_limit": None, "margin": 0.05, "optimizer_arguments": [], "metric": None}
+    return OpenTask(**names)
 
 
 @pytest.fixture
@@ -64,25 +66,25 @@ def rank(monkeypatch):
 
 
 def test_a_child_looks_who_is_there_before_it_opens_the_device(done, opening):
-    facts = Child(None).open(**opening)
+    found = Child(None).open(opening)
     assert done == ["looked", "opened", "limited to 100"]
-    assert (facts["memory_limit_bytes"], facts["environment"]["device_memory_free_bytes"]) == (100, 10)
+    assert (found.memory_limit_bytes, found.environment.device_memory_free_bytes) == (100, 10)
 
 
 def test_a_rank_does_so_too_and_opens_the_device_once_with_its_part_of_the_hosts_memory(done, opening, rank):
-    facts = rank.open(**opening)
+    found = rank.open(opening)
     assert done == ["looked", "opened", "joined", "limited to 50"]
-    assert (facts["world_size"], facts["strategy"], facts["backend"]) == (4, "fsdp", "gloo")
-    assert [process["pid"] for process in facts["environment"]["other_processes"]] == [12, 99]
+    assert (found.world_size, found.strategy, found.backend) == (4, "fsdp", "gloo")
+    assert [process.pid for process in found.environment.other_processes] == [12, 99]
 
 
 def test_the_limit_that_the_user_names_is_each_ranks(done, opening, rank):
-    rank.open(**opening | {"memory_limit": 70})
+    rank.open(opening.but(memory_limit=70))
     assert done[-1] == "limited to 70"
 
 
 def test_no_room_at_all_is_a_limit_too(done, opening):
-    assert Child(None).open(**opening | {"memory_limit": 0})["memory_limit_bytes"] == 0
+    assert Child(None).open(opening.but(memory_limit=0)).memory_limit_bytes == 0
     assert done[-1] == "limited to 0"
 
 
@@ -92,8 +94,7 @@ def test_a_device_that_is_busy_is_said_to_be_with_those_who_hold_it(done, openin
         raise RuntimeError(BUSY)
 
     monkeypatch.setattr("batchtune.device.memory.open_device", refuse)
-    arguments = opening if command == "open" else {"device": "cpu"}
-    told = run_command(getattr(Child(None), command), arguments)
+    told = run_command(Child(None), opening if command == "open" else Describe(device="cpu"))
     assert told["exit_code"] == 5
     assert told["error"] == (
         "--device cpu: cannot be used now: CUDA error: CUDA-capable device(s) is/are busy or unavailable; "

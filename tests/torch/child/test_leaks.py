@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.child.commands.attempt import PeakTracker
-from batchtune.device.memory import Peaks
+from batchtune.device._base import Peaks
 
 MIB = 2**20
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchtune.device.memory import AcceleratorMemory, Peaks
+from batchtune.device._base import Peaks
+from batchtune.device.accelerator import AcceleratorMemory
 
 GIB = 2**30
 

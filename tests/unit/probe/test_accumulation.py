@@ -1,26 +1,23 @@
 """A probe with gradient accumulation: what each attempt is asked for, by a worker that records it."""
 
 import pytest
+from fakes import FakeChild, opened
 
+from batchtune.document import Attempt, ThroughputPoint
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.results import Attempt, ThroughputPoint
 
 
-class FakeWorker:
+class FakeWorker(FakeChild):
     """A device on which eight samples train."""
 
     def __init__(self):
         self.asked = []
 
     def start(self):
-        return {
-            "memory_limit_bytes": 800,
-            "train_size": None,
-            "device": "cuda:0",
-            "environment": {"device": "NVIDIA A100-SXM4-80GB"},
-        }
+        environment = {"device": "NVIDIA A100-SXM4-80GB"}
+        return opened(memory_limit_bytes=800, device="cuda:0", environment=environment)
 
     def prepare(self):
         """Nothing to do."""
@@ -28,7 +25,7 @@ class FakeWorker:
     def renew(self):
         self.asked.append(("renew", None))
 
-    def call(self, command, *, timeout, batch_size, precision, **arguments):
+    def answer(self, command, *, timeout, batch_size, precision, **arguments):
         self.asked.append((command, arguments.get("accumulation_steps")))
         if command == "attempt":
             outcome = "fit" if batch_size <= 8 else "oom"
@@ -36,7 +33,7 @@ class FakeWorker:
             attempt = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, steps=arguments["steps"])
             return {"attempt": attempt.model_dump()}
         if command == "count_flops":
-            return {"flops_per_sample": 3.12e12}
+            return {"per_sample": 3.12e12}
         return ThroughputPoint(batch_size=batch_size, samples_per_second=10.0, step_seconds=1.0).model_dump()
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from batchtune.document import Attempt
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation, silent_twice, size_below, steps_to_verify
 from batchtune.probe.options import ProbeOptions
-from batchtune.results import Attempt
 
 
 def check(size, outcome="oom", *, steps=0, asked=20):

@@ -4,6 +4,7 @@ import platform
 
 import pytest
 
+from batchtune.document import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
 from batchtune.probe.throughput import with_flops
 from batchtune.probe.warnings import (
     allocator_warnings,
@@ -13,7 +14,6 @@ from batchtune.probe.warnings import (
     recompile_warnings,
     sharing_warnings,
 )
-from batchtune.results import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
 
 GIB = 2**30
 

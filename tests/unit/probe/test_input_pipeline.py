@@ -1,7 +1,9 @@
 """The data loader against the step: what is measured next, what the figures say, and a loader measured for real."""
 
 import pytest
+from fakes import FakeChild, opened
 
+from batchtune.document import LoaderPoint, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.observer import Observer
 from batchtune.probe.input_pipeline import (
     TOTAL_SECONDS,
@@ -13,7 +15,6 @@ from batchtune.probe.input_pipeline import (
     next_setting,
 )
 from batchtune.processes.worker import WorkerLost
-from batchtune.results import LoaderPoint, ProbeResult, ThroughputFit, ThroughputPoint
 
 STEP = ThroughputPoint(batch_size=64, samples_per_second=8000.0, step_seconds=0.008)
 
@@ -116,16 +117,16 @@ def test_the_loader_is_measured_where_training_is_about_as_fast_as_it_gets(near,
     assert why in reason
 
 
-class FakeWorker:
+class FakeWorker(FakeChild):
     """Answers each setting with ten samples a second a worker, or with an error."""
 
     def __init__(self, error=None):
         self.error, self.asked = error, []
 
     def start(self):
-        return {"device": "cuda:0"}
+        return opened(device="cuda:0")
 
-    def call(self, command, *, timeout, batch_size, seconds, **setting):
+    def answer(self, command, *, timeout, batch_size, seconds, **setting):
         self.asked.append(Setting(**setting))
         if self.error:
             raise self.error

@@ -3,26 +3,27 @@
 import importlib
 
 import pytest
+from fakes import FakeChild, opened
 
+from batchtune.document import Attempt
 from batchtune.estimate.prior import Foreseen
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.search import Bounds, next_size
-from batchtune.processes.worker import WorkerSettings
-from batchtune.results import Attempt
+from batchtune.protocol.commands import OpenTask
 
 run = importlib.import_module("batchtune.probe.run")
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = 20 * GIB
 
 
-class Device:
+class Device(FakeChild):
     """A child that trains on a device of 20 GiB: a gibibyte, and so many MiB for each sample."""
 
     def __init__(self, mib_per_sample=4.0, device="cuda:0"):
         self.bytes_per_sample, self.device, self.sizes = mib_per_sample * MIB, device, []
-        self.facts = self.start()
+        self.opened = self.start()
 
     def __enter__(self):
         return self
@@ -31,15 +32,12 @@ class Device:
         return None
 
     def start(self):
-        return {
-            "device": self.device,
-            "memory_limit_bytes": LIMIT,
-            "train_size": None,
-            "has_train_dataset": False,
-            "precision": [("bf16", "asked for")],
-            "nvml_uuid": None,
-            "environment": {"device": "NVIDIA A100-SXM4-80GB", "device_memory_free_bytes": None},
-        }
+        return opened(
+            device=self.device,
+            memory_limit_bytes=LIMIT,
+            precision=[("bf16", "asked for")],
+            environment={"device": "NVIDIA A100-SXM4-80GB"},
+        )
 
     def prepare(self):
         return None
@@ -50,7 +48,7 @@ class Device:
     def close(self):
         return None
 
-    def call(self, command, *, batch_size, steps, verify=False, **_):
+    def answer(self, command, *, batch_size, steps, verify=False, **_):
         self.sizes.append(batch_size)
         peak = int(GIB + batch_size * self.bytes_per_sample)
         purpose = "verify" if verify else "search"
@@ -149,7 +147,7 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
     monkeypatch.setattr(run, "Worker", lambda settings, echo: device)
     monkeypatch.setattr(run, "Foresight", Sight(foreseen))
     result = run.run_probe(
-        WorkerSettings(task=str(tmp_path / "model.py")),
+        OpenTask(task=str(tmp_path / "model.py")),
         ProbeOptions(throughput=False),
         name="model",
         observer=Observer(),

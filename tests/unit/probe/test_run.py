@@ -1,18 +1,18 @@
 """A whole probe on a scripted GPU: precisions that fail beside others that do not, and what it learns of contexts."""
 
-import json
-
 import pytest
+from fakes import FakeChild, opened
 
 import batchtune
 from batchtune.device.sharing import Sharing
+from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.files import load_result
 from batchtune.observer import Observer
 from batchtune.probe import run
 from batchtune.probe.options import ProbeOptions
-from batchtune.processes.worker import WorkerSettings
-from batchtune.results import Attempt, LoaderPoint, Result, TaskInfo, ThroughputPoint
+from batchtune.protocol.commands import OpenTask
+from batchtune.result import Result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 
@@ -20,7 +20,7 @@ MIB = 2**20
 FREE, CONTEXT, CACHED = 1000 * MIB, 400 * MIB, 300 * MIB
 
 
-class ScriptedGpu:
+class ScriptedGpu(FakeChild):
     """A GPU and the one child there is on it, whose context is complete once it has trained.
 
     Args:
@@ -30,7 +30,7 @@ class ScriptedGpu:
 
     def __init__(self, outcome, precisions):
         self.outcome, self.precisions = outcome, precisions
-        self.free, self.facts = FREE, {}
+        self.free, self.opened = FREE, None
 
     def __enter__(self):
         return self
@@ -40,21 +40,21 @@ class ScriptedGpu:
 
     def start(self):
         if self.free == FREE:
-            self.facts = {
-                "device": "cuda:0",
-                "nvml_uuid": "GPU-1",
-                "environment": {
+            self.opened = opened(
+                device="cuda:0",
+                nvml_uuid="GPU-1",
+                environment={
                     "device": "NVIDIA H200",
                     "device_memory_bytes": 2 * FREE,
                     "device_memory_free_bytes": self.free,
                 },
-                "precision": [[name, "asked for"] for name in self.precisions],
-                "memory_limit_bytes": 900,
-                "train_size": 64,
-                "has_train_dataset": True,
-            }
+                precision=[[name, "asked for"] for name in self.precisions],
+                memory_limit_bytes=900,
+                train_size=64,
+                has_train_dataset=True,
+            )
             self.free -= CONTEXT // 2
-        return self.facts
+        return self.opened
 
     def prepare(self):
         """Nothing to do."""
@@ -64,10 +64,10 @@ class ScriptedGpu:
 
     close = renew
 
-    def call(self, command, *, timeout, batch_size, precision="", **arguments):
+    def answer(self, command, *, timeout, batch_size, precision="", **arguments):
         self.start()
         if command == "count_flops":
-            return {"flops_per_sample": 1.0}
+            return {"per_sample": 1.0}
         if command == "time_loader":
             arguments.pop("seconds")
             return LoaderPoint(**arguments, samples_per_second=1e6).model_dump()
@@ -116,7 +116,7 @@ def probed(monkeypatch, recorded):
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
         monkeypatch.setattr(run, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(run, "_SETTLING_SECONDS", (0.0,))
-        settings = WorkerSettings(task=__file__, device="cuda")
+        settings = OpenTask(task=__file__, device="cuda")
         return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer(), folder=folder)
 
     return probed
@@ -168,13 +168,13 @@ class TestPrecisions:
         told = []
         monkeypatch.setattr(Observer, "note", lambda _self, text: told.append(text))
 
-        def call(gpu, command, **arguments):
+        def answer(gpu, command, **arguments):
             if command == "time_steps":
                 raise DeviceError("--device cuda: cannot be used now: out of memory")
             return whole(gpu, command, **arguments)
 
-        whole = ScriptedGpu.call
-        monkeypatch.setattr(ScriptedGpu, "call", call)
+        whole = ScriptedGpu.answer
+        monkeypatch.setattr(ScriptedGpu, "answer", answer)
         result = probed(fits, precisions=("fp32",))
         assert (result.status, result.probe.max_batch_size) == ("complete", 8)
         assert "no more is timed: --device cuda: cannot be used now: out of memory" in told
@@ -236,45 +236,6 @@ class TestContexts:
         monkeypatch.setattr(run, "_SAME_BYTES", -1)
         probed(fits)
         assert recorded == []
-
-
-ONLY_IN_HALF = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.Linear(8, 1)
-
-def make_batch(batch_size):
-    return torch.ones(batch_size, 8)
-
-def compute_loss(model, batch):
-    if not torch.is_autocast_enabled("cpu"):
-        raise ValueError("half precision only")
-    return model(batch).mean()
-"""
-
-
-def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
-    cli.write("half.py", ONLY_IN_HALF)
-    flags = ("--max", 2, "--memory-limit", "300MiB", "--precision", "all", "--device", "cpu", "--no-throughput", "-q")
-    found = cli("probe", "half.py", *flags, "--json", "-o", "half.json")
-    assert found.code == 0, found.err
-    document = json.loads(found.out or (cli.folder / "half.json").read_text())
-    assert (document["status"], document["probe"]["precision"], document["probe"]["max_batch_size"]) == (
-        "complete",
-        "bf16",
-        2,
-    )
-    (failed,) = (each for each in document["probes"] if "max_batch_size" not in each)
-    assert failed["precision"] == "fp32"
-    assert any(each.startswith("fp32: compute_loss raised ValueError") for each in document["warnings"])
-    shown = cli("report", "half.json", "--format", "table")
-    assert "probe fp32: nothing trains" in shown.out
-    assert "probe bf16 largest batch 2" in shown.out
-    page = cli("report", "half.json", "--format", "html", "-o", "half.html")
-    assert (page.code, page.err) == (0, "")
-    assert "half precision only" in (cli.folder / "half.html").read_text()
 
 
 @pytest.mark.parametrize(

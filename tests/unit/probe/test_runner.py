@@ -3,13 +3,14 @@
 import re
 
 import pytest
+from fakes import FakeChild, opened
 
+from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.worker import WorkerLost
-from batchtune.results import Attempt, ThroughputPoint
 
 LOST = {
     "crash": "the process died by SIGSEGV",
@@ -18,7 +19,7 @@ LOST = {
 }
 
 
-class ScriptedWorker:
+class ScriptedWorker(FakeChild):
     """A child whose fate at each size is a function's; a sample takes one of `limit` bytes.
 
     Args:
@@ -53,8 +54,8 @@ class ScriptedWorker:
 
     def start(self):
         self.running = True
-        facts = {"memory_limit_bytes": self.limit, "train_size": self.samples}
-        return facts | {"device": self.device, "environment": {"device": "NVIDIA H200"}}
+        about = {"memory_limit_bytes": self.limit, "train_size": self.samples}
+        return opened(device=self.device, environment={"device": "NVIDIA H200"}, **about)
 
     def prepare(self):
         """Nothing to do."""
@@ -62,12 +63,12 @@ class ScriptedWorker:
     def renew(self):
         self.running = False
 
-    def call(self, command, *, timeout, batch_size, **arguments):
+    def answer(self, command, *, timeout, batch_size, **arguments):
         self.log.append((command, batch_size, arguments.get("steps"), "old" if self.running else "fresh", timeout))
         self.arguments.append(arguments)
         self.start()
         if command == "count_flops":
-            return {"flops_per_sample": None}
+            return {"per_sample": None}
         verify = arguments.get("verify", False)
         outcome = (self.checked if verify else self.outcome)(batch_size)
         if outcome in LOST:

@@ -1,24 +1,26 @@
 """What a group's step times say about its communication."""
 
 import pytest
+from fakes import FakeChild, opened
 
+from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.scaling import data_parallel, measure_times
 from batchtune.processes.worker import WorkerLost
-from batchtune.results import Attempt, ThroughputPoint
+from batchtune.protocol.commands import TimeSteps
 
-FACTS = {"world_size": 4, "strategy": "ddp", "backend": "gloo"}
+GROUP = opened(world_size=4, strategy="ddp", backend="gloo")
 TIMES = {"together": 0.5, "apart": 0.4, "alone": 0.3}
 
 
-class Clockwork:
+class Clockwork(FakeChild):
     """A group whose steps take what is written down, or raise it."""
 
     def __init__(self, together, apart, alone):
         self._seconds = {(True, False): together, (False, False): apart, (False, True): alone}
 
-    def call(self, command, *, communicate=True, first_rank_alone=False, batch_size, **_):
+    def answer(self, command, *, communicate=True, first_rank_alone=False, batch_size, **_):
         found = self._seconds[communicate, first_rank_alone]
         if isinstance(found, Exception):
             raise found
@@ -26,7 +28,7 @@ class Clockwork:
 
 
 def measured(*seconds):
-    return measure_times(Clockwork(*seconds), Observer(), batch_size=8)
+    return measure_times(Clockwork(*seconds), Observer(), TimeSteps(batch_size=8, precision="fp32", seconds=1.0), 60.0)
 
 
 def test_times_are_those_of_the_group_of_all_apart_and_of_one_alone():
@@ -39,7 +41,7 @@ def test_what_cannot_be_measured_is_absent(error):
 
 
 def test_communication_is_what_a_step_takes_longer_with_it():
-    found = data_parallel(FACTS, 8, 2, None, TIMES)
+    found = data_parallel(GROUP, 8, 2, None, TIMES)
     assert (found.global_batch_size, found.world_size) == (64, 4)
     assert found.communication_seconds == pytest.approx(0.1)
     assert found.communication_share == pytest.approx(0.2)
@@ -48,15 +50,15 @@ def test_communication_is_what_a_step_takes_longer_with_it():
 
 
 def test_a_difference_that_is_lost_in_the_noise_is_no_figure():
-    found = data_parallel(FACTS, 8, 1, None, TIMES | {"apart": 0.6})
+    found = data_parallel(GROUP, 8, 1, None, TIMES | {"apart": 0.6})
     assert found.communication_seconds is None
     assert found.step_seconds_without_communication == 0.6
 
 
 def test_the_rank_that_failed_above_the_answer_is_the_one_that_limits():
     failure = Attempt(batch_size=9, outcome="oom", limiting_rank=3)
-    assert data_parallel(FACTS, 8, 1, failure, {}).limiting_rank == 3
+    assert data_parallel(GROUP, 8, 1, failure, {}).limiting_rank == 3
 
 
 def test_a_child_alone_is_no_group():
-    assert data_parallel({}, 8, 1, None, {}) is None
+    assert data_parallel(opened(), 8, 1, None, {}) is None

@@ -8,9 +8,10 @@ from statistics import mean
 
 import pytest
 
+from batchtune.document import Attempt
 from batchtune.probe.memory_model import CEILING
 from batchtune.probe.search import Bounds, Choice, bracket, next_size
-from batchtune.results import Attempt, Outcome
+from batchtune.vocabulary import Outcome
 
 GIB = 1 << 30
 LIMIT = 24 * GIB

@@ -4,29 +4,30 @@ import threading
 import time
 
 import pytest
+from fakes import opened
 
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.observer import Observer
 from batchtune.processes import pool as crew_module
 from batchtune.processes.pool import Crew, Member
-from batchtune.processes.worker import WorkerSettings
+from batchtune.protocol.commands import Describe, OpenTask
 
-SETTINGS = WorkerSettings(task="never.py", memory_limit=1 << 20)
-FACTS = {"device": "cpu", "device_count": 1, "environment": {"device": "a processor"}}
+SETTINGS = OpenTask(task="never.py", memory_limit=1 << 20)
+OPENED = opened(environment={"device": "a processor"})
 
 
 @pytest.fixture
 def crew(monkeypatch):
     monkeypatch.setattr(crew_module, "processors", lambda: 8)
     with Crew(SETTINGS, 3, Observer()) as crew:
-        crew.grow(FACTS)
+        crew.grow(OPENED)
         yield crew
 
 
 def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
     stopping = threading.Event()
-    member = Member(WorkerSettings(task="model.py"), stopping, {}, Observer())
-    member.facts = {"device": "cuda:0"}
+    member = Member(OpenTask(task="model.py"), stopping, {}, Observer())
+    member.opened = opened(device="cuda:0")
 
     def busy():
         stopping.set()  # another one has failed meanwhile
@@ -38,15 +39,15 @@ def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
 
 
 def test_a_member_on_another_kind_of_device_is_refused(crew, monkeypatch):
-    def opened(name):
+    def start_on(name):
         second = crew._all[1]
-        second.facts = {"device": "cuda:1", "environment": {"device": name}}
+        second.opened = opened(device="cuda:1", environment={"device": name})
         monkeypatch.setattr(second, "_process", object())
         return second.start()
 
-    assert opened("a processor")["device"] == "cuda:1"
+    assert start_on("a processor").device == "cuda:1"
     with pytest.raises(DeviceError, match=r"workers: device cuda:1 is a T4, but the study is of a processor.*--fresh"):
-        opened("T4")
+        start_on("T4")
     monkeypatch.setattr(crew._all[1], "_process", None)
 
 
@@ -58,7 +59,7 @@ class TestThreads:
     def test_one_worker_is_left_as_it_is(self, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         crew = Crew(SETTINGS, "auto", Observer())
-        crew.grow(FACTS)
+        crew.grow(OPENED)
         assert len(crew) == 1
         assert crew.first._environment()["OMP_NUM_THREADS"] == "5"
 
@@ -117,7 +118,7 @@ class TestWarmingUp:
         begun, go_on = started
         threading.Timer(0.3, go_on.set).start()
         with pytest.raises(DeviceError, match="busy"):
-            crew._all[1].call("train", timeout=1)
+            crew._all[1].call(Describe(device="cpu"), timeout=1)
         assert go_on.is_set()
         assert begun.count(crew._all[1]) == 2  # in the background, and for the work
 

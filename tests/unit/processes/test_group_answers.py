@@ -1,15 +1,20 @@
 """What several ranks' answers come to as one."""
 
+from fakes import opened
+
 from batchtune.processes.ranks.answers import failed, merge
+from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
+
+OPEN = OpenTask(task="model.py")
 
 
 def attempt(outcome="fit", peak=100, seconds=1.0, usable=True, message=None):
     figures = {"peak_reserved_bytes": peak, "step_seconds": seconds, "forward_backward_peak_bytes": peak}
-    return {"done": {"attempt": {"outcome": outcome, "message": message, **figures}, "usable": usable}}
+    return {"done": {"attempt": {"batch_size": 4, "outcome": outcome, "message": message, **figures}, "usable": usable}}
 
 
 def merged(answers, world_size=2):
-    return merge("attempt", answers, world_size)["done"]
+    return merge(TryBatchSize(batch_size=4, steps=3, precision="fp32"), answers, world_size)["done"]
 
 
 def test_an_attempt_fits_if_it_fits_on_all_with_the_highest_peak_and_the_slowest_step():
@@ -42,24 +47,24 @@ def test_a_rank_that_did_not_answer_or_is_damaged_makes_the_group_start_again():
 
 def test_the_memory_limit_of_a_group_is_that_of_its_least_rank_and_its_neighbours_are_all_of_theirs():
     def facts(limit, *pids):
-        return {
-            "done": {"memory_limit_bytes": limit, "environment": {"other_processes": [{"pid": pid} for pid in pids]}}
-        }
+        environment = {"device": "a T4", "other_processes": [{"pid": pid} for pid in pids]}
+        return {"done": opened(memory_limit_bytes=limit, environment=environment).model_dump(exclude_unset=True)}
 
-    done = merge("open", {1: facts(7, 42, 43), 0: facts(9, 42)}, 2)["done"]
-    assert (done["memory_limit_bytes"], done["rank_memory_limits_bytes"]) == (7, [9, 7])
+    done = merge(OPEN, {1: facts(7, 42, 43), 0: facts(9, 42)}, 2)["done"]
+    assert (done["memory_limit_bytes"], done["rank_memory_limits_bytes"]) == (7, (9, 7))
     assert done["environment"]["other_processes"] == [{"pid": 42}, {"pid": 43}]
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank():
-    answers = {0: {"done": {"samples_per_second": 9.0}}, 1: {"done": {"samples_per_second": 4.0}}}
-    assert merge("time_steps", answers, 2)["done"] == {"samples_per_second": 4.0}
+    points = [{"batch_size": 8, "samples_per_second": rate, "step_seconds": 8 / rate} for rate in (9.0, 4.0)]
+    answers = {rank: {"done": point} for rank, point in enumerate(points)}
+    assert merge(TimeSteps(batch_size=8, precision="fp32", seconds=1.0), answers, 2)["done"] == points[1]
 
 
 def test_an_error_of_one_rank_is_told_with_its_number_and_one_of_all_without():
     error = {"error": "no such thing", "exit_code": 3, "frames": ""}
-    assert merge("open", {1: error, 0: {"done": {}}}, 2)["error"] == "rank 1: no such thing"
-    assert merge("open", {1: error, 0: error}, 2)["error"] == "no such thing"
+    assert merge(OPEN, {1: error, 0: {"done": {}}}, 2)["error"] == "rank 1: no such thing"
+    assert merge(OPEN, {1: error, 0: error}, 2)["error"] == "no such thing"
 
 
 def test_errors_and_attempts_that_do_not_fit_are_failures():

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from batchtune.document import Failure, Interval
 from batchtune.files import load_result
-from batchtune.report.formats import environment_text, snippet, to_csv, to_json, to_markdown
-from batchtune.results import Failure, Interval
+from batchtune.report.export.snippets import snippet
+from batchtune.report.formats import environment_text, to_csv, to_json, to_markdown
 
 
 def test_json_reads_back_as_the_same_result(tuned, tmp_path):

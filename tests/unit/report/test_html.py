@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from batchtune.report.page.html import to_html
 from batchtune.report.page.markup import Markup, tag
-from batchtune.results import Result
+from batchtune.result import Result
 from batchtune.run_folder import RunFolder
 
 ELEMENTS = set(
@@ -300,7 +300,7 @@ def test_a_report_that_cannot_be_made_costs_nobody_the_run(result_of, tmp_path, 
     def fail(self):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr("batchtune.results.Result.to_html", fail)
+    monkeypatch.setattr("batchtune.report.page.html.to_html", fail)
     folder = RunFolder("digits", tmp_path)
     folder.open()
     folder.write_result(result_of("tune"))

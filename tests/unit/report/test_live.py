@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
+from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.report.terminal.live import LiveObserver
-from batchtune.results import Attempt, CurvePoint, ThroughputPoint, Trial
 
 ATTEMPTS = [
     Attempt(batch_size=1, outcome="fit", steps=3, peak_reserved_bytes=200 << 20, step_seconds=0.004),

@@ -10,7 +10,7 @@ from batchtune.device.gpus import all_gpus
 from batchtune.errors import UsageError
 from batchtune.report.figures.plots import figures
 from batchtune.report.figures.theme import DARK, LIGHT, label
-from batchtune.results import Result
+from batchtune.result import Result
 
 PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]
 

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from batchtune.results import Attempt, Failure, Interval
+from batchtune.document import Attempt, Failure, Interval
 
 WIDTHS = [40, 60, 80, 120]
 

@@ -5,9 +5,10 @@ import re
 
 from rich.console import Console
 
+from batchtune.document import Attempt, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
 from batchtune.report.terminal import tables as text_tables
 from batchtune.report.terminal.report import render
-from batchtune.results import Attempt, InputPipeline, ProbeResult, Result, TaskInfo, ThroughputPoint
+from batchtune.result import Result
 
 
 def lines_of(table, width=100):

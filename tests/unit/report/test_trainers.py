@@ -2,15 +2,14 @@
 
 import json
 import shlex
-import subprocess
 
 import pytest
 import yaml
 
+from batchtune.document import DataParallel, Environment, TaskInfo
 from batchtune.errors import UsageError
+from batchtune.report.export.snippets import SNIPPETS, snippet
 from batchtune.report.export.trainers import EXPORTS
-from batchtune.report.formats import SNIPPETS, snippet
-from batchtune.results import DataParallel, Environment, TaskInfo
 
 
 def on(device_type, result, **recommended):
@@ -111,18 +110,6 @@ def test_further_arguments_of_the_optimizer_that_were_searched_come_along(tuned)
     assert deepspeed(searched)["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.05, "nesterov": True}
     assert "only the learning rate, weight_decay, nesterov was" in EXPORTS["deepspeed"].said_beside(searched)[-1]
     assert {"WEIGHT_DECAY=0.05", "NESTEROV=True"} < set(EXPORTS["env"].text(searched).splitlines())
-
-
-def test_the_shell_reads_the_variables_as_they_are(tuned):
-    text = EXPORTS["env"].text(tuned)
-    assert text.splitlines() == [
-        "BATCH_SIZE=128",
-        "GRADIENT_ACCUMULATION_STEPS=2",
-        "LEARNING_RATE=0.0003",
-        "PRECISION=bf16",
-    ]
-    script = f'{text}\nprintf "%s " "$BATCH_SIZE" "$LEARNING_RATE"'
-    assert subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout == "128 0.0003 "
 
 
 @pytest.mark.parametrize("rate", [1e-5, 0.012345678901234567, 3e-4])

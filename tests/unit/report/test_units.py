@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchtune.results import Interval
+from batchtune.document import Interval
 from batchtune.units import aligned, duration, interval, number, share, size, sizes, time_interval, times
 
 

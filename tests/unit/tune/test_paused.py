@@ -3,8 +3,8 @@ import optuna
 import pytest
 
 from batchtune.config.schema import Baseline, Budget, Config, Confirm, Objective
+from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
-from batchtune.results import ProbeResult, ThroughputFit
 from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
 from batchtune.tune.optuna_parts.surface import Prior
 from batchtune.tune.plan.prior import Candidates

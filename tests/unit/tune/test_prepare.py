@@ -1,12 +1,13 @@
 """What is measured before the search, on a worker that answers what it is told to."""
 
 import pytest
+from fakes import FakeChild, opened
 
 from batchtune.config.schema import Baseline, Budget, Config
+from batchtune.document import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerLost
-from batchtune.results import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.tune.plan.prepare import (
     PRIOR_SHARE,
     affordable_noise_scale,
@@ -41,14 +42,14 @@ def probe(largest=1024):
     )
 
 
-class Answers:
+class Answers(FakeChild):
     """Stands in for a child process."""
 
     def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=(), loads=None):
         self.lowest, self.edge, self.noise, self.loads = lowest, edge, noise, loads
         self.speeds, self.fails, self.dies_at, self.asked = speeds or {}, fails, dies_at, []
 
-    def call(self, command, *, timeout, **given):
+    def answer(self, command, *, timeout, **given):
         self.asked.append((command, given))
         if command in self.fails:
             raise UserCodeError("compute_loss raised ValueError")
@@ -74,7 +75,7 @@ def config(run=60.0, **changes):
 
 
 def prepared(worker, *, run=60.0, facts=None, largest=1024, **changes):
-    return prepare(config(run, **changes), probe(largest), FACTS | (facts or {}), worker, Observer())
+    return prepare(config(run, **changes), probe(largest), opened(**FACTS | (facts or {})), worker, Observer())
 
 
 def test_the_noise_scale_says_at_which_batch_size_to_start_and_the_range_test_at_which_rate():
@@ -213,8 +214,8 @@ def test_a_fixed_global_batch_beyond_memory_is_accumulated():
 
 def test_energy_needs_a_device_that_counts_it():
     with pytest.raises(DeviceError, match=r"objective\.kind energy_to_target: a fake device has no energy counter"):
-        require(config(objective={"kind": "energy_to_target"}), FACTS)
-    require(config(objective={"kind": "energy_to_target"}), FACTS | {"counts_energy": True})
+        require(config(objective={"kind": "energy_to_target"}), opened(**FACTS))
+    require(config(objective={"kind": "energy_to_target"}), opened(**FACTS | {"counts_energy": True}))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_energy_needs_a_device_that_counts_it():
 )
 def test_a_batch_larger_than_the_data_set_is_refused_by_its_key(changes, told):
     with pytest.raises(UsageError, match=told):
-        require(config(**changes), FACTS | {"train_size": 50})
+        require(config(**changes), opened(**FACTS | {"train_size": 50}))
 
 
 def test_nothing_is_started_from_outside_of_the_users_bounds():

@@ -1,7 +1,7 @@
 import pytest
 
+from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.errors import UsageError
-from batchtune.results import ProbeResult, ThroughputFit
 from batchtune.tune.plan.prior import candidate_batch_sizes
 from batchtune.tune.plan.steps import split_batch
 

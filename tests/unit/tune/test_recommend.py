@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from batchtune.results import Trial
+from batchtune.document import Trial
 from batchtune.tune.verdict.recommend import config_of, finalists, recommend
 
 

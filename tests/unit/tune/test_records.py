@@ -1,6 +1,6 @@
 """What a trial's attributes keep of its curve, and what they say of one that never came to a point."""
 
-from batchtune.results import CurvePoint, Target
+from batchtune.document import CurvePoint, Target
 from batchtune.tune.objective.records import curve_attribute, measured, to_curve
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from batchtune.results import (
+from batchtune.document import (
     DataParallel,
     Interval,
     ProbeResult,

@@ -2,8 +2,8 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from batchtune.config.schema import Baseline, Config, LearningRate, Parameter
+from batchtune.document import ProbeResult, Trial
 from batchtune.errors import UsageError
-from batchtune.results import ProbeResult, Trial
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.plan.space import Space

@@ -1,4 +1,4 @@
-from batchtune.results import ThroughputPoint
+from batchtune.document import ThroughputPoint
 from batchtune.tune.plan.steps import fastest_split, split_batch
 
 

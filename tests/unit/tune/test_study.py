@@ -10,11 +10,11 @@ import optuna
 import pytest
 
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
+from batchtune.document import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import PlaceLost, WorkerLost
 from batchtune.protocol.run_spec import pace_kind
-from batchtune.results import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
 from batchtune.tune.objective.cost import SECONDS
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import curve_attribute
@@ -150,9 +150,9 @@ class Saying(law.LawWorker):
         super().__init__()
         self._metric = metric
 
-    def call(self, command, *, on_event, **arguments):
+    def train(self, *, on_event, **arguments):
         said = lambda event: on_event(event | {"value": self._metric(event["seconds"])})  # noqa: E731
-        return super().call(command, on_event=said, **arguments)
+        return super().train(on_event=said, **arguments)
 
 
 SHORT = Budget(run=5.0, total=3600.0, trials=2)
@@ -206,9 +206,9 @@ class Probing(law.LawWorker):
         super().__init__(noise=0.05)
         self.settles_above = settles_above
 
-    def call(self, command, *, timeout, on_event, **spec):
+    def train(self, *, timeout, on_event, **spec):
         if spec["learning_rate"] <= self.settles_above:
-            return super().call(command, timeout=timeout, on_event=on_event, **spec)
+            return super().train(timeout=timeout, on_event=on_event, **spec)
         self.specs.append(spec)
         for number in range(200):
             seconds = min(spec["limit_seconds"], 0.02 * 1.07**number)
@@ -379,11 +379,11 @@ class Raising(law.LawWorker):
         super().__init__(noise=0.05)
         self._raising = set(runs)
 
-    def call(self, command, *, on_event, **spec):
+    def train(self, *, on_event, **spec):
         if len(self.specs) in self._raising:
             self.specs.append(spec)
             raise UserCodeError("compute_loss raised AssertionError")
-        return super().call(command, on_event=on_event, **spec)
+        return super().train(on_event=on_event, **spec)
 
 
 def test_a_task_that_raises_again_and_again_ends_the_search_and_what_got_there_is_confirmed(tmp_path):
@@ -440,8 +440,8 @@ def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_
 
 def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tmp_path):
     class Scheduled(law.LawWorker):
-        def call(self, command, **spec):
-            return super().call(command, **spec) | {"total_steps": spec["total_steps"] or 1000 + len(self.specs)}
+        def train(self, **spec):
+            return super().train(**spec) | {"total_steps": spec["total_steps"] or 1000 + len(self.specs)}
 
     worker = Scheduled(noise=0.05)
     tuned = study(tmp_path, worker)
@@ -459,11 +459,11 @@ def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tm
 class Small(law.LawWorker):
     """Has no memory for micro-batches of more than 100 samples in one precision."""
 
-    def call(self, command, **spec):
+    def train(self, **spec):
         if spec["precision"] == "fp32" and spec["micro_batch_size"] > 100:
             self.specs.append(spec)
             raise WorkerLost("oom", "CUDA out of memory")
-        return super().call(command, **spec)
+        return super().train(**spec)
 
 
 def test_a_precision_that_takes_more_memory_goes_on_in_smaller_micro_batches(tmp_path):
@@ -483,9 +483,9 @@ def test_a_precision_that_takes_more_memory_goes_on_in_smaller_micro_batches(tmp
 class Failing(law.LawWorker):
     """Its first run dies after a while."""
 
-    def call(self, command, *, on_event, **spec):
+    def train(self, *, on_event, **spec):
         if self.specs:
-            return super().call(command, on_event=on_event, **spec)
+            return super().train(on_event=on_event, **spec)
         self.specs.append(spec)
         for seconds, value in enumerate((2.0, 1.9, 1.8, 1.7)):
             on_event({"seconds": float(seconds), "samples": 100 * seconds, "value": value})
@@ -567,7 +567,7 @@ def test_slow_evaluation_is_counted_in_what_confirmation_needs(tmp_path):
 class Wild(law.LawWorker):
     """Every run comes apart after its first evaluation."""
 
-    def call(self, command, *, timeout, on_event, **spec):
+    def train(self, *, timeout, on_event, **spec):
         for seconds, value in ((0.0, 2.0), (0.1, None)):
             on_event({"seconds": seconds, "samples": 10, "value": value})
         return {"outcome": "diverged"}
@@ -695,11 +695,11 @@ class Homeless(law.LawWorker):
         super().__init__()
         self.lost_in, self.calls = set(lost_in), 0
 
-    def call(self, command, **spec):
+    def train(self, **spec):
         self.calls += 1
         if self.calls in self.lost_in:
             raise PlaceLost("its node is gone")
-        return super().call(command, **spec)
+        return super().train(**spec)
 
 
 def test_a_run_whose_place_is_lost_is_done_again_as_it_was(tmp_path):
@@ -785,11 +785,11 @@ def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_not
     class Crowded(law.LawWorker):
         """Another program has the memory in the fifth run."""
 
-        def call(self, command, **spec):
+        def train(self, **spec):
             if len(self.specs) == 4:
                 self.specs.append(spec)
                 raise WorkerLost("oom", "CUDA out of memory")
-            return super().call(command, **spec)
+            return super().train(**spec)
 
     worker = Crowded(noise=0.05)
     settled = {"candidates": Candidates((16, 64), "for the test")}
@@ -802,11 +802,11 @@ def failing_on_fresh_seeds(tmp_path, outcome):
     target = {"objective": Objective(target=0.5), "confirm": Confirm(seeds=3, top=1)}
 
     class Fragile(law.LawWorker):
-        def call(self, command, **spec):
+        def train(self, **spec):
             if spec["seed"] > 1_000_000 and spec["learning_rate"] != 1e-3:
                 self.specs.append(spec)
                 raise outcome
-            return super().call(command, **spec)
+            return super().train(**spec)
 
     first = study(tmp_path, Fragile(noise=0.05), **target)
     first.run()
@@ -833,9 +833,9 @@ class Breaking(law.LawWorker):
 
     last = None
 
-    def call(self, command, *, on_event, **spec):
+    def train(self, *, on_event, **spec):
         if self.specs or spec["learning_rate"] != 1e-3:
-            return super().call(command, on_event=on_event, **spec)
+            return super().train(on_event=on_event, **spec)
         self.specs.append(spec)
         for seconds, value in ((0.0, 2.0), (1.0, 1.5), (2.0, 1.0), (2.1, self.last)):
             on_event({"seconds": seconds, "samples": int(100 * seconds), "value": value})
@@ -876,12 +876,12 @@ def test_a_target_that_another_seed_meets_before_training_is_refused(tmp_path, t
     class Lucky(law.LawWorker):
         """One run of the search starts where others end."""
 
-        def call(self, command, *, on_event, **spec):
+        def train(self, *, on_event, **spec):
             if len(self.specs) == 3:
                 self.specs.append(spec)
                 on_event({"seconds": 0.0, "samples": 0, "value": 0.11})
                 return {"outcome": "reached"}
-            return super().call(command, on_event=on_event, **spec)
+            return super().train(on_event=on_event, **spec)
 
     worker = Lucky(noise=0.05)
     with pytest.raises(UsageError, match=r"objective.target.* is met before training .val_loss starts at 0.11") as told:

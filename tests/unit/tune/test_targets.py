@@ -1,6 +1,6 @@
 import pytest
 
-from batchtune.results import CurvePoint, Target
+from batchtune.document import CurvePoint, Target
 from batchtune.tune.objective.targets import CAME_APART, automatic_target
 from batchtune.tune.verdict.warnings import target_warnings
 

@@ -1,6 +1,6 @@
 import pytest
 
-from batchtune.results import ProbeResult, Trial
+from batchtune.document import ProbeResult, Trial
 from batchtune.tune.verdict.warnings import NOT_SEARCHED, baseline_warnings, search_warnings, uneven_warnings
 
 

@@ -1,0 +1,49 @@
+"""What fakes of a worker share: an opened task with as much as a test says of it, and commands as plain words."""
+
+from batchtune.document import CurvePoint
+from batchtune.protocol import commands
+from batchtune.protocol.run_spec import RunEnd
+
+WORDS = {
+    commands.TryBatchSize: "attempt",
+    commands.TimeSteps: "time_steps",
+    commands.CountFlops: "count_flops",
+    commands.TimeLoader: "time_loader",
+    commands.RunRangeTest: "range_test",
+    commands.MeasureNoiseScale: "noise_scale",
+}
+
+
+def opened(**known):
+    """An opened task; `environment` may be a dict."""
+    usual = {
+        "device": "cpu",
+        "device_count": 1,
+        "environment": {"device": "a fake device"},
+        "nvml_uuid": None,
+        "counts_energy": False,
+        "precision": (("fp32", "asked for"),),
+        "train_size": None,
+        "has_train_dataset": False,
+        "memory_limit_bytes": None,
+        "optimizer_defaults": {},
+        "optimizer": "SGD",
+    }
+    return commands.Opened.model_validate(usual | known)
+
+
+class FakeChild:
+    """Answers commands by `answer(word, timeout=…, **arguments)`, which returns what JSON would hold."""
+
+    def call(self, command, *, timeout, on_event=None):
+        done = self.answer(WORDS[type(command)], timeout=timeout, **dict(command))
+        return command.read({"usable": True, **done} if isinstance(command, commands.TryBatchSize) else done)
+
+
+class FakeTrainer:
+    """Runs by `train(timeout=…, on_event=…, **spec)`, which tells points as dicts and returns how the run ended."""
+
+    def call(self, command, *, timeout, on_event=None):
+        assert isinstance(command, commands.Train)
+        end = self.train(timeout=timeout, on_event=lambda event: on_event(CurvePoint(**event)), **vars(command.spec))
+        return RunEnd(**end)

@@ -1,0 +1,18 @@
+"""The lane `unit`: no torch, and no other process, so that a thousand answers come in seconds."""
+
+import sys
+
+import pytest
+
+STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
+_started = []
+sys.addaudithook(lambda event, _: _started.append(event) if event in STARTS else None)
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    had_torch = "torch" in sys.modules  # another lane's tests may have run in this process
+    _started.clear()
+    yield
+    assert _started == [], "this test starts a process: it belongs to tests/process"
+    assert had_torch or "torch" not in sys.modules, "this test loads torch: it belongs to tests/torch"
