@@ -24,7 +24,7 @@ from batchtune.child.commands.train import RunSpec
 from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
 from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, Trial
 from batchtune.observer import Observer
-from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest, Train
+from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, Train
 from batchtune.protocol.messages import Command
 from batchtune.protocol.run_spec import RunEnd
 from batchtune.tune.plan import prepare as tune_prepare
@@ -178,9 +178,8 @@ def batchtune_trials(
     optimizer = task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD"
     worker, answers = ReplayWorker(record, clock, config.seed), Answers()
     with simulated_time(clock):
-        prior = prepare(
-            config, probe, {"device": "cpu", "train_size": None, "optimizer": optimizer}, worker, Observer()
-        )
+        task_opened = Opened.model_construct(device="cpu", train_size=None, optimizer=optimizer)
+        prior = prepare(config, probe, task_opened, worker, Observer())
         plan = tune_study.Plan(
             config=config,
             probe=probe,
