@@ -45,7 +45,6 @@ GIB = 1 << 30
 LIMITS = (20 * GIB, 8 * GIB)
 STEPS = 3
 _WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
-A100 = {"name": "NVIDIA A100-SXM4-40GB", "capability": (8, 0), "multiprocessors": 108, "context_bytes": "450MiB"}
 EXPANDABLE = "expandable_segments:True"
 _EXPANDABLE = "expandable_segments_max_batch_size"  # its place among an estimate's figures
 QUICK = (
@@ -407,7 +406,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases by name")
-    parser.add_argument("--fake", action="store_true", help="on a fake A100 of 40 GiB")
+    parser.add_argument("--fake", action="store_true", help="on a fake RTX A5000 of 24 GiB")
     parser.add_argument("--quick", action="store_true", help="a dozen cases")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="leave out what the last run has measured")
