@@ -199,6 +199,7 @@ class ProbeResult(Record):
     attempts: list[Attempt] = []
     throughput: list[ThroughputPoint] = []
     throughput_fit: ThroughputFit | None = None
+    warnings: list[Text] = Field(default=[], description="What to know of this probe besides its numbers.")
     gradient_accumulation_steps: Factor | None = Field(
         default=None, description="Micro-batches per optimizer step in the final check and the timing."
     )
@@ -320,6 +321,9 @@ class Target(Record):
     )
     value: Figure = None
     reason: Text = ""
+    baseline_diverged_after_seconds: Figure = Field(
+        default=None, description="Where the baseline's run, which set the target, diverged."
+    )
 
 
 class Landscape(Record):

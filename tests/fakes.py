@@ -1,6 +1,9 @@
 """What fakes of a worker share: an opened task with as much as a test says of it, and commands as plain words."""
 
+import threading
+
 from batchtune.document import CurvePoint
+from batchtune.processes.pool import work_alone
 from batchtune.protocol import commands
 from batchtune.protocol.run_spec import RunEnd
 
@@ -38,6 +41,22 @@ class FakeChild:
     def call(self, command, *, timeout, on_event=None):
         done = self.answer(WORDS[type(command)], timeout=timeout, **dict(command))
         return command.read({"usable": True, **done} if isinstance(command, commands.TryBatchSize) else done)
+
+
+class FakeCrew:
+    """One worker, or several names for it, that do their work one after another."""
+
+    def __init__(self, worker, at_once=1):
+        self.first, self._at_once, self.lock = worker, at_once, threading.RLock()
+
+    def __len__(self):
+        return self._at_once
+
+    def warm_up(self):
+        pass
+
+    def work(self, step):
+        work_alone(self.first, step)
 
 
 class FakeTrainer:

@@ -270,7 +270,7 @@ class _Session:
     ) -> Result:
         results, environment = self._results(), self._environment()
         failed = [f"{precision}: {failure}" for precision, failure in self.failures if failure is not error]
-        from_probes = [warning for probe in self.probes for warning in probe.warnings()]
+        from_probes = [warning for each in results for warning in each.warnings]
         return Result(
             kind="probe",
             status=status,

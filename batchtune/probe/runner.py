@@ -156,11 +156,12 @@ class Probe:
             attempts=self.attempts,
             throughput=self.throughput,
             throughput_fit=fit_step_time(self.throughput),
+            warnings=self._warnings(),
             gradient_accumulation_steps=accumulation,
             data_parallel=ranks,
         )
 
-    def warnings(self) -> list[str]:
+    def _warnings(self) -> list[str]:
         """What a reader of the result must know besides the numbers."""
         low = self._largest_fit
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]

@@ -7,6 +7,7 @@ answered with after it.
 from __future__ import annotations
 
 import math
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,13 +25,15 @@ from batchtune.child.commands.train import RunSpec
 from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
 from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, Trial
 from batchtune.observer import Observer
+from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, Train
 from batchtune.protocol.messages import Command
 from batchtune.protocol.run_spec import RunEnd
 from batchtune.tune.plan import prepare as tune_prepare
+from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
-from batchtune.tune.study import study as tune_study
 from batchtune.tune.study import workers as tune_workers
+from batchtune.tune.study.study import TuneStudy
 
 LARGEST = 512  # the batch size that fits, by decree
 MOST_TRIALS = 200  # of the other tuners
@@ -70,6 +73,23 @@ class SimulatedClock:
 
     def perf_counter(self) -> float:
         return self.now
+
+
+class OneWorker:
+    """Stands in for a pool of workers: a fake one does all the work."""
+
+    def __init__(self, worker: Any) -> None:
+        self.first, self.lock = worker, threading.RLock()
+
+    def __len__(self) -> int:
+        return 1
+
+    def warm_up(self) -> None:
+        """It has nothing to start."""
+
+    def work(self, step: Callable[[Any], bool]) -> None:
+        """Calls `step` until it says that there is nothing more to do."""
+        work_alone(self.first, step)
 
 
 class ReplayWorker:
@@ -137,7 +157,7 @@ class Answers(Observer):
     """Notes what a study would answer after each of its trials."""
 
     def __init__(self) -> None:
-        self.study: tune_study.TuneStudy | None = None
+        self.study: TuneStudy | None = None
         self.given: list[Configuration | None] = []
 
     def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
@@ -180,7 +200,7 @@ def batchtune_trials(
     with simulated_time(clock):
         task_opened = Opened.model_construct(device="cpu", train_size=None, optimizer=optimizer)
         prior = prepare(config, probe, task_opened, worker, Observer())
-        plan = tune_study.Plan(
+        plan = Plan(
             config=config,
             probe=probe,
             candidates=candidates(config, probe, None),
@@ -188,7 +208,9 @@ def batchtune_trials(
             optimizer=optimizer,
             prior=prior,
         )
-        answers.study = tune_study.TuneStudy(plan, worker, optuna.storages.InMemoryStorage(), answers)
+        crew: Any = OneWorker(worker)
+        storage = optuna.storages.InMemoryStorage()
+        answers.study = TuneStudy(plan, crew, storage, answers, clock.perf_counter)
         answers.study.run()
     return answers.study.records(), worker.measured, answers.given
 
@@ -200,13 +222,13 @@ class simulated_time:  # noqa: N801 - reads as a function
         self._clock = clock
 
     def __enter__(self) -> None:
-        for module in (tune_prepare, tune_study, tune_workers):
+        for module in (tune_prepare, tune_workers):
             module.time = self._clock
 
     def __exit__(self, *_: object) -> None:
         import time
 
-        for module in (tune_prepare, tune_study, tune_workers):
+        for module in (tune_prepare, tune_workers):
             module.time = time
 
 

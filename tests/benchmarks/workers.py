@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna.samplers import BaseSampler
+from replay_tuners import OneWorker
 
 import batchtune
 from batchtune.config.schema import Config
@@ -26,9 +27,10 @@ from batchtune.document import CurvePoint, ProbeResult, ThroughputFit, Trial
 from batchtune.observer import Observer
 from batchtune.protocol.commands import Train
 from batchtune.protocol.run_spec import RunEnd
+from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study.study import Plan, TuneStudy
+from batchtune.tune.study.study import TuneStudy
 
 SLEEPING = """
 import time
@@ -141,9 +143,9 @@ def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, 
     )
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
-        worker: Any = Instant()
-        study = TuneStudy(plan, worker, open_storage(url, Path(folder)), watch)
-        watch.watch(study.study.sampler)
+        crew: Any = OneWorker(Instant())
+        study = TuneStudy(plan, crew, open_storage(url, Path(folder)), watch)
+        watch.watch(study.parts.study.sampler)
         study.run()
     by_clock, by_processor, proposing = (
         [after - before for before, after in itertools.pairwise(moments)]

@@ -108,6 +108,11 @@ class Ledger:
         outcomes = [trial.outcome for trial in self.records() if trial.role == role and trial.outcome is not None]
         return outcomes[-1] if outcomes else None
 
+    def last_attributes(self, role: Role) -> dict[str, Any]:
+        """What the study keeps of the latest run of a role that has ended; empty where there was none."""
+        ended = [each.user_attrs for each in self._study.get_trials(deepcopy=False) if each.state.is_finished()]
+        return next((each for each in reversed(ended) if each.get("role", "search") == role), {})
+
     def out_of_memory(self, precision: str) -> int | None:
         """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
 

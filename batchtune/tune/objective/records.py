@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from optuna.trial import FrozenTrial, TrialState
@@ -26,7 +27,13 @@ _KEPT = (  # attributes that have a field's name
 )
 FAILED = {"oom", "crash", "timeout", "user_error"}
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches
-NO_TIME_LEFT = "budget.total was used up"  # the message of a run that this cut off and that is to run again
+CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
+"""Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
+
+
+def is_cut_off(attributes: Mapping[str, Any]) -> bool:
+    """Whether a trial has the attributes of a run that the end of the budget cut off."""
+    return bool(attributes.get("cut_off"))
 
 
 def is_settled(trial: FrozenTrial) -> bool:

@@ -11,11 +11,10 @@ from batchtune.document import CurvePoint, Target
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.tune.objective.cost import cost_of
 from batchtune.tune.objective.ledger import Ledger
-from batchtune.tune.objective.records import NO_TIME_LEFT, meets
+from batchtune.tune.objective.records import is_cut_off, meets
 from batchtune.vocabulary import Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
-CAME_APART = "where it diverged"
 TARGET_TIME = 0.8  # of the time of the best value: a curve that still falls is cut a little before its end
 
 
@@ -34,14 +33,24 @@ class Targets:
     @property
     def current(self) -> Target:
         """The target as far as it is known."""
-        wanted, value = self._objective, self._objective.target
+        wanted, value, diverged = self._objective, self._objective.target, None
         if not self._counted:
             found, reason = None, "the best value within budget.run counts"
         elif value != "auto":
             found, reason = value, "set in the configuration"
+        elif "target" in self._study.user_attrs:
+            found, reason, *rest = self._study.user_attrs["target"]
+            diverged = next(iter(rest), None)
         else:
-            found, reason = self._study.user_attrs.get("target") or (None, "not known before the baseline has run")
-        return Target(metric=wanted.metric, goal=wanted.goal, kind=wanted.kind, value=found, reason=reason)
+            found, reason = None, "not known before the baseline has run"
+        return Target(
+            metric=wanted.metric,
+            goal=wanted.goal,
+            kind=wanted.kind,
+            value=found,
+            reason=reason,
+            baseline_diverged_after_seconds=diverged,
+        )
 
     @property
     def is_automatic(self) -> bool:
@@ -53,8 +62,10 @@ class Targets:
         if self.is_automatic and "target" not in self._study.user_attrs:
             found = automatic_target(curve, self._objective.goal)
             if found is not None:
-                broke = f", {CAME_APART} after {curve[-1].seconds:.3g} s" if diverged else ""
-                self._study.set_user_attr("target", (found[0], found[1] + broke))
+                seconds = curve[-1].seconds
+                value, reason = found
+                kept = (value, f"{reason}, where it diverged after {seconds:.3g} s", seconds) if diverged else found
+                self._study.set_user_attr("target", kept)
 
     def check(self, ledger: Ledger) -> None:
         """Refuses a study in which nothing could be compared.
@@ -71,7 +82,7 @@ class Targets:
         if not ledger.finished("baseline") and ledger.best_cost() is None:
             failed = [trial for trial in ledger.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
-            if why == NO_TIME_LEFT:
+            if is_cut_off(ledger.last_attributes("baseline")):
                 total = f"budget.total ({self._config.budget.total:g} s)"
                 raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
@@ -102,7 +113,7 @@ class Targets:
             whose, remedy = "objective.target", "set a harder one, or check objective.goal"
             if self.is_automatic:
                 whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
-            if CAME_APART in target.reason:
+            if target.baseline_diverged_after_seconds is not None:
                 remedy = "the baseline diverged: lower baseline.learning_rate, or mend evaluate() if that gives the NaN"
             met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")

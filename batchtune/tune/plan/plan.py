@@ -8,7 +8,9 @@ from pathlib import Path
 
 from batchtune.config.schema import Config
 from batchtune.document import Prior, ProbeResult, Value
+from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.plan.steps import with_loading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +36,17 @@ class Plan:
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     prior: Prior | None = None
     checkpoints: Path | None = None
+
+
+def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior, checkpoints: Path) -> Plan:
+    """The plan of a study whose task was opened, probed and measured; `Plan` says what is what."""
+    return Plan(
+        config=config,
+        probe=with_loading(probe, prior.loader_seconds_per_sample, opened.device),
+        candidates=Candidates(tuple(prior.batch_sizes), prior.batch_sizes_reason),
+        precisions=[name for name, _ in opened.precision],
+        optimizer=opened.optimizer,
+        optimizer_defaults=opened.optimizer_defaults,
+        prior=prior,
+        checkpoints=checkpoints,
+    )

@@ -4,57 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from optuna import Study
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from batchtune.document import CurvePoint
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
-from batchtune.observer import Observer
 from batchtune.processes.worker import PlaceLost, Worker
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.tune.objective.cost import SECONDS, cost_of
-from batchtune.tune.objective.ledger import Ledger, Role, over
-from batchtune.tune.objective.records import FAILED, NO_TIME_LEFT, curve_attribute, measured, to_curve, to_record
-from batchtune.tune.objective.targets import Targets
+from batchtune.tune.objective.ledger import Role, over
+from batchtune.tune.objective.records import CUT_OFF, FAILED, curve_attribute, is_cut_off, measured, to_curve, to_record
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
-from batchtune.tune.plan.plan import Plan
-from batchtune.tune.plan.space import Space
-from batchtune.tune.storage.shared import Machines, requeue
+from batchtune.tune.storage.shared import requeue
 from batchtune.tune.study.limits import CAP_FACTOR, Limits
+from batchtune.tune.study.parts import StudyParts
 from batchtune.tune.study.paused import Paused
 from batchtune.tune.study.workers import TrialRun, run_trial
 
 MOST_RETRIES = 2  # of a run whose place was lost
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trials:
     """Runs the trials of one study.
 
+    Args:
+        parts: of the study.
+        paused: its stopped runs.
+
     Attributes:
-        seconds_left: of budget.total.
-        lock: held while a trial is chosen or told, for several workers may run trials at once.
-        machines: that share the study.
+        paused: as given.
         raised: by the user's code in runs of the search, since this start.
     """
 
-    plan: Plan
-    study: Study
-    space: Space
-    ledger: Ledger
-    targets: Targets
-    paused: Paused
-    observer: Observer
-    seconds_left: Callable[[], float]
-    lock: AbstractContextManager[Any]
-    machines: Machines
-    raised: list[UserCodeError] = field(default_factory=list)
+    def __init__(self, parts: StudyParts, paused: Paused) -> None:
+        self._parts, self.paused = parts, paused
+        self._study, self._plan, self._cost = parts.study, parts.plan, cost_of(parts.plan.config.objective.kind)
+        self.raised: list[UserCodeError] = []
 
     def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
         """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
@@ -66,47 +55,49 @@ class Trials:
         Returns:
             Whether there was.
         """
-        with self.lock:  # what one worker asks for depends on what the others run
+        parts = self._parts
+        with parts.crew.lock:  # what one worker asks for depends on what the others run
             if not is_wanted():
                 return False
-            trial = self.study.ask(self.space.distributions)
-            self.machines.announce(trial)
+            trial = self._study.ask(parts.space.distributions)
+            parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
             spec, earlier = self._spec(trial, role, worker)
             for key, value in _about(spec, role, earlier).items():
                 trial.set_user_attr(key, value)
-        record = to_record(self.study.get_trials(deepcopy=False)[trial.number])
-        self.observer.trial_started(record, best_seconds=self.ledger.best_seconds())
-        race = _Race(self, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
+        record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
+        parts.observer.trial_started(record, best_seconds=parts.ledger.best_seconds())
+        race = _Race(parts, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
         try:
-            with self.machines.sign_of_life(trial):
+            with parts.machines.sign_of_life(trial):
                 run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
-            with self.lock:
+            with parts.crew.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
                 self.paused.tidy()
                 if role == "search" and run.error is not None:
                     self.raised.append(run.error)
-                self.targets.check_start(self.ledger)
+                parts.targets.check_start(parts.ledger)
         except UpdateFinishedTrialError:
-            self.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
-            return True
+            parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
         except PlaceLost as lost:
-            with self.lock:
+            with parts.crew.lock:
                 self._give_back(trial, lost)
-            return True
-        records = {each.number: each for each in self.ledger.records()}  # once: it asks a database several questions
-        done = sum(1 for each in records.values() if over(each))
-        self.observer.trial_ended(records[trial.number], done=done, seconds_left=self.seconds_left())
+        else:
+            records = {each.number: each for each in parts.ledger.records()}  # once: a database is asked several times
+            done = sum(1 for each in records.values() if over(each))
+            parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
         return True
 
     def _spec(self, trial: Trial, role: Role, worker: Worker) -> tuple[RunSpec, FrozenTrial | None]:
         """What is trained, and the stopped run that this one takes up."""
         keeps = role == "search" and self.paused.folder is not None and worker.reaches(self.paused.folder)
         earlier = self.paused.find(trial.params) if keeps else None
-        seed = (earlier or trial).user_attrs.get("seed", self.plan.config.seed + trial.number)
-        runs_through = self.targets.current.value is None or (role == "baseline" and self.targets.is_automatic)
-        target = None if runs_through else self.targets.current.value
-        spec = Limits(self.plan, self.space, self.ledger).spec(trial.params, role, seed, target)
+        seed = (earlier or trial).user_attrs.get("seed", self._plan.config.seed + trial.number)
+        runs_through = self._parts.targets.current.value is None or (
+            role == "baseline" and self._parts.targets.is_automatic
+        )
+        target = None if runs_through else self._parts.targets.current.value
+        spec = Limits(self._plan, self._parts.space, self._parts.ledger).spec(trial.params, role, seed, target)
         if earlier is not None:
             micro, steps = (earlier.user_attrs[name] for name in ("micro_batch_size", "gradient_accumulation_steps"))
             spec = replace(spec, micro_batch_size=micro, accumulation_steps=steps)  # its place in the data counts them
@@ -116,23 +107,23 @@ class Trials:
     def _give_back(self, trial: Trial, lost: PlaceLost) -> None:
         """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
         retries, number = 0, trial.user_attrs.get("retry_of")
-        trials = self.study.get_trials(deepcopy=False)
+        trials = self._study.get_trials(deepcopy=False)
         while number is not None:
             retries, number = retries + 1, trials[number].user_attrs.get("retry_of")
         trial.set_user_attr("message", str(lost))
         if retries == MOST_RETRIES:
             trial.set_user_attr("outcome", "crash")
-        self.study.tell(trial.number, state=TrialState.FAIL)
+        self._study.tell(trial.number, state=TrialState.FAIL)
         if retries < MOST_RETRIES:
-            requeue(self.study, trials[trial.number])
-            self.observer.note(f"run {trial.number} is given back: {lost}")
+            requeue(self._study, trials[trial.number])
+            self._parts.observer.note(f"run {trial.number} is given back: {lost}")
 
     def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""
-        outcome, cost = run.outcome, cost_of(self.plan.config.objective.kind)
+        outcome, cost, targets = run.outcome, self._cost, self._parts.targets
         if role == "baseline" and outcome not in FAILED and not no_time_left:
-            self.targets.derive(run.curve, diverged=outcome == "diverged")
-        capped = Limits(self.plan, self.space, self.ledger).is_capped(spec, run.training_seconds)
+            targets.derive(run.curve, diverged=outcome == "diverged")
+        capped = Limits(self._plan, self._parts.space, self._parts.ledger).is_capped(spec, run.training_seconds)
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
             outcome = "capped"
         attributes: dict[str, Any] = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
@@ -145,37 +136,37 @@ class Trials:
         }
         attributes |= {key: value for key, value in found.items() if value}
         if cost is not None:
-            best = self.ledger.best_cost() if outcome == "pruned" else None
+            best = self._parts.ledger.best_cost() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0
-        if no_time_left and (role == "confirm" or (role == "baseline" and self.targets.is_automatic)):
-            attributes["message"] = NO_TIME_LEFT  # nothing that counts: it is to run again
-        attributes |= measured(run.curve, outcome, self.targets.current)
+        if no_time_left and (role == "confirm" or (role == "baseline" and targets.is_automatic)):
+            attributes |= CUT_OFF
+        attributes |= measured(run.curve, outcome, targets.current)
         for key, each in attributes.items():
             trial.set_user_attr(key, each)
         self.close(trial.number, {"role": role} | attributes)
 
     def close(self, number: int, attributes: dict[str, Any]) -> None:
         """Tells a trial that has run to the study, by the attributes it was given."""
-        outcome, cost = attributes["outcome"], cost_of(self.plan.config.objective.kind)
+        outcome, cost = attributes["outcome"], self._cost
         value = attributes.get(cost.attribute if cost else "best_value")
-        if outcome in FAILED or (attributes.get("message") == NO_TIME_LEFT and outcome != "reached"):
-            self.study.tell(number, state=TrialState.FAIL)
+        if outcome in FAILED or (is_cut_off(attributes) and outcome != "reached"):
+            self._study.tell(number, state=TrialState.FAIL)
         elif value is None or not math.isfinite(value) or (outcome == "diverged" and cost is None):
-            self.study.tell(number, state=TrialState.PRUNED)
+            self._study.tell(number, state=TrialState.PRUNED)
         else:
-            self.study.tell(number, value)
+            self._study.tell(number, value)
 
 
 class _Race:
     """A run under way against those before it: its curve so far, and whether it is worth going on."""
 
-    def __init__(self, trials: Trials, trial: Trial, record: TrialRecord, curve: list[CurvePoint]) -> None:
+    def __init__(self, parts: StudyParts, trial: Trial, record: TrialRecord, curve: list[CurvePoint]) -> None:
         self.curve = curve
         self.no_time_left = False
-        self._trials, self._trial = trials, trial
+        self._parts, self._trial = parts, trial
         self._prunable = record.role == "search" and not curve  # who was stopped before is given all of its time now
         self._record = record
-        self._cost = cost_of(trials.plan.config.objective.kind) or SECONDS
+        self._cost = cost_of(parts.plan.config.objective.kind) or SECONDS
         self._last_step = -1
         for point in curve:
             self._report(point)
@@ -183,8 +174,8 @@ class _Race:
     def goes_on(self, point: CurvePoint) -> bool:
         """Takes in the next point of the curve; returns whether there is a reason to train on."""
         self.curve.append(point)
-        self._trials.observer.trial_evaluated(self._record, point)
-        if self._trials.seconds_left() <= 0:
+        self._parts.observer.trial_evaluated(self._record, point)
+        if self._parts.budget.seconds_left() <= 0:
             self.no_time_left = True
             return False
         if point.value is None:

@@ -4,17 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchtune.config.schema import Config
 from batchtune.document import Prior, ProbeResult, Recommendation, Target, Trial
-from batchtune.tune.objective.targets import CAME_APART
 from batchtune.tune.plan.steps import step_seconds, with_loading
 from batchtune.units import number
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
-NOT_SEARCHED = "no other configuration was tried"
-RAISED = "the task raised an error"
-LONGER = "training took longer than it counts"
-OURS = (NOT_SEARCHED, RAISED, LONGER)  # how those begin that may be others by the next start
+
+
+def study_warnings(
+    config: Config,
+    probe: ProbeResult,
+    prior: Prior | None,
+    device: str,
+    target: Target | None,
+    trials: Sequence[Trial],
+    recommended: Recommendation | None,
+    *,
+    has_ended: bool,
+) -> list[str]:
+    """All that a reader of a study must know besides its numbers; what its probe says of itself left out.
+
+    Args:
+        config: the study's.
+        probe: as it was measured.
+        prior: what the search started from; None: not measured yet.
+        device: that trains.
+        target: as far as it is known.
+        trials: so far.
+        recommended: what to train with by these.
+        has_ended: whether all has run.
+    """
+    return [
+        *(loading_warnings(probe, prior, device) if prior else []),
+        *baseline_warnings(probe, config.baseline.batch_size),
+        *target_warnings(target),
+        *uneven_warnings(trials, recommended),
+        *(search_warnings(trials) if has_ended else []),
+    ]
 
 
 def loading_warnings(probe: ProbeResult, prior: Prior, device: str) -> list[str]:
@@ -48,7 +76,7 @@ def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
 
 def target_warnings(target: Target | None) -> list[str]:
     """One where the baseline's run, which sets the target, came apart before its end."""
-    if target is None or CAME_APART not in target.reason:
+    if target is None or target.baseline_diverged_after_seconds is None:
         return []
     text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
     return [f"{text}; what it had reached is the target: set objective.target, or mend it, and start over with --fresh"]
@@ -58,11 +86,13 @@ def search_warnings(trials: Sequence[Trial]) -> list[str]:
     """One where a study that has ended never came to search, or where the task raised errors in it."""
     searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
     if not searched:
-        return [f"{NOT_SEARCHED}: probe and baseline took all of budget.total; raise it and start again"]
+        text = "no other configuration was tried: probe and baseline took all of budget.total"
+        return [f"{text}; raise it and start again"]
     raised = [trial.message for trial in searched if trial.outcome == "user_error"]
     if not raised:
         return []
-    return [f"{RAISED} in {len(raised)} of {len(searched)} runs of the search, which tell nothing: {raised[-1]}"]
+    runs = f"{len(raised)} of {len(searched)} runs of the search, which tell nothing"
+    return [f"the task raised an error in {runs}: {raised[-1]}"]
 
 
 def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:
@@ -77,8 +107,7 @@ def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> li
     took = sum(each.measured_training_seconds or each.training_seconds or 0.0 for each in shown)
     if took <= (1 + UNEVEN) * counted:
         return []
-    text = (
-        f"{LONGER} by {took / counted - 1:.0%}: stretches far slower than the usual pace are put down to other programs"
-    )
+    longer = f"training took longer than it counts by {took / counted - 1:.0%}"
+    text = f"{longer}: stretches far slower than the usual pace are put down to other programs"
     rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
     return [f"{text} on this machine; {rest}"]

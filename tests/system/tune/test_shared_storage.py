@@ -14,6 +14,7 @@ from pathlib import Path
 import law
 import optuna
 import pytest
+from fakes import FakeCrew
 
 from batchtune.document import Prior
 from batchtune.errors import UsageError
@@ -254,7 +255,7 @@ def test_a_study_is_deleted_unless_a_machine_is_at_work_in_it(opened, quick):
 def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):
     def trials(storage):
         keys = {"budget": {"run": 120.0, "total": 3600.0, "trials": 6}, "confirm": {"seeds": 1, "top": 1}}
-        tuned = TuneStudy(law.plan(**keys), law.LawWorker(noise=0.05), storage, Observer())
+        tuned = TuneStudy(law.plan(**keys), FakeCrew(law.LawWorker(noise=0.05)), storage, Observer())
         tuned.run()
         return [trial.model_dump() for trial in tuned.records()]
 

@@ -266,7 +266,7 @@ class TestEvaluation:
     def test_that_it_is_the_limit_is_said_once(self):
         found = probe(ScriptedWorker(up_to(700), up_to(90), failed_steps=None))
         largest, (trained, *_) = found.run().max_batch_size, sizes(found.result(), "verify")
-        (said,) = found.warnings()
+        (said,) = found.result().warnings
         why = f"evaluation or saving does not beyond {largest}: evaluate in smaller batches"
         assert said == f"training alone fits {trained}, but {why}"
 
@@ -274,7 +274,7 @@ class TestEvaluation:
     def test_it_is_not_where_training_fails_too_or_next_to_nothing_is_lost(self, boundary, steps):
         found = probe(ScriptedWorker(up_to(700), up_to(boundary), failed_steps=steps))
         found.run()
-        assert found.warnings() == []
+        assert found.result().warnings == []
 
     @pytest.mark.parametrize(("unit", "minimum", "largest"), [(1, 64, 90), (8, 61, 88)])
     def test_halves_stop_at_the_minimum(self, unit, minimum, largest):
@@ -287,7 +287,7 @@ class TestEvaluation:
         failing = probe(ScriptedWorker(up_to(700), up_to(0, "user_error"), failed_steps=None))
         with pytest.raises(UserCodeError):
             failing.run()
-        assert not any("training alone fits" in said for said in failing.warnings())
+        assert not any("training alone fits" in said for said in failing.result().warnings)
 
     def test_where_nothing_passes_it_the_remedy_is_to_evaluate_less_at_once(self):
         with pytest.raises(
@@ -305,7 +305,7 @@ class TestFailures:
         result = found.run()
         assert_certified(result)
         assert (result.max_batch_size, result.first_failing_batch_size, result.limited_by) == (300, 301, outcome)
-        assert f"batch size 301 ended in {outcome}: " in found.warnings()[0]
+        assert f"batch size 301 ended in {outcome}: " in found.result().warnings[0]
 
     def test_a_child_that_is_lost_leaves_an_attempt_with_its_end(self):
         result = probe(ScriptedWorker(up_to(300, "crash"))).run()
@@ -326,7 +326,7 @@ class TestFailures:
     def test_a_size_that_the_model_rejects_is_passed_over_and_told(self):
         found = probe(ScriptedWorker(lambda size: "user_error" if size == 1 else up_to(300)(size)))
         assert 297 <= found.run().max_batch_size <= 300
-        assert found.warnings() == [
+        assert found.result().warnings == [
             "batch size 1 ended in user_error: user_error at 1 (the search went on above it)",
         ]
 
@@ -354,7 +354,7 @@ class TestFailures:
         )
         assert "down to 1 every final check was out of it after 3 steps (something keeps what" in str(raised.value)
         assert "smaller model" not in str(raised.value)
-        assert len(found.warnings()) == 1
+        assert len(found.result().warnings) == 1
 
     def test_a_file_that_cannot_be_mapped_has_a_remedy_of_its_own(self):
         words = "mapping a file: [Errno 12] Cannot allocate memory"
@@ -419,7 +419,7 @@ class TestTime:
         assert 160 <= result.max_batch_size <= 200
         assert result.limited_by == "max"
         assert max(size for _, size, *_ in worker.log) == result.max_batch_size
-        assert "budget.run has room for too few of their steps" in probing.warnings()[0]
+        assert "budget.run has room for too few of their steps" in probing.result().warnings[0]
 
     def test_near_the_largest_size_of_use_the_search_ends(self):
         known = [Attempt(batch_size=170, outcome="fit", purpose="search", steps=3, step_seconds=1.7)]

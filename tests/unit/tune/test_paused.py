@@ -1,16 +1,18 @@
 import law
 import optuna
 import pytest
+from fakes import FakeCrew
 
 from batchtune.config.schema import Baseline, Budget, Config, Confirm, Objective
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
 from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
 from batchtune.tune.optuna_parts.surface import Prior
+from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.study.limits import Limits
 from batchtune.tune.study.paused import MOST_KEPT
-from batchtune.tune.study.study import Plan, TuneStudy
+from batchtune.tune.study.study import TuneStudy
 
 
 @pytest.fixture
@@ -19,7 +21,12 @@ def worker():
 
 
 @pytest.fixture
-def study(tmp_path, worker):
+def storage():
+    return optuna.storages.InMemoryStorage()
+
+
+@pytest.fixture
+def study(tmp_path, worker, storage):
     """A study after its baseline; what it is to run next is queued by the test."""
     fit = ThroughputFit(alpha_seconds=law.ALPHA, beta_seconds_per_sample=law.BETA, saturation_batch_size=20.0)
     plan = Plan(
@@ -37,20 +44,20 @@ def study(tmp_path, worker):
         optimizer="SGD",
         checkpoints=tmp_path / "checkpoints",
     )
-    study = TuneStudy(plan, worker, optuna.storages.InMemoryStorage(), Observer())
-    study._queue(study._space.baseline, "baseline", 0)
-    study._drain()
+    study = TuneStudy(plan, FakeCrew(worker), storage, Observer())
+    study.queue.add(study.parts.space.baseline, "baseline", 0)
+    study.queue.drain()
     return study
 
 
 def run(study, batch_size, learning_rate):
-    study.study.enqueue_trial({"batch_size": batch_size, "learning_rate": learning_rate})
-    study._drain()
+    study.parts.study.enqueue_trial({"batch_size": batch_size, "learning_rate": learning_rate})
+    study.queue.drain()
     return study.records()[-1]
 
 
 def files(study):
-    return sorted(file.name for file in study._trials.paused.folder.glob("*"))
+    return sorted(file.name for file in study.trials.paused.folder.glob("*"))
 
 
 def test_a_stopped_run_that_is_proposed_again_goes_on_where_it_was(study, worker):
@@ -83,7 +90,7 @@ def test_a_run_that_goes_on_may_turn_out_to_reach_the_target(study, worker):
     gone_on = run(study, 8, 0.001)
     assert gone_on.outcome == "reached"
     assert gone_on.time_to_target_seconds > stopped.training_seconds
-    assert study.study.trials[-1].value == gone_on.time_to_target_seconds
+    assert study.parts.study.trials[-1].value == gone_on.time_to_target_seconds
 
 
 def test_only_the_runs_least_behind_are_kept(study):
@@ -97,13 +104,13 @@ def test_runs_that_were_not_stopped_are_not_kept(study):
     assert files(study) == []
 
 
-def test_a_run_going_on_when_it_was_killed_goes_on_from_its_checkpoint_again(study, worker):
+def test_a_run_going_on_when_it_was_killed_goes_on_from_its_checkpoint_again(study, worker, storage):
     stopped = run(study, 8, 0.001)
     worker.fail_at = {len(worker.specs) + 1}
     with pytest.raises(KeyboardInterrupt):
         run(study, 8, 0.001)
-    again = TuneStudy(study._trials.plan, worker, study.study._storage, Observer())
-    again._drain()
+    again = TuneStudy(study.parts.plan, FakeCrew(worker), storage, Observer())
+    again.queue.drain()
     assert again.records()[-1].continues == stopped.number
 
 
@@ -155,20 +162,20 @@ def test_what_a_stopped_run_reported_last_is_no_time_by_which_it_is_confirmed(st
     stopped = run(study, 8, 0.001)
     assert stopped.outcome == "pruned"
     gone_on = run(study, 8, 0.001)
-    params = study._space.of(gone_on)
-    limits = Limits(study._plan, study._space, study._ledger)
+    params = study.parts.space.of(gone_on)
+    limits = Limits(study.parts.plan, study.parts.space, study.parts.ledger)
     assert limits.spec(params, "confirm", 0, 0.5).limit_seconds >= 60.0  # nothing says what it needs
     slow = run(study, 16, 0.02)
     assert slow.outcome == "reached"
-    spec = limits.spec(study._space.of(slow), "confirm", 0, 0.5)
+    spec = limits.spec(study.parts.space.of(slow), "confirm", 0, 0.5)
     assert spec.limit_seconds == pytest.approx(min(120.0, 3 * slow.time_to_target_seconds))
 
 
 def test_a_checkpoint_that_another_worker_is_writing_is_left_alone(study):
-    running = study.study.ask(study._space.distributions)
-    folder = study._trials.paused.folder
+    running = study.parts.study.ask(study.parts.space.distributions)
+    folder = study.trials.paused.folder
     folder.mkdir(exist_ok=True)
     for name in (f"{running.number}.partial", "999.partial", "999.pt"):
         (folder / name).touch()
-    study._trials.paused.tidy()
+    study.trials.paused.tidy()
     assert files(study) == [f"{running.number}.partial"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.tune import run as run_module
+from batchtune.tune.run import run_and_save
 
 
 def test_a_finished_study_carries_what_its_surface_predicts(tuned):
@@ -51,7 +51,7 @@ def test_an_interruption_is_one_whatever_a_lock_that_it_hits_raises_on_top(
 ):
     tuning = Stopped(tmp_path, error, interrupted=interrupted)
     with pytest.raises(ending):
-        run_module._run(tuning)
+        run_and_save(tuning, tuning)
     assert tuning.statuses == [status]
 
 
@@ -59,17 +59,20 @@ def test_a_lock_that_cannot_be_taken_says_what_came_first(tmp_path):
     error = RuntimeError("did not possess lock")
     error.__context__ = FileNotFoundError(2, "No such file or directory")  # in giving back what was not taken
     error.__context__.__context__ = OSError(30, "Read-only file system")
+    stopped = Stopped(tmp_path, error, interrupted=False)
     with pytest.raises(UsageError, match="the study cannot go on: Read-only file system; make room and start again"):
-        run_module._run(Stopped(tmp_path, error, interrupted=False))
+        run_and_save(stopped, stopped)
 
 
 def test_an_error_of_ours_stays_one(tmp_path):
+    stopped = Stopped(tmp_path, RuntimeError("ours"), interrupted=False)
     with pytest.raises(RuntimeError, match="ours"):
-        run_module._run(Stopped(tmp_path, RuntimeError("ours"), interrupted=False))
+        run_and_save(stopped, stopped)
 
 
 def test_an_error_of_ours_on_top_of_a_missing_file_stays_one(tmp_path):
     error = ValueError("ours")
     error.__context__ = FileNotFoundError(2, "No such file or directory")
+    stopped = Stopped(tmp_path, error, interrupted=False)
     with pytest.raises(ValueError, match="ours"):
-        run_module._run(Stopped(tmp_path, error, interrupted=False))
+        run_and_save(stopped, stopped)

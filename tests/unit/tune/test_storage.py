@@ -9,6 +9,7 @@ import law
 import optuna
 import pytest
 import sqlalchemy
+from fakes import FakeCrew
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
@@ -40,7 +41,7 @@ def proxy(tmp_path):
 def test_a_study_behind_a_grpc_proxy_has_the_trials_that_the_journal_would_have(proxy, tmp_path):
     def trials(storage):
         keys = {"budget": {"run": 120.0, "total": 3600.0, "trials": 6}, "confirm": {"seeds": 1, "top": 1}}
-        tuned = TuneStudy(law.plan(**keys), law.LawWorker(), storage, Observer())
+        tuned = TuneStudy(law.plan(**keys), FakeCrew(law.LawWorker()), storage, Observer())
         tuned.run()
         return [trial.model_dump() for trial in tuned.records()]
 

@@ -2,12 +2,14 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import time
 from collections import defaultdict
 from dataclasses import asdict
 
 import law
 import optuna
 import pytest
+from fakes import FakeCrew
 
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.document import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
@@ -20,7 +22,6 @@ from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import curve_attribute
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study import study as study_module
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.recommend import recommend
@@ -28,11 +29,11 @@ from batchtune.tune.verdict.recommend import recommend
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
 
 
-def study(folder, worker=None, *, storage=None, settled=None, **changes):
+def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_counter, at_once=1, **changes):
     """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
     planned = dataclasses.replace(law.plan(**changes), **settled or {})
-    return TuneStudy(planned, worker, storage or MEMORY[folder], Observer())
+    return TuneStudy(planned, FakeCrew(worker, at_once), storage or MEMORY[folder], Observer(), clock)
 
 
 def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_path):
@@ -94,7 +95,7 @@ def test_an_interrupted_study_goes_on_and_repeats_no_completed_trial(tmp_path, i
 
 def test_a_trial_cut_off_before_anything_was_chosen_for_it_is_no_record(tmp_path):
     tuned = study(tmp_path)
-    tuned.study.ask()
+    tuned.parts.study.ask()
     assert tuned.records() == []
     tuned.run()
     assert all(record.learning_rate > 0 for record in tuned.records())
@@ -184,8 +185,8 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
 @pytest.mark.parametrize(("total", "workers", "contenders"), [(20.0, 1, 1), (3600.0, 1, 2), (20.0, 3, 2), (26.0, 2, 2)])
 def test_fewer_contenders_for_the_best_metric_are_confirmed_on_all_seeds(tmp_path, total, workers, contenders):
     """Runs of the law take no time, so that what is left when confirmation begins is about what there was."""
-    tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=Budget(run=2.5, total=total, trials=8))
-    tuned._at_once = workers
+    budget = Budget(run=2.5, total=total, trials=8)
+    tuned = study(tmp_path, objective=Objective(kind="best_metric"), budget=budget, at_once=workers)
     tuned.run()
     confirmed = {(t.batch_size, t.learning_rate) for t in tuned.records() if t.role == "confirm"}
     assert len(confirmed) == 1 + contenders
@@ -356,7 +357,7 @@ def test_arguments_of_the_optimizer_are_searched_recorded_and_confirmed(tmp_path
     found, base = recommend(records, kind="time_to_target", goal="minimize")
     assert found.optimizer_arguments["nesterov"] is True
     assert base.optimizer_arguments == records[0].optimizer_arguments
-    assert tuned.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
+    assert tuned.parts.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
     searched = [record for record in records if record.role == "search"]
     assert all(1e-3 <= record.optimizer_arguments["weight_decay"] <= 1.0 for record in searched)
     assert len(searched) == 30  # budget.trials: what the surface expects says nothing of these
@@ -411,13 +412,13 @@ def test_a_search_in_which_nothing_but_errors_comes_ends_with_the_error_and_the_
 
 def test_errors_do_not_stop_what_another_worker_still_trains(tmp_path):
     tuned = study(tmp_path)
-    tuned._trials.raised.extend([UserCodeError("compute_loss raised AssertionError")] * 3)
-    tuned._queue(tuned._space.baseline, "search", 0)
-    running = tuned.study.ask(tuned._space.distributions)
-    assert not tuned._is_search_wanted()
-    tuned.study.tell(running, state=optuna.trial.TrialState.FAIL)
+    tuned.trials.raised.extend([UserCodeError("compute_loss raised AssertionError")] * 3)
+    tuned.queue.add(tuned.parts.space.baseline, "search", 0)
+    running = tuned.parts.study.ask(tuned.parts.space.distributions)
+    assert not tuned.search.is_wanted()
+    tuned.parts.study.tell(running, state=optuna.trial.TrialState.FAIL)
     with pytest.raises(UserCodeError, match="compute_loss raised AssertionError"):
-        tuned._is_search_wanted()
+        tuned.search.is_wanted()
 
 
 def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_path):
@@ -435,7 +436,7 @@ def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_
     tuned.run()
     assert {(spec["micro_batch_size"], spec["accumulation_steps"]) for spec in worker.specs} == {(128, 4)}
     assert len({spec["learning_rate"] for spec in worker.specs}) > 3
-    assert tuned.study.user_attrs["prior"]["micro_batch_size"] == 128
+    assert tuned.parts.study.user_attrs["prior"]["micro_batch_size"] == 128
 
 
 def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tmp_path):
@@ -501,11 +502,9 @@ def test_a_baseline_that_dies_sets_no_target(tmp_path):
     assert again.target.value < 1.0
 
 
-def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_larger_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "time", Watch())
+def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_larger_one(tmp_path):
     with pytest.raises(NothingFitsError, match=r"budget.total \(30 s\) was used up before the baseline had shown"):
-        study(tmp_path, budget=Budget(run=10.0, total=30.0, trials=4)).run()
-    monkeypatch.setattr(study_module, "time", __import__("time"))
+        study(tmp_path, budget=Budget(run=10.0, total=30.0, trials=4), clock=Watch()).run()
     again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4))
     again.run()
     assert again.target.value is not None
@@ -513,20 +512,19 @@ def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_l
 
 
 class Watch:
-    """Stands in for the `time` module: every look at it takes a second."""
+    """A clock: every look at it takes a second."""
 
     def __init__(self):
         self.looks = itertools.count()
 
-    def perf_counter(self):
+    def __call__(self):
         return float(next(self.looks))
 
 
 @pytest.mark.parametrize("total", [10.0, 60.0, 150.0, 400.0, 900.0])
-def test_no_more_than_a_rung_is_trained_once_the_budget_is_used_up(tmp_path, monkeypatch, total):
+def test_no_more_than_a_rung_is_trained_once_the_budget_is_used_up(tmp_path, total):
     watch = Watch()
-    monkeypatch.setattr(study_module, "time", watch)
-    tuned = study(tmp_path, budget=Budget(run=10.0, total=total, trials=100))
+    tuned = study(tmp_path, budget=Budget(run=10.0, total=total, trials=100), clock=watch)
     with contextlib.suppress(NothingFitsError):  # too short for a target
         tuned.run()
     assert next(watch.looks) <= total + 8  # an evaluation, and what is looked at around it
@@ -535,12 +533,11 @@ def test_no_more_than_a_rung_is_trained_once_the_budget_is_used_up(tmp_path, mon
 
 
 def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "time", Watch())
-    tuned = study(tmp_path, budget=Budget(run=10.0, total=400.0, trials=4), confirm=Confirm(seeds=3, top=2))
-    monkeypatch.setattr(tuned, "_reserve", lambda: 0.0)
+    changes = {"budget": Budget(run=10.0, total=400.0, trials=4), "confirm": Confirm(seeds=3, top=2)}
+    tuned = study(tmp_path, clock=Watch(), **changes)
+    monkeypatch.setattr(tuned.parts.budget, "reserve", lambda: 0.0)
     tuned.run()
     assert 0 < sum(1 for trial in tuned.records() if trial.role == "confirm" and trial.state == "complete") < 9
-    monkeypatch.setattr(study_module, "time", __import__("time"))
     study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2)).run()
     again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2))
     confirmed = [
@@ -549,19 +546,18 @@ def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(t
     assert len(confirmed) >= 9
 
 
-def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "time", Watch())
-    tuned = study(tmp_path, budget=Budget(run=60.0, total=600.0), confirm=Confirm())  # the defaults
-    assert tuned._reserve() < 600 - 60 - 10  # once probe and baseline are paid for
+def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path):
+    tuned = study(tmp_path, budget=Budget(run=60.0, total=600.0), confirm=Confirm(), clock=Watch())  # the defaults
+    assert tuned.parts.budget.reserve() < 600 - 60 - 10  # once probe and baseline are paid for
 
 
 def test_slow_evaluation_is_counted_in_what_confirmation_needs(tmp_path):
     tuned = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=4), confirm=Confirm(seeds=3, top=2))
     tuned.run()
-    before = tuned._reserve()
-    for trial in tuned.study.get_trials(deepcopy=False):
+    before = tuned.parts.budget.reserve()
+    for trial in tuned.parts.study.get_trials(deepcopy=False):
         trial.user_attrs["wall_seconds"] = trial.user_attrs["training_seconds"] + 7.0
-    assert tuned._reserve() == pytest.approx(before + 7.0 * (3 * (1 + 2) + 1))
+    assert tuned.parts.budget.reserve() == pytest.approx(before + 7.0 * (3 * (1 + 2) + 1))
 
 
 class Wild(law.LawWorker):
@@ -587,7 +583,8 @@ def test_a_baseline_that_diverges_sets_no_target_and_is_said_to(tmp_path):
 
 def test_a_study_whose_time_went_before_its_search_says_so(tmp_path):
     tuned = study(tmp_path, objective=Objective(target=0.01), budget=Budget(run=5.0, total=3600.0, trials=2))
-    tuned._run_baseline()
+    tuned.queue.add(tuned.parts.space.baseline, "baseline", 0)
+    tuned.queue.drain()
     assert tuned.why_nothing().startswith("probe and baseline used up budget.total (3600 s) before anything else")
 
 
@@ -606,7 +603,7 @@ def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(
 def test_every_trial_says_of_itself_what_ran_and_how(tmp_path):
     tuned = study(tmp_path)
     tuned.run()
-    for trial in tuned.study.trials:
+    for trial in tuned.parts.study.trials:
         told = trial.user_attrs
         assert told["micro_batch_size"] * told["gradient_accumulation_steps"] == trial.params["batch_size"]
         assert {"role", "seed", "precision", "outcome", "curve", "training_seconds", "wall_seconds"} <= told.keys()
@@ -628,7 +625,7 @@ def test_the_study_can_be_drawn_by_optuna(tmp_path, name):
     tuned = study(tmp_path, budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
     tuned.run()
     plots = {"history": "optimization_history", "intermediate": "intermediate_values"}
-    figure = getattr(visualization, f"plot_{plots.get(name, name)}")(tuned.study)
+    figure = getattr(visualization, f"plot_{plots.get(name, name)}")(tuned.parts.study)
     assert any(len(trace.x if trace.x is not None else trace.dimensions) for trace in figure.data)
 
 
@@ -705,7 +702,7 @@ class Homeless(law.LawWorker):
 def test_a_run_whose_place_is_lost_is_done_again_as_it_was(tmp_path):
     tuned = study(tmp_path, Homeless({1, 4}))
     tuned.run()
-    records, stored = tuned.records(), tuned.study.get_trials()
+    records, stored = tuned.records(), tuned.parts.study.get_trials()
     lost = {record.number for record in records if record.message == "its node is gone"}
     again = {trial.user_attrs["retry_of"]: trial.number for trial in stored if "retry_of" in trial.user_attrs}
     assert lost == set(again)
@@ -737,7 +734,8 @@ class TestPace:
 
     @pytest.fixture
     def ledger(self):
-        return Ledger(optuna.create_study(), SECONDS)
+        self.study = optuna.create_study()
+        return Ledger(self.study, SECONDS)
 
     def ran(self, ledger, micro, step_seconds, *, precision="bf16", steps=1, **arguments):
         sizes = {
@@ -746,13 +744,13 @@ class TestPace:
         }
         batch_size = micro * steps
         sizes |= {name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in arguments}
-        ledger._study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1} | arguments)
-        trial = ledger._study.ask(sizes)
+        self.study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1} | arguments)
+        trial = self.study.ask(sizes)
         curve = [CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
         made_up = {"micro_batch_size": micro, "gradient_accumulation_steps": steps, "precision": precision}
         for key, value in (made_up | {"curve": curve_attribute(curve), "outcome": "reached"}).items():
             trial.set_user_attr(key, value)
-        ledger._study.tell(trial, 1.0)
+        self.study.tell(trial, 1.0)
 
     def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, ledger):
         self.ran(ledger, 64, 1e-3, decay=0.01)

@@ -1,0 +1,169 @@
+"""What a run of `tune` knows so far: the document at every moment, and what of it lies in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Literal
+
+from batchtune.config.schema import Config
+from batchtune.document import Attempt, Failure, Prior, ProbeResult, Recommendation, Scaling, TaskInfo, Trial
+from batchtune.errors import BatchtuneError, UsageError
+from batchtune.files import load_result
+from batchtune.observer import Forwarder, Observer
+from batchtune.probe.runner import Probe
+from batchtune.probe.warnings import sharing_warnings
+from batchtune.protocol.commands import Opened
+from batchtune.result import Result
+from batchtune.run_folder import RunFolder
+from batchtune.task.spec import file_hash
+from batchtune.tune.study.study import TuneStudy
+from batchtune.tune.verdict.warnings import study_warnings
+
+Status = Literal["complete", "interrupted", "failed"]
+_SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
+
+
+class Progress:
+    """What is known so far; each attribute is None until it is.
+
+    Args:
+        config: the configuration.
+        folder: of the run.
+
+    Attributes:
+        earlier: what an earlier start came to.
+        opened: the task on its device.
+        identity: what must not change while the study goes on.
+        probing: the probe, as long as it runs and after it.
+        probe: its result, or an earlier start's or another machine's.
+        prior: what the search starts from.
+        study: the study.
+        scaling: what several ranks would make of the recommendation.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config, self.folder = config, folder
+        self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
+        self.earlier: Result | None = None
+        self.opened: Opened | None = None
+        self.identity: dict[str, Any] = {}
+        self.probing: Probe | None = None
+        self.probe: ProbeResult | None = None
+        self.prior: Prior | None = None
+        self.study: TuneStudy | None = None
+        self.scaling: Scaling | None = None
+        self._save_due = 0.0
+
+    def load_earlier(self) -> None:
+        """Reads what an earlier start left in the folder.
+
+        Raises:
+            UsageError: it cannot be read, being another version's or damaged.
+        """
+        if (self.folder.path / "result.json").exists():
+            try:
+                self.earlier = load_result(self.folder.path)
+            except UsageError as error:
+                raise UsageError(f"{error}. Or use --fresh to start over, or another 'name' to keep both") from None
+
+    def earlier_probe(self) -> ProbeResult | None:
+        """An earlier start's probe, where it came to its end."""
+        found = self.earlier.probe if self.earlier else None
+        return found if found and found.verified_in_fresh_process and found.throughput else None
+
+    def keep(self, attempt: Attempt) -> None:
+        """Adds an attempt to the run folder; the first that fits is something not to be mixed with anything else."""
+        if attempt.fits:
+            self.keep_identity()
+        assert self.opened is not None  # noqa: S101 - it is what attempts are made with
+        about = {"precision": self.opened.precision[0][0], "memory_limit_bytes": self.opened.memory_limit_bytes}
+        self.folder.append_attempt(attempt, **about)
+
+    def keep_identity(self) -> None:
+        """Writes what the run folder's measurements hold for, once."""
+        if not self.folder.identity():
+            self.folder.keep_identity(self.identity)
+
+    def save(self, status: Status, error: BatchtuneError | None = None) -> Result:
+        """Writes `result.json` as things stand; a start that stops early leaves that of an earlier one alone."""
+        result, earlier = self.document(status, error), self.earlier
+        nothing_new = earlier is not None and (earlier.trials or (earlier.probe and not (self.probe or self.probing)))
+        if self.study is None and earlier is not None and nothing_new:
+            return earlier.model_copy(update={"status": status, "error": result.error})
+        self.folder.write_result(result)
+        return result
+
+    def save_now_and_then(self) -> None:
+        """Writes `result.json` after a trial, less often where there is so much of it that writing takes long."""
+        began = time.perf_counter()
+        if began >= self._save_due:
+            self.save("interrupted")
+            now = time.perf_counter()
+            self._save_due = now + (now - began) / _SAVING_SHARE
+
+    def save_if_possible(self, status: Status, error: BatchtuneError) -> Result:
+        """The document at the end of a run that stops; where it cannot be written, the caller still has it to show."""
+        with contextlib.suppress(UsageError):
+            return self.save(status, error)
+        return self.document(status, error)
+
+    def document(self, status: Status, error: BatchtuneError | None = None) -> Result:
+        """The result document as things stand."""
+        study, opened = self.study, self.opened
+        environment = opened.environment if opened else None
+        recommendation, baseline = study.recommendation() if study else (None, None)
+        if recommendation is not None and self.scaling is not None:
+            recommendation = recommendation.model_copy(update={"scaling": self.scaling})
+        probe = self.probe or (self.probing.result() if self.probing else None)
+        trials = study.records() if study else []
+        told = self._warnings(status, probe, trials, recommendation)
+        return Result(
+            kind="tune",
+            status=status,
+            name=self._config.name,
+            environment=environment,
+            task=self._task.model_copy(update={"optimizer": opened.optimizer if opened else None}),
+            warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
+            error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
+            probe=probe,
+            prior=self.prior or (self.earlier.prior if self.earlier else None),
+            target=study.target if study else None,
+            trials=trials,
+            landscape=study.landscape() if study and status == "complete" else None,
+            recommendation=recommendation,
+            baseline=baseline,
+        )
+
+    def _warnings(
+        self, status: Status, probe: ProbeResult | None, trials: list[Trial], recommended: Recommendation | None
+    ) -> list[str]:
+        found = list(probe.warnings) if probe else []
+        if self.probe is not None and self.opened is not None:
+            found += study_warnings(
+                self._config,
+                self.probe,
+                self.prior,
+                self.opened.device,
+                self.study.target if self.study else None,
+                trials,
+                recommended,
+                has_ended=status == "complete",
+            )
+        return found
+
+
+class Recorder(Forwarder):
+    """Keeps attempts and results in the run folder as they come, and hands everything on."""
+
+    def __init__(self, progress: Progress, behind: Observer) -> None:
+        super().__init__(behind)
+        self._progress = progress
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._progress.keep(attempt)
+        super().attempted(attempt)
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        self._progress.save_now_and_then()
+        super().trial_ended(trial, done=done, seconds_left=seconds_left)
