@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchtune.config.options import (
+    MARGIN,
+    STEPS,
+    TIMEOUT,
+    TOLERANCE,
+    VERIFY_STEPS,
+    Accumulation,
+    Device,
+    Gpus,
+    Margin,
+    Maximum,
+    MemoryLimit,
+    Minimum,
+    MultipleOf,
+    NoOom,
+    Precision,
+    Ranks,
+    Steps,
+    Strategy,
+    Throughput,
+    Timeout,
+    Tolerance,
+    VerifySteps,
+    WorldSize,
+    takes_options,
+)
 from batchtune.version import __version__
 
 if TYPE_CHECKING:
@@ -15,28 +40,27 @@ if TYPE_CHECKING:
     from batchtune.observer import Observer
     from batchtune.result import Result
 
-_LARGEST = 2**31 - 1  # that a result document takes as a count
 
-
-def probe(
+@takes_options
+def probe(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
-    precision: str | Sequence[str] = "auto",
-    memory_limit: int | str | None = None,
-    margin: float = 0.05,
-    min: int = 1,  # noqa: A002 - the option's name
-    max: int | None = None,  # noqa: A002 - the option's name
-    multiple_of: int = 1,
-    steps: int = 3,
-    device: str = "auto",
-    tolerance: float = 0.01,
-    timeout: float | str = 120.0,
-    verify_steps: int = 20,
-    no_oom: bool = False,
-    throughput: bool = True,
-    accumulation: int = 1,
-    nproc_per_node: int = 1,
-    strategy: str = "ddp",
+    precision: Precision = "auto",
+    memory_limit: MemoryLimit = None,
+    margin: Margin = MARGIN,
+    min: Minimum = 1,  # noqa: A002 - the option's name
+    max: Maximum = None,  # noqa: A002 - the option's name
+    multiple_of: MultipleOf = 1,
+    steps: Steps = STEPS,
+    device: Device = "auto",
+    tolerance: Tolerance = TOLERANCE,
+    timeout: Timeout = TIMEOUT,
+    verify_steps: VerifySteps = VERIFY_STEPS,
+    no_oom: NoOom = False,
+    throughput: Throughput = True,
+    accumulation: Accumulation = 1,
+    nproc_per_node: Ranks = 1,
+    strategy: Strategy = "ddp",
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -44,22 +68,7 @@ def probe(
 
     Args:
         task: `model.py`, `path.py:attribute` or `package.module:attribute`.
-        precision: `auto`, `all`, one of bf16, fp16, fp32 and tf32, or a list of these.
-        memory_limit: bytes that may be reserved, or text such as "20GiB"; None: the device less the margin.
-        margin: share of the device's memory kept free during the probe.
-        min: smallest micro-batch size.
-        max: largest micro-batch size; None: no cap but the data set's.
-        multiple_of: only multiples are tried.
-        steps: optimizer steps of one attempt.
-        device: `auto`, `cpu`, `cuda`, `cuda:0`, `mps`, …
-        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
-        timeout: seconds (or "2m") after which a silent attempt counts as hanging.
-        verify_steps: optimizer steps of the final check in a fresh process.
-        no_oom: try only sizes that are predicted to fit even at worst.
-        throughput: also time steps at several sizes, and the data loader against them.
-        accumulation: micro-batches of one optimizer step, as you train.
-        nproc_per_node: ranks that train as one on this machine, each on a device of its own; sizes are of each rank.
-        strategy: how they do: `ddp` (DistributedDataParallel) or `fsdp` (FSDP2's fully_shard).
+        (options)
         observer: told of what happens on the way.
         run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
@@ -69,7 +78,6 @@ def probe(
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
-    from batchtune.config.quantities import parse_seconds
     from batchtune.errors import UsageError, kind_of
     from batchtune.observer import Observer
     from batchtune.probe.options import ProbeOptions
@@ -80,62 +88,44 @@ def probe(
 
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    limit = _bytes(memory_limit)
-    try:
-        silence: Any = parse_seconds(timeout)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps, "accumulation": accumulation})
-    _require_sizes(1, None, {"nproc-per-node": nproc_per_node, "verify-steps": verify_steps})
-    _require_shares(margin, tolerance)
-    if strategy not in {"ddp", "fsdp"}:
-        raise UsageError(f"--strategy {strategy}: unknown; use ddp or fsdp")
-    if not _is_number(silence) or not silence > 0:
-        raise UsageError(f"--timeout {timeout}: must be seconds greater than 0, or text such as 2m")
-    names = [precision] if isinstance(precision, str) else list(precision)
-    unknown = [name for name in names if name not in {"auto", "all", "bf16", "fp16", "fp32", "tf32"}]
-    if unknown:
-        raise UsageError(f"--precision {unknown[0]}: unknown; use auto, all, bf16, fp16, fp32 or tf32")
-    if not names or ("all" in names and len(names) > 1):
-        raise UsageError(f"--precision {', '.join(names) or '(none)'}: name at least one, and all alone")
-    settings = OpenTask(task=os.fspath(task), device=device, memory_limit=limit, margin=margin, precision=tuple(names))
-    options = ProbeOptions(
-        minimum=min,
-        maximum=max,
-        multiple_of=multiple_of,
-        steps=steps,
-        tolerance=tolerance,
-        timeout=silence,
-        verify_steps=verify_steps,
-        no_oom=no_oom,
-        throughput=throughput,
-        accumulation_steps=accumulation,
-    )
-    name = task_name(os.fspath(task))
-    folder = RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None
+    path = os.fspath(task)
+    name = task_name(path)
+    settings: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision}
     return run_probe(
-        settings,
-        options,
+        OpenTask(task=path, device=device, margin=margin, **settings),
+        ProbeOptions(
+            minimum=min,
+            maximum=max,
+            multiple_of=multiple_of,
+            steps=steps,
+            tolerance=tolerance,
+            timeout=float(timeout),
+            verify_steps=verify_steps,
+            no_oom=no_oom,
+            throughput=throughput,
+            accumulation_steps=accumulation,
+        ),
         name=name,
         observer=observer or Observer(),
-        folder=folder,
+        folder=RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None,
         world_size=nproc_per_node,
         strategy=strategy,
     )
 
 
-def find_batch_size(
+@takes_options
+def find_batch_size(  # noqa: D417 - takes_options adds them
     step: Callable[[int], Any],
     *,
-    device: str = "auto",
-    memory_limit: int | str | None = None,
-    margin: float = 0.05,
-    min: int = 1,  # noqa: A002 - the option's name
-    max: int | None = None,  # noqa: A002 - the option's name
-    multiple_of: int = 1,
-    steps: int = 3,
-    tolerance: float = 0.01,
-    no_oom: bool = False,
+    device: Device = "auto",
+    memory_limit: MemoryLimit = None,
+    margin: Margin = MARGIN,
+    min: Minimum = 1,  # noqa: A002 - the option's name
+    max: Maximum = None,  # noqa: A002 - the option's name
+    multiple_of: MultipleOf = 1,
+    steps: Steps = STEPS,
+    tolerance: Tolerance = TOLERANCE,
+    no_oom: NoOom = False,
 ) -> int:
     """Finds the largest batch size at which a training step of yours runs, within your own script and process.
 
@@ -157,15 +147,7 @@ def find_batch_size(
 
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.
-        device: `auto`, `cpu`, `cuda`, `cuda:0`, `mps`, …; where `step` trains.
-        memory_limit: bytes that may be reserved, or text such as "20GiB"; None: the device less the margin.
-        margin: share of the device's memory kept free during the search.
-        min: smallest batch size.
-        max: largest batch size; None: no cap, so `step` must be able to make any.
-        multiple_of: only multiples are tried.
-        steps: calls of `step` at each size.
-        tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
-        no_oom: try only sizes that are predicted to fit even at worst.
+        (options)
 
     Returns:
         The batch size; `step` ran at it.
@@ -179,34 +161,28 @@ def find_batch_size(
     from batchtune.probe.in_process import find_in_process
     from batchtune.probe.search import Bounds
 
-    limit = _bytes(memory_limit)
-    _require_sizes(min, max, {"multiple-of": multiple_of, "steps": steps})
-    _require_shares(margin, tolerance)
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
+    limit: Any = memory_limit
     return find_in_process(step, bounds, device=device, memory_limit=limit, margin=margin, steps=steps)
 
 
-def estimate(
+@takes_options
+def estimate(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
-    gpus: str | Sequence[str] = "all",
-    precision: str | Sequence[str] = "auto",
-    memory_limit: int | str | None = None,
-    accumulation_steps: int = 1,
-    strategy: str = "ddp",
-    world_size: int = 1,
+    gpus: Gpus = "all",
+    precision: Precision = "auto",
+    memory_limit: MemoryLimit = None,
+    accumulation_steps: Accumulation = 1,
+    strategy: Strategy = "ddp",
+    world_size: WorldSize = 1,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
 
     Args:
         task: `model.py`, `path.py:attribute` or `package.module:attribute`.
-        gpus: names from the catalogue such as "A100-80GB", or "all".
-        precision: `auto` (what each GPU does well), `all`, one of bf16, fp16, fp32 and tf32, or a list of these.
-        memory_limit: bytes a process may reserve, or text such as "24GiB"; None: what each GPU has.
-        accumulation_steps: micro-batches per optimizer step.
-        strategy: "ddp" or "fsdp" (every repeated block sharded), where the world size is more than 1.
-        world_size: number of data-parallel ranks; the answer is the micro-batch of each.
+        (options)
         observer: told of what happens on the way.
 
     Returns:
@@ -220,11 +196,12 @@ def estimate(
     from batchtune.estimate.document import run_estimate
     from batchtune.observer import Observer
 
+    limit: Any = memory_limit
     return run_estimate(
         os.fspath(task),
-        [gpus] if isinstance(gpus, str) else list(gpus),
-        [precision] if isinstance(precision, str) else list(precision),
-        memory_limit=_bytes(memory_limit),
+        gpus,
+        precision,
+        memory_limit=limit,
         accumulation_steps=accumulation_steps,
         strategy=strategy,
         world_size=world_size,
@@ -306,43 +283,3 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     from batchtune.files import load_result as load
 
     return load(path)
-
-
-def _require_sizes(smallest: int, largest: int | None, counts: dict[str, int]) -> None:
-    from batchtune.errors import UsageError, kind_of
-
-    for name, value in {"min": smallest, "max": largest, **counts}.items():
-        if value is None and name == "max":
-            continue
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            raise UsageError(f"--{name} {value}: must be an int, not {kind_of(value)}")
-        if value < 1:
-            raise UsageError(f"--{name} {value}: must be at least 1")
-        if value > _LARGEST:
-            raise UsageError(f"--{name} {value}: must be at most {_LARGEST}")
-    if largest is not None and smallest > largest:
-        raise UsageError(f"--min {smallest} is greater than --max {largest}; swap them or raise --max")
-
-
-def _require_shares(margin: float, tolerance: float) -> None:
-    from batchtune.errors import UsageError
-
-    if not all(_is_number(share) and 0 <= share < 1 for share in (margin, tolerance)):
-        raise UsageError("--margin and --tolerance are shares: at least 0 and less than 1")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _bytes(value: int | str | None) -> int | None:
-    from batchtune.config.quantities import parse_bytes
-    from batchtune.errors import UsageError
-
-    try:
-        found: Any = parse_bytes(value)
-    except ValueError as error:
-        raise UsageError(f"--memory-limit: {error}") from None
-    if found is not None and found <= 0:
-        raise UsageError("--memory-limit must be greater than 0")
-    return None if found is None else int(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import functools
 import inspect
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from batchtune.config.options import Option, cap, count, flag_of, options_of
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without_passwords
 
 if TYPE_CHECKING:
@@ -112,14 +114,19 @@ COMMON = [
 ]
 
 
-def with_session(function: Callable[..., None]) -> Callable[..., None]:
+def with_session(function: Callable[..., None], like: Callable[..., Any] | None = None) -> Callable[..., None]:
     """Makes a command of a function whose first parameter is its session.
 
     The options that every command has are added to its own, and whatever goes wrong in it ends in the documented exit
     code.
+
+    Args:
+        function: the command.
+        like: the function whose options it has, too; they come to it as keyword arguments.
     """
     signature = inspect.signature(function, eval_str=True)
-    own = list(signature.parameters.values())[1:]
+    own = [each for each in list(signature.parameters.values())[1:] if each.kind is not each.VAR_KEYWORD]
+    own += _parameters_like(like) if like else []
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
@@ -132,6 +139,33 @@ def with_session(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # Typer reads both
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def one_of(*words: str) -> Any:
+    """A type for Typer: one of some words, which is a text like any other once it is parsed."""
+    return enum.StrEnum("Word", {word: word for word in words})
+
+
+def _parameters_like(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Typer's parameters for the options of a function of the package."""
+    defaults = inspect.signature(function).parameters
+    return [_parameter(name, option, defaults[name].default) for name, option in options_of(function).items()]
+
+
+def _parameter(name: str, option: Option, default: Any) -> inspect.Parameter:
+    kind: Any = one_of(*option.choices) if option.choices else str
+    if option.is_several:
+        kind, default = list[str], None
+    elif isinstance(default, bool | float):
+        kind = type(default)
+    elif option.check in {count, cap}:
+        kind = int
+    flag, how = flag_of(name, option), dict[str, Any](help=option.help)
+    if option.off is not None:
+        flag, default, how = f"--no-{name}", False, {"help": option.off, "callback": lambda value: not value}
+    given = typer.Option(flag, metavar=option.metavar, envvar=option.variable, **how)
+    annotation: Any = Annotated[kind if default is not None else kind | None, given]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Literal
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.document import Estimate, Failure, TaskInfo
-from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
-from batchtune.estimate.run import NEEDS, PRECISIONS, STRATEGIES, WOULD_FIT, Question, estimate_task
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted
+from batchtune.estimate.run import NEEDS, PRECISIONS, WOULD_FIT, Question, estimate_task
 from batchtune.observer import Observer
 from batchtune.result import Result
 from batchtune.task.spec import file_hash
@@ -32,12 +32,6 @@ def run_estimate(
         BatchtuneError: with the document, which says no more than the error, in `result`.
     """
     info = TaskInfo(path=task, sha256=file_hash(task))
-    if accumulation_steps < 1:
-        raise UsageError(f"--accumulation {accumulation_steps}: must be at least 1")
-    if world_size < 1:
-        raise UsageError(f"--world-size {world_size}: must be at least 1")
-    if strategy not in STRATEGIES:
-        raise UsageError(f"--strategy {strategy}: not one of {', '.join(STRATEGIES)}")
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPUs")

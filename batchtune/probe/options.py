@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
 from batchtune.probe.throughput import SECONDS_PER_POINT
 
 
@@ -33,10 +34,10 @@ class ProbeOptions:
     minimum: int = 1
     maximum: int | None = None
     multiple_of: int = 1
-    steps: int = 3
-    tolerance: float = 0.01
-    timeout: float = 120.0
-    verify_steps: int = 20
+    steps: int = STEPS
+    tolerance: float = TOLERANCE
+    timeout: float = TIMEOUT_SECONDS
+    verify_steps: int = VERIFY_STEPS
     verify_timeout: float | None = None
     verify_seconds: float | None = None
     no_oom: bool = False

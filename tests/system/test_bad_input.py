@@ -119,7 +119,7 @@ def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder
         (["probe", "model.py", "--max", 2**31], "batchtune: --max 2147483648: must be at most 2147483647\n"),
         (["probe", "model.py", "--memory-limit", "3XB"], "'3XB' is not a size; write 20GiB, 24GB or 500MiB"),
         (["probe", "model.py", "--timeout", "soon"], "'soon' is not a duration"),
-        (["probe", "model.py", "--margin", 2], "--margin and --tolerance are shares"),
+        (["probe", "model.py", "--margin", 2], "--margin 2.0: is a share: at least 0 and less than 1"),
         (["probe", "model.py", "--precision", "int3"], "Invalid value for '--precision'"),
         (["probe", "model.py", "--steps", "many"], "Invalid value for '--steps'"),
         (["probe"], "Missing argument 'TASK'"),
