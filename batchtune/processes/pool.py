@@ -13,7 +13,7 @@ from batchtune.device.host_load import processors
 from batchtune.document import CurvePoint, Trial
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.processes.seats import count_workers, seats
+from batchtune.processes.assignment import count_workers, seats
 from batchtune.processes.worker import Worker, WorkerLost
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.protocol.messages import Answer, Command

@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.errors import DeviceError, UsageError
-from batchtune.processes.seats import Seat, count_workers, seats
+from batchtune.processes.assignment import Seat, count_workers, seats
 
 HERE = {"devices": 4, "processors": 8, "visible": None}
 
