@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchtune.child.training.heartbeat import tell_through, tell_while_compiling
+from batchtune.child.training import heartbeat
 from batchtune.device.sharing import usable_now
 from batchtune.document import Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
 from batchtune.errors import BatchtuneError, UserCodeError
@@ -113,8 +113,8 @@ class Child:
 
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
             self._memory.release()
-        tell_through(lambda: self._channel.send(alive=True))
-        tell_while_compiling()  # now, for the stack of a thread would count as the model's later
+        heartbeat.start(lambda: self._channel.send(alive=True))
+        heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
             with usable_now(command.device, seen, only_if_full=True):
                 self._memory.enforce(limit)
@@ -284,7 +284,7 @@ def serve(child: Child, channel: Channel) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     while True:
         command = channel.receive()
-        tell_while_compiling()
+        heartbeat.watch_compiling()
         channel.send(**run_command(child, Command.from_message(command)))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

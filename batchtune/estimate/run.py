@@ -106,7 +106,7 @@ def estimate_task(
         UsageError: an unknown precision.
         UserCodeError: the task cannot be imported or lacks a piece.
         DeviceError: this build of torch cannot trace.
-        WorkerLost: the child died.
+        WorkerDied: the child died.
     """
     for name in precisions:
         if name not in (*PRECISIONS, "auto"):

@@ -78,7 +78,7 @@ class Process(Protocol):
             TimeoutError: it has said nothing for so long.
         """
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """How it ended and what it printed last."""
 
     def wait(self, seconds: float) -> None:
@@ -160,13 +160,13 @@ class LocalProcess:
                 if left <= 0 and not ended:
                     raise TimeoutError from None
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         self.wait(_DYING_SECONDS)
         code = self._process.returncode
         time.sleep(0.05)  # the last printed lines are on their way
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         how = describe_kill(self._kills_before, oom_kills()) if code == -signal.SIGKILL else describe_exit(code)
-        return f"{how}{f'; its last words: {last[:200]}' if last else ''}"
+        return f"{how}{f'; last output: {last[:200]}' if last else ''}"
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -13,8 +13,8 @@ from batchtune.device.host_load import processors
 from batchtune.document import CurvePoint, Trial
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.processes.assignment import count_workers, seats
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.assignment import assign_devices, count_workers
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.protocol.messages import Answer, Command
 
@@ -22,8 +22,8 @@ _LOOK_SECONDS = 0.2
 STOPPED = "stopped with the others"
 
 
-class Member(Worker):
-    """A worker of a crew: a run that is cut off because the crew stops is no crash.
+class PoolWorker(Worker):
+    """A worker of a pool: a run that is cut off because the pool stops is no crash.
 
     Attributes:
         device_name: of the study, once it is known: a run on another kind of device would not compare.
@@ -90,7 +90,7 @@ class Member(Worker):
         """As any worker's.
 
         Raises:
-            RunInterrupted: the crew has stopped.
+            RunInterrupted: the pool has stopped.
         """
         try:
             while self.is_starting() and not self.stopping.is_set():
@@ -98,7 +98,7 @@ class Member(Worker):
             if self.stopping.is_set():
                 raise RunInterrupted(STOPPED)
             return super().call(command, timeout=timeout, on_event=on_event)
-        except WorkerLost:
+        except WorkerDied:
             if self.stopping.is_set():
                 raise RunInterrupted(STOPPED) from None
             raise
@@ -111,7 +111,7 @@ class Member(Worker):
         return super()._environment() | dict(self.own_environment)
 
 
-class Crew:
+class WorkerPool:
     """Workers that do the same work side by side.
 
     Args:
@@ -120,10 +120,10 @@ class Crew:
         observer: told what their code prints.
 
     Attributes:
-        seated: where they are, in words.
+        where: where they are, in words.
     """
 
-    seated = ", each on a device of its own"
+    where = ", each on a device of its own"
 
     def __init__(self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer) -> None:
         self._asked, self._observer = asked, observer
@@ -131,7 +131,7 @@ class Crew:
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
             self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // asked))}
-        self.first = self._member(settings, self._threads)
+        self.first = self._worker(settings, self._threads)
         self._all = [self.first]
         self.lock = threading.RLock()
 
@@ -161,9 +161,9 @@ class Crew:
             self._asked, device, devices=opened.device_count, processors=processors(), visible=visible
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        for seat in seats(device, count, devices=opened.device_count, visible=visible)[1:]:
-            settings = self.first.settings.but(device=seat.device)
-            self._all.append(self._member(settings, self._threads | dict(seat.environment)))
+        for assigned in assign_devices(device, count, devices=opened.device_count, visible=visible)[1:]:
+            settings = self.first.settings.but(device=assigned.device)
+            self._all.append(self._worker(settings, self._threads | dict(assigned.environment)))
             self._all[-1].device_name = opened.device_name
 
     def warm_up(self) -> None:
@@ -171,8 +171,8 @@ class Crew:
         for worker in self._all[1:]:
             worker.warm_up()
 
-    def _member(self, settings: OpenTask, environment: Mapping[str, str]) -> Member:
-        return Member(settings, self._stopping, environment, self._observer)
+    def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> PoolWorker:
+        return PoolWorker(settings, self._stopping, environment, self._observer)
 
     def work(self, step: Callable[[Worker], bool]) -> None:
         """Has every worker call `step` with itself until that says there is nothing more to do.

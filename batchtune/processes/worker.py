@@ -19,7 +19,7 @@ START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, build
 BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 
 
-class WorkerLost(BatchtuneError):
+class WorkerDied(BatchtuneError):
     """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`.
 
     Of a group of ranks, `rank` is the one that did, where it is known.
@@ -31,7 +31,7 @@ class WorkerLost(BatchtuneError):
         self.rank = rank
 
 
-class PlaceLost(BatchtuneError):
+class NodeLost(BatchtuneError):
     """The machine on which a child trained is gone: nothing that its work is to blame for."""
 
 
@@ -97,7 +97,7 @@ class Worker:
         if self.settings is not None:
             try:
                 self.opened = self._ask(self.settings, START_TIMEOUT_SECONDS, None)
-            except WorkerLost as lost:
+            except WorkerDied as lost:
                 doing = f"{self.settings.task}: importing it and building the model once"
                 raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
             self.settings = self.settings.but(metric=None)  # it is looked for once
@@ -119,7 +119,7 @@ class Worker:
             on_event: called with each evaluation of a run; what it returns is sent back: whether to go on.
 
         Raises:
-            WorkerLost: the child died or hung; the next call starts a new one.
+            WorkerDied: the child died or hung; the next call starts a new one.
             BatchtuneError: the child answered with an error.
         """
         self.start() if self.settings is not None else self._run()
@@ -218,9 +218,9 @@ class Worker:
             answer = process.answer(timeout)
             if answer is not None:
                 return answer
-            lost = WorkerLost("crash", process.last_words())
+            lost = WorkerDied("crash", process.last_output())
         except TimeoutError:
-            lost = WorkerLost("timeout", f"no sign of life for {timeout:g} s")
+            lost = WorkerDied("timeout", f"no sign of life for {timeout:g} s")
         except BaseException:
             self.renew()
             raise
@@ -230,7 +230,7 @@ class Worker:
     def _error(self, answer: dict[str, Any]) -> BatchtuneError:
         self.renew()
         if "outcome" in answer:
-            return WorkerLost(answer["outcome"], answer["error"], answer.get("rank"))
+            return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
         if answer["exit_code"] == UserCodeError.exit_code:
             return UserCodeError(answer["error"], answer["frames"])
         kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}

@@ -1,4 +1,4 @@
-"""The process between the parent and its ranks: it has torch's elastic launcher start them, and conducts them as one.
+"""The process between the parent and its ranks: it has torch's elastic launcher start them, and coordinates them.
 
 To the parent it is a child like any other: one command after another comes on stdin, goes to every rank, and what the
 ranks answer comes out of stdout as one answer. It holds no device. A rank that fails gives the others a short time of
@@ -26,7 +26,7 @@ from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.commands import OpenTask, Rejoin
 from batchtune.protocol.messages import Command
-from batchtune.protocol.rendezvous import Meeting
+from batchtune.protocol.rendezvous import Rendezvous
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
@@ -57,7 +57,7 @@ class GroupSettings:
         return json.dumps(asdict(self))
 
 
-class Conductor:
+class RankCoordinator:
     """The ranks' side of one parent's commands.
 
     Args:
@@ -70,7 +70,7 @@ class Conductor:
         own = settings.number == 0
         self._server = socket.create_server(("127.0.0.1" if own else "", 0))
         host, port = "127.0.0.1" if own else os.environ["MASTER_ADDR"], self._server.getsockname()[1]
-        self.meeting = Meeting(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
+        self.rendezvous = Rendezvous(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
         self._lines: dict[int, socket.socket] = {}
         self._followers: list[socket.socket] = []
         self._said: queue.Queue[tuple[int, Answer | None]] = queue.Queue()
@@ -81,7 +81,7 @@ class Conductor:
         self._idle.set()
         threading.Thread(target=self._admit, daemon=True).start()
 
-    def conduct(self) -> None:
+    def serve(self) -> None:
         """Answers the parent's commands until a rank is lost; the parent then ends this process."""
         while True:
             command = Command.from_message(self._parent.receive())
@@ -107,7 +107,7 @@ class Conductor:
             line, _ = self._server.accept()
             words = line.makefile("r", encoding="utf-8")
             hello = json.loads(words.readline() or "{}")
-            if hello.get("token") != self.meeting.token:
+            if hello.get("token") != self.rendezvous.token:
                 line.close()
                 continue
             rank, follows = hello["rank"], "follows" in hello
@@ -228,12 +228,12 @@ def main() -> None:
     parent = Channel.on_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings(**json.loads(sys.argv[1]))
-    conductor = Conductor(settings, parent)
+    coordinator = RankCoordinator(settings, parent)
     if settings.number:
-        from batchtune.processes.ranks.torchrun import Meetings
+        from batchtune.processes.ranks.torchrun import RendezvousStore
 
-        Meetings().announce(settings.number, conductor.meeting)
-        conductor.conduct()
-    os.environ |= conductor.meeting.variable()
-    threading.Thread(target=conductor.conduct, daemon=True).start()
-    conductor.ranks_ended(_launch(settings))
+        RendezvousStore().announce(settings.number, coordinator.rendezvous)
+        coordinator.serve()
+    os.environ |= coordinator.rendezvous.variable()
+    threading.Thread(target=coordinator.serve, daemon=True).start()
+    coordinator.ranks_ended(_launch(settings))

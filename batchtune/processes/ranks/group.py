@@ -11,7 +11,7 @@ from typing import Any
 
 from batchtune.processes.local import entry
 from batchtune.processes.ranks.coordinator import GroupSettings
-from batchtune.processes.ranks.torchrun import Leading
+from batchtune.processes.ranks.torchrun import Leader
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 
@@ -32,7 +32,7 @@ class RankGroup(Worker):
         echo: called with each line the user's code prints.
         grace_seconds: how long the other ranks may take to answer once one has failed.
         rank_limits: memory limits in bytes of single ranks, over that of `settings`.
-        leading: where the user's own launcher runs the ranks; None: torch's is started for each group.
+        leader: where the user's own launcher runs the ranks; None: torch's is started for each group.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RankGroup(Worker):
         *,
         grace_seconds: float = 3.0,
         rank_limits: Mapping[int, int] | None = None,
-        leading: Leading | None = None,
+        leader: Leader | None = None,
     ) -> None:
         super().__init__(settings, echo)
         limits = {str(rank): limit for rank, limit in (rank_limits or {}).items()}
@@ -52,7 +52,7 @@ class RankGroup(Worker):
             world_size=world_size, strategy=strategy, grace_seconds=grace_seconds, rank_limits=limits
         )
         self._pids: list[int] = []
-        self._leading = leading
+        self._leader = leader
 
     def prepare(self) -> None:
         """Nothing: a second group would be in the way of the first."""
@@ -68,8 +68,8 @@ class RankGroup(Worker):
         super().renew()
 
     def _command(self) -> list[str]:
-        if self._leading is not None:
-            self._group = replace(self._group, number=self._leading.next_group())
+        if self._leader is not None:
+            self._group = replace(self._group, number=self._leader.next_group())
         return [*entry("batchtune.processes.ranks.coordinator"), self._group.to_argument()]
 
     def _environment(self) -> dict[str, str]:

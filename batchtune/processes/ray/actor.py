@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.processes.local import LocalProcess, child_environment, entry
 from batchtune.processes.pool import STOPPED
-from batchtune.processes.worker import PlaceLost
+from batchtune.processes.worker import NodeLost
 
 _LOOK_SECONDS = 0.2
 _LISTENING_SECONDS = 5.0  # of one question to an actor
@@ -57,8 +57,8 @@ class Host:
         printed, self._printed[:count] = self._printed[:count], []
         return answer, is_silent, printed
 
-    def last_words(self) -> str:
-        return self._child.last_words()
+    def last_output(self) -> str:
+        return self._child.last_output()
 
     def wait(self, seconds: float) -> None:
         self._child.wait(seconds)
@@ -118,8 +118,8 @@ class Actor:
         """What a method of `Host` returns.
 
         Raises:
-            PlaceLost: the actor or its node has died, or cannot be reached.
-            RunInterrupted: the crew has stopped.
+            NodeLost: the actor or its node has died, or cannot be reached.
+            RunInterrupted: the pool has stopped.
         """
         asked = getattr(self._handle, method).remote(*arguments)
         while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
@@ -129,7 +129,7 @@ class Actor:
             return ray.get(asked)
         except (RayActorError, ChildlessError) as error:
             self._arriving = self._handle.there.remote()
-            raise PlaceLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
+            raise NodeLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
 
     def tell(self, method: str) -> None:
         """Has a method called, and does not wait for it."""
@@ -173,8 +173,8 @@ class RemoteProcess:
             if left <= 0:
                 raise TimeoutError
 
-    def last_words(self) -> str:
-        return str(self._actor.ask("last_words"))
+    def last_output(self) -> str:
+        return str(self._actor.ask("last_output"))
 
     def wait(self, seconds: float) -> None:
         self._actor.ask("wait", seconds)
@@ -183,5 +183,5 @@ class RemoteProcess:
         self._actor.tell("kill")
 
     def close(self) -> None:
-        with contextlib.suppress(PlaceLost, RunInterrupted):  # then it is gone, or goes with its actor
+        with contextlib.suppress(NodeLost, RunInterrupted):  # then it is gone, or goes with its actor
             self._actor.ask("close")

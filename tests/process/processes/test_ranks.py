@@ -14,7 +14,7 @@ from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
 MIB = 2**20
@@ -152,7 +152,7 @@ def test_memory_that_all_lack_leaves_the_processes_alive(group):
 def test_a_rank_that_dies_is_named_with_its_signal_and_the_group_starts_again(group):
     group.start()
     before = list(group._pids)
-    with pytest.raises(WorkerLost, match="rank 1: the process died by SIGKILL") as caught:
+    with pytest.raises(WorkerDied, match="rank 1: the process died by SIGKILL") as caught:
         try_size(group, KILL)
     assert (caught.value.outcome, caught.value.rank) == ("crash", 1)
     assert_nobody_left()
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_is_named_with_its_signal_and_the_group_starts_again(gr
 def test_a_rank_that_hangs_ends_with_the_timeout(group):
     group.start()
     began = time.monotonic()
-    with pytest.raises(WorkerLost) as caught:
+    with pytest.raises(WorkerDied) as caught:
         try_size(group, HANG, timeout=2.0)
     assert caught.value.outcome == "timeout"
     assert time.monotonic() - began < 10

@@ -23,7 +23,7 @@ from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.processes import worker as worker_module
 from batchtune.processes.local import LocalProcess
-from batchtune.processes.worker import PlaceLost, Worker, WorkerLost
+from batchtune.processes.worker import NodeLost, Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 
@@ -225,12 +225,12 @@ class TestAHealthyChild:
         assert replace(answer, evaluation_seconds=None) == RunEnd("finished")
 
 
-def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
+def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, float, bool]:
     """What was raised, after how many seconds, and whether the child is still there."""
     with Worker(settings) as worker:
         worker.start()
         pid, began = worker._process.pid, time.monotonic()
-        with pytest.raises(WorkerLost) as raised:
+        with pytest.raises(WorkerDied) as raised:
             try_size(worker, size, timeout)
         return raised.value, time.monotonic() - began, psutil.pid_exists(pid)
 
@@ -250,7 +250,7 @@ def fates(settings):
         (SEGFAULT, "crash", "the process died by SIGSEGV"),
         (KILL, "crash", "SIGKILL"),
         (REAL_TIME, "crash", f"the process died by signal {signal.SIGRTMIN + 5}"),
-        (EXIT, "crash", "the process ended with exit status 3; its last words: I have had enough"),
+        (EXIT, "crash", "the process ended with exit status 3; last output: I have had enough"),
         (QUIET_EXIT, "crash", "the process ended with exit status 0"),
         (HANG, "timeout", "no sign of life for 1 s"),
         (ORPHAN, "crash", "the process died by SIGSEGV"),
@@ -270,7 +270,7 @@ def test_a_child_is_missed_at_once_though_a_child_of_its_own_lives_on(fates):
 def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
     with Worker(settings) as worker:
         limit, first = worker.start().memory_limit_bytes, worker._process.pid
-        with pytest.raises(WorkerLost):
+        with pytest.raises(WorkerDied):
             try_size(worker, SEGFAULT)
         assert try_size(worker, PLAIN)["outcome"] == "fit"
         assert worker._process.pid != first
@@ -495,14 +495,14 @@ def test_a_message_that_cannot_be_sent_ends_the_child(monkeypatch):
         closed = False
 
         def send(self, message):
-            raise PlaceLost("its node is gone")
+            raise NodeLost("its node is gone")
 
         def close(self):
             self.closed = True
 
     worker = Worker(None)
     worker._process = deaf = Deaf()
-    with pytest.raises(PlaceLost):
+    with pytest.raises(NodeLost):
         worker.call(Describe(device="cpu"), timeout=1.0)
     assert deaf.closed
     assert worker._process is None
