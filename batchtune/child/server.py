@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from batchtune.child.training import heartbeat
 from batchtune.device.sharing import usable_now
 from batchtune.document import Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
-from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.messages import Command
@@ -88,6 +88,7 @@ class Child:
         from batchtune.task.load import load_task
 
         seen = self._open_device(command.device)
+        _require_device(self._memory, command.device_name)
         wanted = list(command.precision)
         names = every_precision(self._memory.device) if wanted == ["all"] else wanted
         chosen = [choose(name, self._memory.device) for name in names]
@@ -197,6 +198,18 @@ def _open(name: str) -> tuple[Any, Any, Sharing | None]:
     seen = sensors.sharing()
     with usable_now(name, seen):
         return open_device(name), sensors, seen
+
+
+def _require_device(memory: Any, wanted: str | None) -> None:
+    """Raises DeviceError where a study would go on on another kind of device."""
+    name = memory.describe()[0]
+    if wanted not in {None, name}:
+        which = os.environ.get("CUDA_VISIBLE_DEVICES", memory.device)
+        raise DeviceError(
+            f"workers: device {which} is a {name}, but the study is of {wanted}, and times on different devices do not "
+            "compare; list devices of one kind in CUDA_VISIBLE_DEVICES (with Ray: name nodes of one kind, e.g. "
+            "ray.resources={'accelerator_type:A100': 0.001}), or start over with --workers 1 --fresh"
+        )
 
 
 def _set_libraries_apart() -> None:

@@ -18,7 +18,8 @@ from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
-from batchtune.processes.ranks.group import RankGroup
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.ranks.group import RankLauncher
 from batchtune.processes.ranks.torchrun import Follower, Leader, RendezvousStore, TorchrunEnv, require_whole
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
@@ -52,9 +53,9 @@ def run_probe(
     if torchrun is not None:
         require_whole(torchrun, world_size)
         return _probe_in_torchrun(torchrun, settings, options, name, observer, folder, strategy)
-    worker = Worker(settings, observer.printed)
+    worker = Worker(settings, LocalLauncher(observer.printed))
     if world_size > 1:
-        worker = RankGroup(settings, world_size, strategy, observer.printed)
+        worker = Worker(settings, RankLauncher(world_size, strategy, observer.printed))
     return _probe(worker, settings, options, name, observer, folder)
 
 
@@ -74,7 +75,8 @@ def _probe_in_torchrun(
             raise RunInterrupted("rank 0 ended without a result; see what it says")
         return Result.model_validate_json(published)
     with Leader(torchrun) as leader:
-        worker = RankGroup(settings, torchrun.world_size, strategy, observer.printed, leader=leader)
+        launcher = RankLauncher(torchrun.world_size, strategy, observer.printed, leader=leader)
+        worker = Worker(settings, launcher)
         try:
             result = _probe(worker, settings, options, name, observer, folder)
         except BatchtuneError as error:

@@ -6,7 +6,7 @@ from batchtune.document import Attempt, DataParallel
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT
-from batchtune.processes.ranks.group import RankGroup
+from batchtune.processes.ranks.group import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, OpenTask, TimeSteps
 
@@ -57,7 +57,7 @@ def time_group(
         precision: one of those of `settings`.
         observer: told what could not be measured.
     """
-    with RankGroup(settings, world_size, "ddp", observer.printed) as group:
+    with Worker(settings, RankLauncher(world_size, "ddp", observer.printed)) as group:
         try:
             opened = group.start()
         except BatchtuneError as error:

@@ -17,19 +17,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
-from batchtune.protocol.commands import OpenTask, Rejoin
+from batchtune.protocol.commands import Rejoin
 from batchtune.protocol.messages import Command
 from batchtune.protocol.rendezvous import Rendezvous
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
+_GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 
@@ -41,15 +42,11 @@ class GroupSettings:
     Attributes:
         world_size: number of ranks.
         strategy: ddp or fsdp.
-        grace_seconds: for the other ranks when one has failed.
-        rank_limits: memory limits in bytes of single ranks, where they are not the same for all.
         number: of this group among those that the user's own launcher holds; 0: the ranks are launched here.
     """
 
     world_size: int
     strategy: str
-    grace_seconds: float = 3.0
-    rank_limits: dict[str, int] = field(default_factory=dict)
     number: int = 0
 
     def to_argument(self) -> str:
@@ -102,7 +99,6 @@ class RankCoordinator:
         self._idle.wait(_REPORT_SECONDS)
 
     def _admit(self) -> None:
-        pids: dict[int, int] = {}
         while len(self._lines) < self._settings.world_size:
             line, _ = self._server.accept()
             words = line.makefile("r", encoding="utf-8")
@@ -115,10 +111,9 @@ class RankCoordinator:
             if follows:
                 self._followers.append(line)  # it ends with this process
                 continue
-            pids[rank] = hello["pid"]
             self._lines[rank] = line
             if not self._settings.number:
-                self._parent.send(rank_pids=list(pids.values()))
+                self._parent.send(alive=True, sessions=[hello["pid"]])
         self._everybody_here.set()
 
     def _watch(self, rank: int, words: IO[str]) -> None:
@@ -137,24 +132,20 @@ class RankCoordinator:
 
     def _answer(self, command: Command[Any]) -> Answer:
         ranks = command.asked(self._settings.world_size)
-        answers = self._ask({rank: self._adapted(command, rank) for rank in ranks}, None)
+        answers = self._ask(command, ranks, None)
         merged = self._loss(answers) or merge(command, answers, len(ranks))
         usable = merged.get("done", {}).get("usable")
         if usable and any(failed(answer) for answer in answers.values()):
             merged["done"]["usable"] = self._rejoined()
         return merged
 
-    def _adapted(self, command: Command[Any], rank: int) -> Command[Any]:
-        limit = self._settings.rank_limits.get(str(rank))
-        return command.but(memory_limit=limit) if isinstance(command, OpenTask) and limit else command
-
-    def _ask(self, commands: Mapping[int, Command[Any]], seconds: float | None) -> dict[int, Answer]:
+    def _ask(self, command: Command[Any], ranks: Sequence[int], seconds: float | None) -> dict[int, Answer]:
         """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
-        for rank, command in commands.items():
+        for rank in ranks:
             self._send(rank, command)
         answers: dict[int, Answer] = {}
         deadline = None if seconds is None else time.monotonic() + seconds
-        while len(answers) < len(commands):
+        while len(answers) < len(ranks):
             try:
                 rank, said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -166,7 +157,7 @@ class RankCoordinator:
             if "lost" in answers[rank]:
                 break
             if failed(answers[rank]):
-                grace = time.monotonic() + self._settings.grace_seconds
+                grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
         return answers
 
@@ -189,7 +180,7 @@ class RankCoordinator:
     def _rejoined(self) -> bool:
         """Whether all ranks have found together again after a failure."""
         ranks = range(self._settings.world_size)
-        answers = self._ask(dict.fromkeys(ranks, Rejoin()), _REJOIN_SECONDS)
+        answers = self._ask(Rejoin(), ranks, _REJOIN_SECONDS)
         return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())
 
 

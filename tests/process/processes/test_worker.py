@@ -17,13 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import opened
 
 from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
-from batchtune.processes import worker as worker_module
-from batchtune.processes.local import LocalProcess
-from batchtune.processes.worker import NodeLost, Worker, WorkerDied
+from batchtune.processes.local import LocalLauncher, LocalProcess
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 
@@ -154,7 +152,7 @@ def printed() -> list[str]:
 @pytest.fixture(scope="module")
 def healthy(settings, printed):
     """A child that lives through this module."""
-    with Worker(settings, printed.append) as worker:
+    with Worker(settings, LocalLauncher(printed.append)) as worker:
         worker.start()
         yield worker
 
@@ -329,9 +327,10 @@ def test_a_task_is_refused_in_one_line_when_it(refusals, name):
 
 def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
     code = (
+        "from batchtune.processes.local import LocalLauncher\n"
         "from batchtune.processes.worker import Worker\n"
         "from batchtune.protocol.commands import OpenTask, TryBatchSize\n"
-        f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
+        f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), LocalLauncher(print))\n"
         "worker.start(); print('child', worker._process.pid)\n"
         f"for size in ({BEAR}, {HANG}):\n"
         "    worker.call(TryBatchSize(batch_size=size, steps=1, precision='fp32'), timeout=600)\n"
@@ -350,7 +349,7 @@ def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
 
 def test_closing_a_worker_ends_what_its_child_started(settings):
     printed: queue.Queue[str] = queue.Queue()
-    with Worker(settings, printed.put) as worker:
+    with Worker(settings, LocalLauncher(printed.put)) as worker:
         try_size(worker, BEAR)
         grandchild = psutil.Process(int(printed.get(timeout=10).split()[1]))
     psutil.wait_procs([grandchild], timeout=10)
@@ -449,60 +448,3 @@ def test_children_that_are_closed_leave_neither_files_nor_threads():
         assert not any(reader.is_alive() for reader in process._readers)
         opened = process._process
         assert all(stream.closed for stream in (opened.stdin, opened.stdout, opened.stderr))
-
-
-class TestADeviceThatIsBusyForAMoment:
-    """It was there when the first child opened; a later one finds it filled by somebody else."""
-
-    @pytest.fixture
-    def worker(self, monkeypatch):
-        monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
-        busy = Worker(OpenTask(task="model.py"))
-        busy.tries = 0
-        return busy
-
-    def fill(self, worker, monkeypatch, times):
-        def open_child():
-            worker.tries += 1
-            if worker.tries <= times:
-                raise DeviceError("--device cuda: cannot be used now")
-            worker._process = object()
-
-        monkeypatch.setattr(worker, "_open", open_child)
-
-    def test_is_waited_for_once_it_has_worked(self, worker, monkeypatch):
-        worker.opened = opened(device="cuda:0")
-        self.fill(worker, monkeypatch, 3)
-        assert worker.start().device == "cuda:0"
-        assert worker.tries == 4
-
-    def test_but_not_for_ever(self, worker, monkeypatch):
-        worker.opened = opened(device="cuda:0")
-        monkeypatch.setattr(worker_module, "BUSY_SECONDS", 0.05)
-        self.fill(worker, monkeypatch, 10**6)
-        with pytest.raises(DeviceError):
-            worker.start()
-
-    def test_and_not_at_the_first_start(self, worker, monkeypatch):
-        self.fill(worker, monkeypatch, 1)
-        with pytest.raises(DeviceError):
-            worker.start()
-        assert worker.tries == 1
-
-
-def test_a_message_that_cannot_be_sent_ends_the_child(monkeypatch):
-    class Deaf:
-        closed = False
-
-        def send(self, message):
-            raise NodeLost("its node is gone")
-
-        def close(self):
-            self.closed = True
-
-    worker = Worker(None)
-    worker._process = deaf = Deaf()
-    with pytest.raises(NodeLost):
-        worker.call(Describe(device="cpu"), timeout=1.0)
-    assert deaf.closed
-    assert worker._process is None

@@ -90,13 +90,13 @@ class TestAnActorThatRayHasStartedAgain:
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
         with pytest.raises(actors.ChildlessError):
-            actors.Host().send({"command": "train"})
+            actors.Host().do("send", {"command": "train"})
         actor = actors.Actor.__new__(actors.Actor)
         actor._handle, actor._stopping = unittest.mock.MagicMock(), threading.Event()
         monkeypatch.setattr(actors.ray, "wait", lambda asked, **_: (asked, []))
         monkeypatch.setattr(actors.ray, "get", unittest.mock.Mock(side_effect=asked))
         with pytest.raises(NodeLost, match="its place in the Ray cluster was lost: Ray has started it again elsewhere"):
-            actor.ask("send", {"command": "train"})
+            actor.ask("do", "send", {"command": "train"})
 
 
 class TestWithoutRay:

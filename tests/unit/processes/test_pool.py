@@ -2,66 +2,75 @@
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
-from fakes import opened
+from fakes import ScriptedLauncher, opened, refusal
 
-from batchtune.errors import DeviceError, RunInterrupted
+from batchtune.errors import DeviceError
 from batchtune.observer import Observer
 from batchtune.processes import pool as pool_module
-from batchtune.processes.pool import PoolWorker, WorkerPool
+from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.commands import Describe, OpenTask
 
 SETTINGS = OpenTask(task="never.py", memory_limit=1 << 20)
 OPENED = opened(environment={"device": "a processor"})
 
 
+class RecordingLauncher(ScriptedLauncher):
+    """In the place of children on this machine: those have an answer each, and an environment."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, echo=None, environment=None):
+        super().__init__(*[{"done": OPENED.model_dump()}] * 9)
+        self.environment = environment
+        self.made.append(self)
+
+
 @pytest.fixture
-def pool(monkeypatch):
+def launchers(monkeypatch):
+    monkeypatch.setattr(RecordingLauncher, "made", [])
+    monkeypatch.setattr(pool_module, "LocalLauncher", RecordingLauncher)
     monkeypatch.setattr(pool_module, "processors", lambda: 8)
+    return RecordingLauncher.made
+
+
+@pytest.fixture
+def pool(launchers):
     with WorkerPool(SETTINGS, 3, Observer()) as pool:
         pool.grow(OPENED)
         yield pool
 
 
-def test_a_member_that_waits_for_its_device_stops_with_the_others(monkeypatch):
-    stopping = threading.Event()
-    worker = PoolWorker(OpenTask(task="model.py"), stopping, {}, Observer())
-    worker.opened = opened(device="cuda:0")
+def all_of(pool):
+    """Its workers, as they come to work."""
+    found, lock = [], threading.Barrier(len(pool), timeout=10)
 
-    def busy():
-        stopping.set()  # another one has failed meanwhile
-        raise DeviceError("--device cuda: cannot be used now")
+    def step(worker):
+        found.append(worker)
+        lock.wait()
+        return False
 
-    monkeypatch.setattr(worker, "_open", busy)
-    with pytest.raises(RunInterrupted):
-        worker.start()
-
-
-def test_a_worker_on_another_kind_of_device_is_refused(pool, monkeypatch):
-    def start_on(name):
-        second = pool._all[1]
-        second.opened = opened(device="cuda:1", environment={"device": name})
-        monkeypatch.setattr(second, "_process", object())
-        return second.start()
-
-    assert start_on("a processor").device == "cuda:1"
-    with pytest.raises(DeviceError, match=r"workers: device cuda:1 is a T4, but the study is of a processor.*--fresh"):
-        start_on("T4")
-    monkeypatch.setattr(pool._all[1], "_process", None)
+    pool.work(step)
+    return found
 
 
 class TestThreads:
-    def test_on_the_cpu_all_workers_have_their_share_of_the_threads(self, pool):
+    def test_on_the_cpu_all_workers_have_their_share_of_the_threads(self, pool, launchers):
         assert len(pool) == 3
-        assert {worker._environment()["OMP_NUM_THREADS"] for worker in pool._all} == {"2"}
+        assert [launcher.environment["OMP_NUM_THREADS"] for launcher in launchers] == ["2"] * 3
 
-    def test_one_worker_is_left_as_it_is(self, monkeypatch):
-        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    def test_one_worker_is_left_as_it_is(self, launchers):
         pool = WorkerPool(SETTINGS, "auto", Observer())
         pool.grow(OPENED)
         assert len(pool) == 1
-        assert pool.first._environment()["OMP_NUM_THREADS"] == "5"
+        assert [launcher.environment for launcher in launchers] == [{}]
+
+
+def test_only_the_others_are_held_to_the_kind_of_device_of_the_first(pool):
+    wanted = {worker is pool.first: worker.settings.device_name for worker in all_of(pool)}
+    assert wanted == {True: None, False: "a processor"}
 
 
 class TestWork:
@@ -79,7 +88,7 @@ class TestWork:
 
         pool.work(step)
         assert len(seen) == 9
-        assert set(seen) == set(pool._all)
+        assert len(set(seen)) == 3
 
     def test_what_one_raises_stops_all(self, pool):
         def step(worker):
@@ -94,34 +103,43 @@ class TestWork:
 
 class TestWarmingUp:
     @pytest.fixture
-    def started(self, pool, monkeypatch):
-        """The workers whose start has begun; it ends when the event is set."""
-        begun, go_on = [], threading.Event()
+    def go_on(self, launchers, pool):
+        """Children answer once this is set: that their device is busy."""
+        event = threading.Event()
 
-        def start(worker):
-            begun.append(worker)
-            assert go_on.wait(10)
-            raise DeviceError("busy")
+        def busy():
+            assert event.wait(10)
+            return refusal(DeviceError("busy"))
 
-        monkeypatch.setattr(pool_module.PoolWorker, "start", start)
+        for launcher in launchers:
+            launcher.answers[:] = [busy] * 9
         pool.warm_up()
-        yield begun, go_on
-        go_on.set()
+        yield event
+        event.set()
 
-    def test_the_others_start_at_once_and_the_first_has_long_started(self, pool, started):
+    def wait_for(self, launchers, count):
         deadline = time.monotonic() + 10
-        while len(started[0]) < 2 and time.monotonic() < deadline:
+        while sum(len(launcher.started) for launcher in launchers) < count and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert set(started[0]) == set(pool._all[1:])
 
-    def test_whoever_has_work_for_one_waits_for_it_and_learns_what_is_wrong(self, pool, started):
-        begun, go_on = started
+    def test_the_others_start_at_once_and_the_first_has_long_started(self, launchers, go_on):
+        self.wait_for(launchers, 2)
+        assert [len(launcher.started) for launcher in launchers] == [0, 1, 1]
+
+    def test_whoever_has_work_for_one_waits_for_it_and_learns_what_is_wrong(self, pool, launchers, go_on):
+        self.wait_for(launchers, 2)
         threading.Timer(0.3, go_on.set).start()
-        with pytest.raises(DeviceError, match="busy"):
-            pool._all[1].call(Describe(device="cpu"), timeout=1)
-        assert go_on.is_set()
-        assert begun.count(pool._all[1]) == 2  # in the background, and for the work
 
-    def test_without_work_nobody_waits(self, pool, started):
+        def step(worker):
+            if worker is pool.first:
+                return False
+            return worker.call(Describe(device="cpu"), timeout=1) is not None
+
+        with pytest.raises(DeviceError, match="busy"):
+            pool.work(step)
+        assert go_on.is_set()
+        assert max(len(launcher.started) for launcher in launchers) == 2  # in the background, and for the work
+
+    def test_without_work_nobody_waits(self, pool, go_on):
         pool.work(lambda _worker: False)
-        assert not started[1].is_set()
+        assert not go_on.is_set()
