@@ -1,4 +1,4 @@
-"""What fakes of a worker share: an opened task with as much as a test says of it, and commands as plain words."""
+"""What fakes of a worker share: an opened task, commands as plain words, and children that answer by a script."""
 
 import threading
 
@@ -33,6 +33,54 @@ def opened(**known):
         "optimizer": "SGD",
     }
     return commands.Opened.model_validate(usual | known)
+
+
+class ScriptedLauncher:
+    """Starts children that answer each message with the next of `answers`; a class of errors is raised instead.
+
+    Attributes:
+        started: its children, the oldest first; each tells what it was `asked` and whether it `is_closed`.
+    """
+
+    has_spares = False
+
+    def __init__(self, *answers):
+        self.answers, self.started = list(answers), []
+
+    def start(self):
+        self.started.append(ScriptedProcess(self.answers))
+        return self.started[-1]
+
+    def sees(self, file):
+        return file.exists()
+
+
+class ScriptedProcess:
+    def __init__(self, answers):
+        self.pid, self.asked, self.is_closed, self._answers = 1, [], False, answers
+
+    def send(self, message):
+        self.asked.append(message)
+
+    def answer(self, seconds):
+        found = self._answers.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found() if callable(found) else found
+
+    def last_output(self):
+        return "it ended"
+
+    def kill(self):
+        self._answers.insert(0, None)
+
+    def close(self):
+        self.is_closed = True
+
+
+def refusal(error):
+    """What a child answers that cannot do what it is asked for."""
+    return {"error": str(error), "exit_code": error.exit_code, "frames": ""}
 
 
 class FakeChild:

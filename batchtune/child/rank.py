@@ -15,7 +15,7 @@ from batchtune.errors import UsageError
 from batchtune.protocol.channel import Channel, give_standard_streams_away
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
 from batchtune.protocol.messages import Command
-from batchtune.protocol.rendezvous import Meeting
+from batchtune.protocol.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from batchtune.device.sharing import Sharing
@@ -27,20 +27,22 @@ class RankChild(Child):
     """A child that is one of several ranks.
 
     Args:
-        channel: the line to the conductor.
-        meeting: the group's.
+        channel: the line to the coordinator.
+        rendezvous: the group's.
     """
 
-    def __init__(self, channel: Channel, meeting: Meeting) -> None:
+    def __init__(self, channel: Channel, rendezvous: Rendezvous) -> None:
         super().__init__(channel)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
 
     def answer(self, command: Command[Any]) -> Any:
         return self._rejoin() if isinstance(command, Rejoin) else super().answer(command)
 
     def open(self, command: OpenTask) -> Opened:
         """As a child alone does, with what is to be known of the group."""
-        opened, group = super().open(command.but(device=_own_device(command.device))), self._parallel
+        limits = command.rank_memory_limits_bytes
+        own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
+        opened, group = super().open(command.but(device=_own_device(command.device), **own)), self._parallel
         assert group is not None  # noqa: S101 - it was made when the device was opened
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
         return opened.model_copy(update=about)
@@ -51,9 +53,9 @@ class RankChild(Child):
 
         seen = super()._open_device(name)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        strategy: Any = self._meeting.strategy
+        strategy: Any = self._rendezvous.strategy
         device = self._memory.device
-        self._parallel = Parallel(strategy, device, rank=rank, world_size=world_size, name=self._meeting.name)
+        self._parallel = Parallel(strategy, device, rank=rank, world_size=world_size, name=self._rendezvous.name)
         with usable_now(name, seen):
             self._parallel.join()
         return seen
@@ -82,16 +84,16 @@ def _own_device(device: str) -> str:
 
 
 def main() -> None:
-    """The rank's process, with torch's environment variables for ranks and a `Meeting`."""
+    """The rank's process, with torch's environment variables for ranks and a `Rendezvous`."""
     _die_with_parent()
-    meeting = Meeting.from_environment()
+    rendezvous = Rendezvous.from_environment()
     try:
-        line = meeting.connect(rank=int(os.environ["RANK"]), pid=os.getpid())
+        line = rendezvous.connect(rank=int(os.environ["RANK"]), pid=os.getpid())
     except OSError:
         sys.exit(0)  # the group was ended before it began
     give_standard_streams_away()
     channel = Channel(line.makefile("r", encoding="utf-8"), line.makefile("w", encoding="utf-8"))
-    serve(RankChild(channel, meeting), channel)
+    serve(RankChild(channel, rendezvous), channel)
 
 
 def _die_with_parent() -> None:

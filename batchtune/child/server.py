@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchtune.child.training.heartbeat import tell_through, tell_while_compiling
+from batchtune.child.training import heartbeat
 from batchtune.device.sharing import usable_now
 from batchtune.document import Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
-from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.messages import Command
@@ -88,6 +88,7 @@ class Child:
         from batchtune.task.load import load_task
 
         seen = self._open_device(command.device)
+        _require_device(self._memory, command.device_name)
         wanted = list(command.precision)
         names = every_precision(self._memory.device) if wanted == ["all"] else wanted
         chosen = [choose(name, self._memory.device) for name in names]
@@ -113,8 +114,8 @@ class Child:
 
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
             self._memory.release()
-        tell_through(lambda: self._channel.send(alive=True))
-        tell_while_compiling()  # now, for the stack of a thread would count as the model's later
+        heartbeat.start(lambda: self._channel.send(alive=True))
+        heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
             with usable_now(command.device, seen, only_if_full=True):
                 self._memory.enforce(limit)
@@ -197,6 +198,18 @@ def _open(name: str) -> tuple[Any, Any, Sharing | None]:
     seen = sensors.sharing()
     with usable_now(name, seen):
         return open_device(name), sensors, seen
+
+
+def _require_device(memory: Any, wanted: str | None) -> None:
+    """Raises DeviceError where a study would go on on another kind of device."""
+    name = memory.describe()[0]
+    if wanted not in {None, name}:
+        which = os.environ.get("CUDA_VISIBLE_DEVICES", memory.device)
+        raise DeviceError(
+            f"workers: device {which} is a {name}, but the study is of {wanted}, and times on different devices do not "
+            "compare; list devices of one kind in CUDA_VISIBLE_DEVICES (with Ray: name nodes of one kind, e.g. "
+            "ray.resources={'accelerator_type:A100': 0.001}), or start over with --workers 1 --fresh"
+        )
 
 
 def _set_libraries_apart() -> None:
@@ -284,7 +297,7 @@ def serve(child: Child, channel: Channel) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption means
     while True:
         command = channel.receive()
-        tell_while_compiling()
+        heartbeat.watch_compiling()
         channel.send(**run_command(child, Command.from_message(command)))
         with contextlib.suppress(Exception):  # the user's code may have closed it or put something else there
             sys.stdout.flush()

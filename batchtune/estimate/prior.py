@@ -16,6 +16,7 @@ from batchtune.errors import BatchtuneError, UsageError
 from batchtune.estimate.calibration import offsets_of, record
 from batchtune.estimate.commands import PROGRAM, ExpectMemory, LoadTracer
 from batchtune.observer import Observer
+from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
 
@@ -85,7 +86,8 @@ class Foresight:
     """
 
     def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
-        self._task, self._observer, self._worker, self._on_cpu = task, observer, Worker(None, program=PROGRAM), on_cpu
+        self._task, self._observer, self._on_cpu = task, observer, on_cpu
+        self._worker = Worker(None, LocalLauncher(program=PROGRAM))
         self._starting: threading.Thread | None = None
         if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
             self._starting = threading.Thread(target=self._start, daemon=True)

@@ -12,6 +12,7 @@ from batchtune.document import Estimate, MemoryDetail
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import PROGRAM, EstimateMemory
+from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.units import size
 
@@ -106,7 +107,7 @@ def estimate_task(
         UsageError: an unknown precision.
         UserCodeError: the task cannot be imported or lacks a piece.
         DeviceError: this build of torch cannot trace.
-        WorkerLost: the child died.
+        WorkerDied: the child died.
     """
     for name in precisions:
         if name not in (*PRECISIONS, "auto"):
@@ -120,7 +121,7 @@ def estimate_task(
         return {gpu.name: _facts(gpu) for gpu, name in asked if name in names}
 
     def answer(traced: str) -> dict[str, dict[str, Any]]:
-        with Worker(None, echo, PROGRAM) as worker:
+        with Worker(None, LocalLauncher(echo, program=PROGRAM)) as worker:
             names = [name for name, other in alike.items() if other == traced]
             found = {traced: _Asking(worker, question, traced).answer(facts_of(names))}
             if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):

@@ -9,7 +9,7 @@ from batchtune.document import ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import with_flops
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import CountFlops, TimeSteps
 
 
@@ -25,7 +25,7 @@ def measure_curve(
     for size in sizes:
         try:
             points.append(worker.call(command.but(batch_size=size), timeout=timeout))
-        except (WorkerLost, UserCodeError) as error:
+        except (WorkerDied, UserCodeError) as error:
             observer.note(f"no throughput at batch size {size}: {error}")
             continue
         observer.throughput(points[-1])
@@ -53,7 +53,7 @@ def add_flops(
     def count(size: int) -> float | None:
         try:
             return worker.call(CountFlops(batch_size=size, precision=precision), timeout=timeout).per_sample
-        except (WorkerLost, UserCodeError) as error:
+        except (WorkerDied, UserCodeError) as error:
             observer.note(f"no FLOPs at batch size {size}: {error}")
             return None
 

@@ -67,7 +67,7 @@ def size_below(checks: Sequence[Check], options: ProbeOptions) -> int | None:
     return max(least, smaller // unit * unit)
 
 
-def silent_twice(checks: Sequence[Check], options: ProbeOptions) -> NothingFitsError | None:
+def timed_out_twice(checks: Sequence[Check], options: ProbeOptions) -> NothingFitsError | None:
     """The error where the check fell silent again at half the size."""
     last = [each.attempt for each in checks[-_MOST_SILENCES:]]
     if len(last) < _MOST_SILENCES or any(each.outcome != "timeout" for each in last):

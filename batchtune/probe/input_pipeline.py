@@ -10,7 +10,7 @@ from batchtune.device.host_load import processors
 from batchtune.document import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import TimeLoader
 from batchtune.units import number
 
@@ -69,7 +69,7 @@ def _time(worker: Worker, batch_size: int, setting: Setting, timeout: float) -> 
     try:
         command = TimeLoader(batch_size=batch_size, seconds=SECONDS_PER_SETTING, **setting._asdict())
         return worker.call(command, timeout=timeout)
-    except (WorkerLost, UserCodeError) as error:
+    except (WorkerDied, UserCodeError) as error:
         return LoaderPoint(**setting._asdict(), message=str(error))
 
 

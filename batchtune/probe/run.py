@@ -18,8 +18,9 @@ from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
-from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.ranks.torchrun import Following, Leading, Meetings, Place, require_whole
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.ranks.group import RankLauncher
+from batchtune.processes.ranks.torchrun import Follower, Leader, RendezvousStore, TorchrunEnv, require_whole
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.result import Result
@@ -48,18 +49,18 @@ def run_probe(
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
-    place = Place.from_environment()
-    if place is not None:
-        require_whole(place, world_size)
-        return _probe_in_torchrun(place, settings, options, name, observer, folder, strategy)
-    worker = Worker(settings, observer.printed)
+    torchrun = TorchrunEnv.from_environment()
+    if torchrun is not None:
+        require_whole(torchrun, world_size)
+        return _probe_in_torchrun(torchrun, settings, options, name, observer, folder, strategy)
+    worker = Worker(settings, LocalLauncher(observer.printed))
     if world_size > 1:
-        worker = RankGroup(settings, world_size, strategy, observer.printed)
+        worker = Worker(settings, RankLauncher(world_size, strategy, observer.printed))
     return _probe(worker, settings, options, name, observer, folder)
 
 
 def _probe_in_torchrun(
-    place: Place,
+    torchrun: TorchrunEnv,
     settings: OpenTask,
     options: ProbeOptions,
     name: str,
@@ -68,20 +69,21 @@ def _probe_in_torchrun(
     strategy: str,
 ) -> Result:
     """The same among processes that torchrun started: the first one probes, all run a rank, all have the result."""
-    if place.rank:
-        published = Following(place, Meetings()).follow()
+    if torchrun.rank:
+        published = Follower(torchrun, RendezvousStore()).follow()
         if published is None:
             raise RunInterrupted("rank 0 ended without a result; see what it says")
         return Result.model_validate_json(published)
-    with Leading(place) as leading:
-        worker = RankGroup(settings, place.world_size, strategy, observer.printed, leading=leading)
+    with Leader(torchrun) as leader:
+        launcher = RankLauncher(torchrun.world_size, strategy, observer.printed, leader=leader)
+        worker = Worker(settings, launcher)
         try:
             result = _probe(worker, settings, options, name, observer, folder)
         except BatchtuneError as error:
             if error.result is not None:
-                leading.publish(error.result.to_json())
+                leader.publish(error.result.to_json())
             raise
-        leading.publish(result.to_json())
+        leader.publish(result.to_json())
         return result
 
 

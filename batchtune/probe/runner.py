@@ -11,7 +11,14 @@ from batchtune.document import Attempt, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.curve import add_flops, measure_curve
-from batchtune.probe.final_check import Check, cut_short, out_in_evaluation, silent_twice, size_below, steps_to_verify
+from batchtune.probe.final_check import (
+    Check,
+    cut_short,
+    out_in_evaluation,
+    size_below,
+    steps_to_verify,
+    timed_out_twice,
+)
 from batchtune.probe.memory_model import Prior
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.scaling import Times, data_parallel, measure_times
@@ -26,7 +33,7 @@ from batchtune.probe.warnings import (
     mapping_warnings,
     recompile_warnings,
 )
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import TimeSteps, TryBatchSize
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
@@ -234,7 +241,7 @@ class Probe:
             )
             timeout = self._options.check_timeout if verify else self._options.timeout
             attempt = self._worker.call(command, timeout=timeout).attempt
-        except WorkerLost as lost:
+        except WorkerDied as lost:
             attempt = Attempt(
                 batch_size=batch_size,
                 outcome=lost.outcome,
@@ -256,9 +263,9 @@ class Probe:
         """
         size, failed = bracket(self.attempts)[0], None
         while not self._verify_at(size):
-            silent = silent_twice(self._checks, self._options)
-            if silent is not None:
-                raise silent
+            timed_out = timed_out_twice(self._checks, self._options)
+            if timed_out is not None:
+                raise timed_out
             smaller = size_below(self._checks, self._options)
             if smaller is None:
                 raise self._nothing_fits()

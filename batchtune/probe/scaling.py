@@ -6,8 +6,8 @@ from batchtune.document import Attempt, DataParallel
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.throughput import SECONDS_PER_POINT
-from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.ranks.group import RankLauncher
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, OpenTask, TimeSteps
 
 TIMEOUT_SECONDS = 120.0  # without a sign of life
@@ -28,7 +28,7 @@ def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeou
     def seconds(what: str, **how: bool) -> float | None:
         try:
             return worker.call(command.but(**how), timeout=timeout).step_seconds
-        except (WorkerLost, UserCodeError) as error:  # a sharded model may not fit on one rank
+        except (WorkerDied, UserCodeError) as error:  # a sharded model may not fit on one rank
             observer.note(f"no step time {what}: {error}")
             return None
 
@@ -57,7 +57,7 @@ def time_group(
         precision: one of those of `settings`.
         observer: told what could not be measured.
     """
-    with RankGroup(settings, world_size, "ddp", observer.printed) as group:
+    with Worker(settings, RankLauncher(world_size, "ddp", observer.printed)) as group:
         try:
             opened = group.start()
         except BatchtuneError as error:

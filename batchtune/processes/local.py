@@ -22,6 +22,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _TAIL_LINES = 40
 _PATIENCE_SECONDS = 1.0  # between two looks at whether a silent child still lives
 _DYING_SECONDS = 10.0
+_REAPING_SECONDS = 3.0  # for whoever started sessions to see their end; torch's launcher looks ten times a second
 _READING_SECONDS = 0.5  # for what a dead child has left in its pipes
 _NOT_FOR_CHILDREN = "BATCHTUNE_STORAGE"  # it may hold a password
 
@@ -78,7 +79,7 @@ class Process(Protocol):
             TimeoutError: it has said nothing for so long.
         """
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """How it ended and what it printed last."""
 
     def wait(self, seconds: float) -> None:
@@ -91,8 +92,54 @@ class Process(Protocol):
         """Ends it and everything it started, and frees what it took here."""
 
 
+class Launcher(Protocol):
+    """Starts a worker's children, here or elsewhere."""
+
+    @property
+    def has_spares(self) -> bool:
+        """Whether a second child may load its libraries beside the first."""
+
+    def start(self) -> Process:
+        """A new child.
+
+        Raises:
+            BatchtuneError: there is no place for one.
+        """
+
+    def sees(self, file: Path) -> bool:
+        """Whether a file of this machine is there for the children, too."""
+
+
+class LocalLauncher:
+    """Starts children on this machine, each by itself.
+
+    Args:
+        echo: called with each line that they print.
+        environment: of theirs, on top of every child's.
+        program: the module whose `main` they run.
+    """
+
+    has_spares = True
+
+    def __init__(
+        self,
+        echo: Callable[[str], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+        program: str = "batchtune.child.server",
+    ) -> None:
+        self._echo, self._environment, self._program = echo, dict(environment or {}), program
+
+    def start(self) -> Process:
+        return LocalProcess(entry(self._program), child_environment() | self._environment, self._echo)
+
+    def sees(self, file: Path) -> bool:
+        return file.exists()
+
+
 class LocalProcess:
     """A child on this machine, with a pipe each way; messages are JSON, one a line.
+
+    A child that starts sessions of their own tells their numbers as `sessions`: they end with it.
 
     Args:
         command: that starts it.
@@ -106,6 +153,7 @@ class LocalProcess:
         self._echo = echo
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._sessions: list[int] = []
         self._kills_before = oom_kills()
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
             command,
@@ -125,7 +173,9 @@ class LocalProcess:
     def _read_answers(self, stream: IO[str]) -> None:
         with stream, contextlib.suppress(ValueError, OSError):
             for line in stream:
-                self._answers.put(json.loads(line))
+                answer = json.loads(line)
+                self._sessions += answer.get("sessions", [])
+                self._answers.put(answer)
         self._answers.put(None)
 
     def _read_prints(self, stream: IO[str]) -> None:
@@ -160,13 +210,13 @@ class LocalProcess:
                 if left <= 0 and not ended:
                     raise TimeoutError from None
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         self.wait(_DYING_SECONDS)
         code = self._process.returncode
         time.sleep(0.05)  # the last printed lines are on their way
         last = next((line.strip() for line in reversed(self._tail) if line.strip()), "")
         how = describe_kill(self._kills_before, oom_kills()) if code == -signal.SIGKILL else describe_exit(code)
-        return f"{how}{f'; its last words: {last[:200]}' if last else ''}"
+        return f"{how}{f'; last output: {last[:200]}' if last else ''}"
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -177,6 +227,11 @@ class LocalProcess:
             os.killpg(self._process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self._process.kill()
 
     def close(self) -> None:
+        for session in self._sessions:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(session, signal.SIGKILL)
+        if self._sessions:
+            self.wait(_REAPING_SECONDS)
         self.kill()
         self._process.wait()
         assert self._process.stdin is not None  # noqa: S101 - opened above

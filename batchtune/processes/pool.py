@@ -11,107 +11,17 @@ from typing import Literal, Self
 
 from batchtune.device.host_load import processors
 from batchtune.document import CurvePoint, Trial
-from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError
 from batchtune.observer import Forwarder, Observer
-from batchtune.processes.seats import count_workers, seats
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.assignment import assign_devices, count_workers
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
-from batchtune.protocol.messages import Answer, Command
 
 _LOOK_SECONDS = 0.2
-STOPPED = "stopped with the others"
 
 
-class Member(Worker):
-    """A worker of a crew: a run that is cut off because the crew stops is no crash.
-
-    Attributes:
-        device_name: of the study, once it is known: a run on another kind of device would not compare.
-    """
-
-    def __init__(
-        self, settings: OpenTask, stopping: threading.Event, environment: Mapping[str, str], observer: Observer
-    ) -> None:
-        super().__init__(settings, observer.printed)
-        self.stopping, self.own_environment = stopping, environment
-        self.device_name: str | None = None
-        self._warming: threading.Thread | None = None
-
-    def start(self) -> Opened:
-        """As any worker's.
-
-        Raises:
-            DeviceError: it is on another kind of device than the study.
-        """
-        try:
-            opened = super().start()
-        except UsageError:  # the study's limit is more than this device has
-            if self.device_name is None or self._name_without_limit() == self.device_name:
-                raise
-            raise DeviceError(self._unlike(self._name_without_limit())) from None
-        if self.device_name is not None and opened.device_name != self.device_name:
-            raise DeviceError(self._unlike(opened.device_name))
-        return opened
-
-    def _name_without_limit(self) -> str:
-        """What the device is called, asked by a child that sets no limit on it."""
-        limited, self.settings = self.settings, self.settings.but(memory_limit=None) if self.settings else None
-        try:
-            return super().start().device_name
-        finally:
-            self.close()
-            self.settings = limited
-
-    def _unlike(self, name: str) -> str:
-        which = self.own_environment.get("CUDA_VISIBLE_DEVICES", self.opened.device if self.opened else "")
-        where = f"workers: device {which} is a {name}, but the study is of {self.device_name}"
-        remedy = "list devices of one kind in CUDA_VISIBLE_DEVICES, or start over with --workers 1 --fresh"
-        return f"{where}, and times on different devices do not compare; {remedy}"
-
-    def warm_up(self) -> None:
-        """Starts the child in the background; what is wrong with it is told when there is work."""
-
-        def start() -> None:
-            with contextlib.suppress(BatchtuneError):
-                self.start()
-
-        self._warming = threading.Thread(target=start, daemon=True)
-        self._warming.start()
-
-    def is_starting(self) -> bool:
-        """Whether the child is still about to be ready, after a moment."""
-        if self._warming is not None:
-            self._warming.join(_LOOK_SECONDS)
-        return self._warming is not None and self._warming.is_alive()
-
-    def call(
-        self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
-    ) -> Answer:
-        """As any worker's.
-
-        Raises:
-            RunInterrupted: the crew has stopped.
-        """
-        try:
-            while self.is_starting() and not self.stopping.is_set():
-                pass
-            if self.stopping.is_set():
-                raise RunInterrupted(STOPPED)
-            return super().call(command, timeout=timeout, on_event=on_event)
-        except WorkerLost:
-            if self.stopping.is_set():
-                raise RunInterrupted(STOPPED) from None
-            raise
-
-    def _pause(self, seconds: float) -> None:
-        if self.stopping.wait(seconds):
-            raise RunInterrupted(STOPPED)
-
-    def _environment(self) -> dict[str, str]:
-        return super()._environment() | dict(self.own_environment)
-
-
-class Crew:
+class WorkerPool:
     """Workers that do the same work side by side.
 
     Args:
@@ -120,10 +30,10 @@ class Crew:
         observer: told what their code prints.
 
     Attributes:
-        seated: where they are, in words.
+        where: where they are, in words.
     """
 
-    seated = ", each on a device of its own"
+    where = ", each on a device of its own"
 
     def __init__(self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer) -> None:
         self._asked, self._observer = asked, observer
@@ -131,7 +41,7 @@ class Crew:
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
             self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // asked))}
-        self.first = self._member(settings, self._threads)
+        self.first = self._worker(settings, self._threads)
         self._all = [self.first]
         self.lock = threading.RLock()
 
@@ -139,10 +49,9 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop()
         for worker in self._all:
             worker.close()
-            while worker.is_starting():
-                worker.close()  # again: its process may have come in between
 
     def __len__(self) -> int:
         return len(self._all)
@@ -161,18 +70,25 @@ class Crew:
             self._asked, device, devices=opened.device_count, processors=processors(), visible=visible
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        for seat in seats(device, count, devices=opened.device_count, visible=visible)[1:]:
-            settings = self.first.settings.but(device=seat.device)
-            self._all.append(self._member(settings, self._threads | dict(seat.environment)))
-            self._all[-1].device_name = opened.device_name
+        for assigned in assign_devices(device, count, devices=opened.device_count, visible=visible)[1:]:
+            settings = self.first.settings.but(device=assigned.device, device_name=opened.device_name)
+            self._all.append(self._worker(settings, self._threads | dict(assigned.environment)))
 
     def warm_up(self) -> None:
-        """Starts the others' children beside what the first one does, so that the search need not wait for them."""
-        for worker in self._all[1:]:
-            worker.warm_up()
+        """Starts the others' children beside what the first one does, so that the search need not wait for them.
 
-    def _member(self, settings: OpenTask, environment: Mapping[str, str]) -> Member:
-        return Member(settings, self._stopping, environment, self._observer)
+        What is wrong with one is told when there is work for it.
+        """
+
+        def start(worker: Worker) -> None:
+            with contextlib.suppress(BatchtuneError):
+                worker.start()
+
+        for worker in self._all[1:]:
+            threading.Thread(target=start, args=(worker,), daemon=True).start()
+
+    def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:
+        return Worker(settings, LocalLauncher(self._observer.printed, environment), stopping=self._stopping)
 
     def work(self, step: Callable[[Worker], bool]) -> None:
         """Has every worker call `step` with itself until that says there is nothing more to do.

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from batchtune.document import CurvePoint
-from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
-from batchtune.processes.local import LocalProcess, Process, child_environment, entry
-from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Tried
+from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
+from batchtune.processes.local import Launcher, LocalLauncher, Process
+from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Train, Tried
 from batchtune.protocol.messages import Answer, Command
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
+_TRIES = 3  # of what is no run of a study, where nodes are lost
+STOPPED = "stopped with the others"
 
 
-class WorkerLost(BatchtuneError):
+class WorkerDied(BatchtuneError):
     """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`.
 
     Of a group of ranks, `rank` is the one that did, where it is known.
@@ -31,7 +35,7 @@ class WorkerLost(BatchtuneError):
         self.rank = rank
 
 
-class PlaceLost(BatchtuneError):
+class NodeLost(BatchtuneError):
     """The machine on which a child trained is gone: nothing that its work is to blame for."""
 
 
@@ -40,8 +44,9 @@ class Worker:
 
     Args:
         settings: the task that each child opens first; None for a child that opens none.
-        echo: called with each line the user's code prints.
-        program: the module whose `main` the child runs.
+        launcher: starts its children; None: on this machine.
+        stopping: once it is set, every command is cut off; None: nobody else can do that.
+        note: told what is done again because a node was lost.
 
     Attributes:
         opened: what the last child said of the task; None before the first has.
@@ -50,12 +55,17 @@ class Worker:
     def __init__(
         self,
         settings: OpenTask | None,
-        echo: Callable[[str], None] | None = None,
-        program: str = "batchtune.child.server",
+        launcher: Launcher | None = None,
+        *,
+        stopping: threading.Event | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
-        self.settings, self._program = settings, program
+        self.settings = settings
         self.opened: Opened | None = None
-        self._echo = echo
+        self._launcher = launcher or LocalLauncher()
+        self._stopping = stopping or threading.Event()
+        self._note = note
+        self._starting = threading.RLock()
         self._process: Process | None = None
         self._spare: Process | None = None
         self._wants_spare = False
@@ -71,6 +81,7 @@ class Worker:
 
         Raises:
             BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
+            RunInterrupted: `stopping` is set.
         """
         self._run()
         assert self.opened is not None  # noqa: S101 - only who names a task asks for what is known of it
@@ -78,39 +89,36 @@ class Worker:
 
     def _run(self) -> None:
         deadline = time.monotonic() + (BUSY_SECONDS if self.opened else 0.0)
-        while self._process is None:
-            try:
-                self._open()
-            except DeviceError:  # it was there before: somebody else fills it at the moment
-                if time.monotonic() >= deadline:
-                    raise
-                self._pause(_RETRY_SECONDS)
-
-    def _pause(self, seconds: float) -> None:
-        """Waits for a device."""
-        time.sleep(seconds)
+        with self._starting:
+            while self._process is None:
+                try:
+                    self._open()
+                except DeviceError:  # it was there before: somebody else fills it at the moment
+                    if time.monotonic() >= deadline:
+                        raise
+                    self._stopping.wait(_RETRY_SECONDS)
 
     def _open(self) -> None:
-        self._process = self._take_spare() or self._start_process()
+        self._process = self._take_spare() or self._launcher.start()
         if self._wants_spare:
             self.prepare()  # both load at once
-        if self.settings is not None:
-            try:
-                self.opened = self._ask(self.settings, START_TIMEOUT_SECONDS, None)
-            except WorkerLost as lost:
-                doing = f"{self.settings.task}: importing it and building the model once"
-                raise UserCodeError(f"{doing} ended in {lost.outcome}: {lost}") from None
-            self.settings = self.settings.but(metric=None)  # it is looked for once
-            self._keep_limit(self.settings, self.opened)
-
-    def _keep_limit(self, settings: OpenTask, opened: Opened) -> None:
-        """Free memory may change: every later child of this worker gets the limit of the first."""
-        self.settings = settings.but(memory_limit=opened.memory_limit_bytes)
+        if self.settings is None:
+            return
+        try:
+            self.opened = self._ask(self.settings, START_TIMEOUT_SECONDS, None)
+        except WorkerDied as died:
+            doing = f"{self.settings.task}: importing it and building the model once"
+            raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
+        self.settings = self.settings.but(
+            metric=None,  # it is looked for once
+            memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
+            rank_memory_limits_bytes=self.opened.rank_memory_limits_bytes,
+        )
 
     def call(
         self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
     ) -> Answer:
-        """Gives the child one command and waits for its answer.
+        """Gives the child one command and waits for its answer; what is no run is retried where its node was lost.
 
         Args:
             command: what it is asked for.
@@ -119,15 +127,29 @@ class Worker:
             on_event: called with each evaluation of a run; what it returns is sent back: whether to go on.
 
         Raises:
-            WorkerLost: the child died or hung; the next call starts a new one.
+            WorkerDied: the child died or hung; the next call starts a new one.
+            NodeLost: that of a run was lost, or several in a row.
             BatchtuneError: the child answered with an error.
+            RunInterrupted: `stopping` is set.
         """
-        self.start() if self.settings is not None else self._run()
-        return self._ask(command, timeout, on_event)
+        for left in reversed(range(_TRIES)):
+            try:
+                self._run()
+                return self._ask(command, timeout, on_event)
+            except NodeLost as lost:
+                if isinstance(command, Train) or not left:
+                    raise
+                if self._note is not None:
+                    self._note(f"{type(command).__name__} is retried: {lost}")
+        raise AssertionError
 
-    def reaches(self, folder: Path) -> bool:  # noqa: ARG002 - this machine has it
+    def reaches(self, folder: Path) -> bool:
         """Whether the child sees this very folder, and not another of that name."""
-        return True
+        with contextlib.suppress(NodeLost, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=folder.absolute()) as token:
+                return self._launcher.sees(Path(token.name))
+        return False
 
     def kill(self) -> None:
         """Ends the child and everything it started; whoever waits for its answer, in another thread, learns of it."""
@@ -140,8 +162,8 @@ class Worker:
         Before the child has been started it does so as soon as that is.
         """
         self._wants_spare = self._process is None
-        if self._spare is None and not self._wants_spare:
-            self._spare = self._start_process()
+        if self._spare is None and not self._wants_spare and self._launcher.has_spares:
+            self._spare = self._launcher.start()
             self._spare.send(LoadLibraries().to_message())
 
     def renew(self) -> None:
@@ -152,10 +174,12 @@ class Worker:
 
     def close(self) -> None:
         """Ends the child, its spare and everything they started, and forgets them."""
-        spare, self._spare = self._spare, None
-        self.renew()
-        if spare is not None:
-            spare.close()
+        self.kill()
+        with self._starting:
+            spare, self._spare = self._spare, None
+            self.renew()
+            if spare is not None:
+                spare.close()
 
     def _take_spare(self) -> Process | None:
         """The process that was prepared, once it is ready; None where there is none, or it has died."""
@@ -170,22 +194,15 @@ class Worker:
         spare.close()
         return None
 
-    def _start_process(self) -> Process:
-        return LocalProcess(self._command(), self._environment(), self._echo)
-
-    def _command(self) -> list[str]:
-        return entry(self._program)
-
-    def _environment(self) -> dict[str, str]:
-        return child_environment()
-
     def _ask(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
         process = self._process
         assert process is not None  # noqa: S101 - it was started
+        if self._stopping.is_set():
+            raise RunInterrupted(STOPPED)
         self._send(process, command.to_message())
         while True:
             answer = self._next_answer(process, timeout)
-            if self._heard(answer):
+            if "alive" in answer:  # whoever gets on is no hang, however long it takes
                 continue
             if "event" in answer:
                 try:
@@ -206,31 +223,27 @@ class Worker:
         try:
             process.send(message)
         except BaseException:
-            self.renew()  # its place is lost, or an interruption has left half a message
+            self.renew()  # its node is lost, or an interruption has left half a message
             raise
-
-    def _heard(self, answer: dict[str, Any]) -> bool:
-        """Whether this is a sign of life and no answer: whoever gets on is no hang, however long it takes."""
-        return "alive" in answer
 
     def _next_answer(self, process: Process, timeout: float) -> dict[str, Any]:
         try:
             answer = process.answer(timeout)
             if answer is not None:
                 return answer
-            lost = WorkerLost("crash", process.last_words())
+            died = WorkerDied("crash", process.last_output())
         except TimeoutError:
-            lost = WorkerLost("timeout", f"no sign of life for {timeout:g} s")
+            died = WorkerDied("timeout", f"no sign of life for {timeout:g} s")
         except BaseException:
             self.renew()
             raise
         self.renew()
-        raise lost
+        raise RunInterrupted(STOPPED) if self._stopping.is_set() else died
 
     def _error(self, answer: dict[str, Any]) -> BatchtuneError:
         self.renew()
         if "outcome" in answer:
-            return WorkerLost(answer["outcome"], answer["error"], answer.get("rank"))
+            return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
         if answer["exit_code"] == UserCodeError.exit_code:
             return UserCodeError(answer["error"], answer["frames"])
         kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}

@@ -81,6 +81,8 @@ class OpenTask(Command[Opened]):
     Attributes:
         purpose: `probe` or `tune`: what the task must be able to do.
         memory_limit: None: what the device has, less `margin`.
+        rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
+        device_name: what the device must be called; None: any.
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
         metric: the evaluation must have it; None: it does not matter.
@@ -90,6 +92,8 @@ class OpenTask(Command[Opened]):
     device: str = "auto"
     purpose: str = "probe"
     memory_limit: int | None = None
+    rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    device_name: str | None = None
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()

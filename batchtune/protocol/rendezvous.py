@@ -12,11 +12,11 @@ _VARIABLE = "BATCHTUNE_GROUP"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group's ranks find whoever conducts them; in each rank's environment.
+class Rendezvous:
+    """Where a group's ranks find whoever coordinates them; in each rank's environment.
 
     Attributes:
-        host: of the conductor.
+        host: of the coordinator.
         port: on which it listens.
         token: by which it knows its ranks.
         strategy: ddp or fsdp.
@@ -48,7 +48,7 @@ class Meeting:
         return {_VARIABLE: self.to_json()}
 
     def connect(self, **hello: Any) -> socket.socket:
-        """A line to the conductor, on which it has been told who is there."""
+        """A line to the coordinator, on which it has been told who is there."""
         line = socket.create_connection((self.host, self.port))
         line.sendall((json.dumps({"token": self.token, **hello}) + "\n").encode())
         return line

@@ -9,7 +9,7 @@ from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
-from batchtune.processes.pool import Crew, OneAtATime
+from batchtune.processes.pool import OneAtATime, WorkerPool
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.identity import identity_of
@@ -46,13 +46,13 @@ class Tuning:
             BatchtuneError: it cannot go on; `progress` has what was found until then.
         """
         progress, config = self._progress, self._config
-        with self._crew() as crew:
-            opened = self._open(crew)
+        with self._pool() as pool:
+            opened = self._open(pool)
             storage = open_storage(config.storage, progress.folder.path)
-            self._prepare(crew.first, opened, Agreement(storage, config, opened.device_name))
+            self._prepare(pool.first, opened, Agreement(storage, config, opened.device_name))
             assert progress.probe is not None and progress.prior is not None  # noqa: PT018, S101 - they are prepared
             plan = make_plan(config, opened, progress.probe, progress.prior, self._checkpoints)
-            progress.study = study = TuneStudy(plan, crew, storage, self._observer)
+            progress.study = study = TuneStudy(plan, pool, storage, self._observer)
             study.run()
             shutil.rmtree(self._checkpoints, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in study.records()):
@@ -64,31 +64,31 @@ class Tuning:
         timed = earlier.scaling if earlier else None
         progress.scaling = scale(study, opened, progress.probe, found, timed, self._observer)
 
-    def _crew(self) -> Crew:
+    def _pool(self) -> WorkerPool:
         config, settings = self._config, worker_settings(self._config)
         known = self._known_limit()
         if known is not None and settings.memory_limit is None:  # what fitted before fitted within that limit
             settings = settings.but(memory_limit=known)
         if config.executor == "local":
-            return Crew(settings, config.workers, self._observer)
-        from batchtune.processes.ray.pool import RayCrew  # Ray is an extra
+            return WorkerPool(settings, config.workers, self._observer)
+        from batchtune.processes.ray.pool import RayPool  # Ray is an extra
 
-        return RayCrew(settings, config.workers, self._observer, config.ray)
+        return RayPool(settings, config.workers, self._observer, config.ray)
 
     def _known_limit(self) -> int | None:
         limits = [entry.get("memory_limit_bytes") for entry in self._progress.folder.attempts()]
         return next((limit for limit in limits if isinstance(limit, int)), None)
 
-    def _open(self, crew: Crew) -> Opened:
+    def _open(self, pool: WorkerPool) -> Opened:
         progress = self._progress
         if progress.earlier_probe() is None:
-            crew.first.prepare()  # for the probe's final check
-        progress.opened = opened = open_task(crew.first, self._config)
+            pool.first.prepare()  # for the probe's final check
+        progress.opened = opened = open_task(pool.first, self._config)
         progress.identity = identity_of(self._config) | {"the device": opened.device_name}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was
-        crew.grow(opened)
-        if len(crew) > 1:
-            self._observer.note(f"{len(crew)} workers{crew.seated}")
+        pool.grow(opened)
+        if len(pool) > 1:
+            self._observer.note(f"{len(pool)} workers{pool.where}")
         for name, reason in opened.precision:
             self._observer.note(f"precision {name}: {reason}")
         return opened

@@ -132,7 +132,7 @@ def by_batchtune(job: Job) -> int | None:
 
 def by_doubling_and_bisecting(job: Job) -> int:
     """In batchtune's worker, from 2 samples on as Lightning does, to the same tolerance as batchtune."""
-    from batchtune.processes.worker import Worker, WorkerLost
+    from batchtune.processes.worker import Worker, WorkerDied
     from batchtune.protocol.commands import OpenTask, TryBatchSize
 
     task = f"{TASK_FILE}:{job.name}"
@@ -143,7 +143,7 @@ def by_doubling_and_bisecting(job: Job) -> int:
             arguments = {"batch_size": size, "steps": job.steps, "precision": "fp32"}
             try:
                 outcome = worker.call(TryBatchSize(**arguments), timeout=120).attempt.outcome
-            except WorkerLost as lost:
+            except WorkerDied as lost:
                 outcome = lost.outcome
             tell(size=size, outcome=outcome)
             low, high = (size, high) if outcome == "fit" else (low, size)

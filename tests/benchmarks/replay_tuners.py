@@ -208,9 +208,9 @@ def batchtune_trials(
             optimizer=optimizer,
             prior=prior,
         )
-        crew: Any = OneWorker(worker)
+        pool: Any = OneWorker(worker)
         storage = optuna.storages.InMemoryStorage()
-        answers.study = TuneStudy(plan, crew, storage, answers, clock.perf_counter)
+        answers.study = TuneStudy(plan, pool, storage, answers, clock.perf_counter)
         answers.study.run()
     return answers.study.records(), worker.measured, answers.given
 

@@ -143,8 +143,8 @@ def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, 
     )
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
-        crew: Any = OneWorker(Instant())
-        study = TuneStudy(plan, crew, open_storage(url, Path(folder)), watch)
+        pool: Any = OneWorker(Instant())
+        study = TuneStudy(plan, pool, open_storage(url, Path(folder)), watch)
         watch.watch(study.parts.study.sampler)
         study.run()
     by_clock, by_processor, proposing = (

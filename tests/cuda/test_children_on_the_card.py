@@ -13,7 +13,7 @@ import pytest
 from cuda.tasks import PERCEPTRON
 
 import batchtune
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TryBatchSize
 
 MiB = 2**20
@@ -64,7 +64,7 @@ def test_a_child_is_kept_after_a_clean_failure_and_replaced_after_any_other(task
                     command = TryBatchSize(batch_size=size, steps=1, precision="fp32")
                     done = worker.call(command, **{"timeout": 60.0} | different).attempt
                     found[name] = done.outcome, done.message
-                except WorkerLost as lost:
+                except WorkerDied as lost:
                     found[name] = lost.outcome, str(lost)
                 if name not in {"dies", "hangs"}:
                     assert attempt_is_over(name)

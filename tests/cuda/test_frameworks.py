@@ -36,7 +36,7 @@ def compute_loss(model, batch): return 1 + model(batch[0]).square().mean().cpu()
 """
 
 
-class Seats(Observer):
+class Cards(Observer):
     """Which processes had a context on which card, whenever something happened."""
 
     def __init__(self, machine):
@@ -60,16 +60,16 @@ def folder(tmp_path, monkeypatch):
 
 def test_four_workers_tune_on_a_card_each_and_the_parent_on_none(folder):
     with fake_gpu.machine(*[fake_gpu.Card("4GiB")] * 4) as machine:
-        seats = Seats(machine)
-        result = batchtune.tune(folder / "config.yaml", observer=seats, run_folders=folder / "runs")
+        cards = Cards(machine)
+        result = batchtune.tune(folder / "config.yaml", observer=cards, run_folders=folder / "runs")
         assert [card.used for card in machine.cards] == [0] * 4
         trained = [card.launches for card in machine.cards]
     assert result.status == "complete"
     assert min(trained) > 0
-    for card, seen in enumerate(seats.of_card):
+    for card, seen in enumerate(cards.of_card):
         assert seen, card
         assert os.getpid() not in seen
-        for other in seats.of_card[card + 1 :]:
+        for other in cards.of_card[card + 1 :]:
             assert not seen & other
     assert result.recommendation is not None
 
@@ -194,14 +194,14 @@ def test_rays_workers_have_the_gpus_that_they_ask_for(folder, share, cards):
     with fake_gpu.machine(*[fake_gpu.Card("4GiB")] * cards) as machine:
         ray.init(num_cpus=2, num_gpus=cards, include_dashboard=False, log_to_driver=False)
         try:
-            seats = Seats(machine)
+            cards = Cards(machine)
             result = batchtune.tune(
-                folder / "config.yaml", observer=seats, run_folders=folder / "runs",
+                folder / "config.yaml", observer=cards, run_folders=folder / "runs",
                 overrides=["executor=ray", f"ray.num_gpus={share}"],
             )  # fmt: skip
         finally:
             ray.shutdown()
     assert result.status == "complete"
-    assert min(len(seen) for seen in seats.of_card) > 0
-    assert len(set().union(*seats.of_card)) >= 2
-    assert os.getpid() not in set().union(*seats.of_card)
+    assert min(len(seen) for seen in cards.of_card) > 0
+    assert len(set().union(*cards.of_card)) >= 2
+    assert os.getpid() not in set().union(*cards.of_card)

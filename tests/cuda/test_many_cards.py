@@ -11,7 +11,7 @@ from fakes import opened
 import batchtune
 from batchtune.errors import DeviceError
 from batchtune.observer import Observer
-from batchtune.processes.pool import Crew
+from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.commands import OpenTask
 
 GiB, MiB = 2**30, 2**20
@@ -86,29 +86,32 @@ def test_a_probe_of_the_second_card_leaves_the_first_alone(task):
 def test_four_workers_have_a_card_each_in_the_order_of_the_users_own_list(task, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,1,0")
     with fake_gpu.machine(*[fake_gpu.Card("8GiB")] * 4) as machine:
-        with Crew(OpenTask(task=str(task), device="cuda", precision=("fp32",)), 4, Observer()) as crew:
-            crew.grow(crew.first.start())
-            for worker in crew._all[1:]:
+        with WorkerPool(OpenTask(task=str(task), device="cuda", precision=("fp32",)), 4, Observer()) as pool:
+            pool.grow(pool.first.start())
+            for worker in pool._all[1:]:
                 worker.start()
-            seated = [card.contexts for card in machine.cards]
+            occupied = [card.contexts for card in machine.cards]
         assert [card.used for card in machine.cards] == [0] * 4
-    assert [len(contexts) for contexts in seated] == [1] * 4
-    assert len({pid for contexts in seated for pid in contexts} - {os.getpid()}) == 4
+    assert [len(contexts) for contexts in occupied] == [1] * 4
+    assert len({pid for contexts in occupied for pid in contexts} - {os.getpid()}) == 4
 
 
 def test_a_worker_on_an_unlike_card_is_refused_by_name(task):
     settings = OpenTask(task=str(task), device="cuda", precision=("fp32",))
-    with fake_gpu.machine(LARGE, SMALL), Crew(settings, 2, Observer()) as crew:
-        crew.grow(crew.first.start())
+    with fake_gpu.machine(LARGE, SMALL), WorkerPool(settings, 2, Observer()) as pool:
+        pool.grow(pool.first.start())
         with pytest.raises(DeviceError, match="workers: device cuda:1 is a Tesla T4, but the study is of NVIDIA Ge"):
-            crew._all[1].start()
+            pool._all[1].start()
 
 
 def test_five_workers_on_four_cards_are_refused(task):
     settings = OpenTask(task=str(task), device="cuda", precision=("fp32",))
     task = opened(device="cuda:0", device_count=4, environment={"device": "Tesla T4"})
-    with Crew(settings, 5, Observer()) as crew, pytest.raises(DeviceError, match="workers 5: there are only 4 devices"):
-        crew.grow(task)
+    with (
+        WorkerPool(settings, 5, Observer()) as pool,
+        pytest.raises(DeviceError, match="workers 5: there are only 4 devices"),
+    ):
+        pool.grow(task)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -182,7 +182,7 @@ CASES = {
         PROBE,
         "import os; print('farewell', flush=True); os._exit(7)",
         3,
-        ["importing it and building the model once ended in crash", "exit status 7; its last words: farewell"],
+        ["importing it and building the model once ended in crash", "exit status 7; last output: farewell"],
     ),
     "lacks a function": (PROBE, "del build_model", 3, [r"no build_model\(\) .*; 'batchtune init' writes a template"]),
     "lacks what tune needs": (

@@ -24,7 +24,7 @@ from batchtune.config.load import load_config
 from batchtune.config.schema import Config, known_keys
 from batchtune.errors import DeviceError, UsageError
 from batchtune.files import load_result
-from batchtune.processes.worker import Worker
+from batchtune.processes.local import LocalLauncher
 from batchtune.report.export.trainers import EXPORTS
 from batchtune.report.formats import FORMATS
 
@@ -264,7 +264,7 @@ def place(tmp_path, monkeypatch):
     def no_child(self):
         raise DeviceError("no child in this test")
 
-    monkeypatch.setattr(Worker, "_start_process", no_child)
+    monkeypatch.setattr(LocalLauncher, "start", no_child)
     monkeypatch.setattr(batchtune.console, "_stop_on_signals", lambda: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text("raise AssertionError('never imported')")

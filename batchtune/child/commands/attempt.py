@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from batchtune.child.training import heartbeat
 from batchtune.child.training.compiled import CompileWatch, forget_compiled
 from batchtune.child.training.evaluate import metric_value
-from batchtune.child.training.heartbeat import got_on
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device._base import DeviceMemory, Peaks
@@ -243,7 +243,7 @@ def _train(
         if steps <= number + 1 < most and agree(not tracker.retries):
             break  # else memory is full and cut up anew from step to step: the end may come in one of the next
     if verify:
-        got_on(at_once=True)
+        heartbeat.beat(at_once=True)
         tracker.start_phase()
         _evaluate_and_save(trainer, batch_size)
         for _ in range(_STEPS_AFTER_EVALUATION):
@@ -259,6 +259,6 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
             trainer.task.evaluate(trainer.model, _VERIFY_EVALUATION_BATCHES)
     elif trainer.task.has("val_dataset"):
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
-    got_on(at_once=True)
+    heartbeat.beat(at_once=True)
     with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)

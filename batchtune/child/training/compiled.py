@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from batchtune.child.training.heartbeat import tell_while_compiling
+from batchtune.child.training import heartbeat
 
 SETTLED_STEPS = 2  # without a new graph; CUDA graphs are recorded in the second run after compiling
 MAX_WARM_UP_STEPS = 20  # a model that compiles in every step is timed nevertheless
@@ -47,7 +47,7 @@ def forget_compiled() -> bool:
         return False
     torch.compiler.reset()
     _counters().clear()
-    tell_while_compiling()
+    heartbeat.watch_compiling()
     return True
 
 

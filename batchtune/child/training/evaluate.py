@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from batchtune.child.training.heartbeat import got_on
+from batchtune.child.training import heartbeat
 from batchtune.child.training.trainer import Trainer, move
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
@@ -84,7 +84,7 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
             loss = task.loss(trainer.model, on_device)
         total += loss.float() * size
         samples += size
-        got_on()
+        heartbeat.beat()
         if not has_end and time.monotonic() - began > ENDLESS_SECONDS:
             raise UserCodeError(
                 f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "

@@ -11,7 +11,7 @@ _PERIOD_SECONDS = 5.0
 _clock = time.monotonic  # as it is before the user's code runs
 
 
-class _Signs:
+class _Heartbeat:
     """Whom to tell, when that was done last, and the thread that waits for torch.compile."""
 
     tell: Callable[[], object] | None = None
@@ -20,22 +20,22 @@ class _Signs:
     compiling = threading.Event()
 
 
-def tell_through(tell: Callable[[], object]) -> None:
+def start(tell: Callable[[], object]) -> None:
     """From now on a process that gets on with its work calls this every few seconds."""
-    _Signs.tell, _Signs.told_at = tell, _clock()
+    _Heartbeat.tell, _Heartbeat.told_at = tell, _clock()
 
 
-def got_on(*, at_once: bool = False) -> None:
+def beat(*, at_once: bool = False) -> None:
     """Says that a micro-batch is done: many of them may take longer than anybody would wait for one.
 
     It is said every few seconds only, or `at_once` where what comes next may take as long as anybody would wait.
     """
-    if _Signs.tell is not None and (at_once or _clock() - _Signs.told_at > _PERIOD_SECONDS):
-        _Signs.told_at = _clock()
-        _Signs.tell()
+    if _Heartbeat.tell is not None and (at_once or _clock() - _Heartbeat.told_at > _PERIOD_SECONDS):
+        _Heartbeat.told_at = _clock()
+        _Heartbeat.tell()
 
 
-def tell_while_compiling() -> None:
+def watch_compiling() -> None:
     """From now on says every few seconds that torch.compile is at work, as long as it is.
 
     Compiling a large model takes many minutes in which nothing else is heard of it, and is no hang. Asked again,
@@ -44,16 +44,16 @@ def tell_while_compiling() -> None:
     if "torch._dynamo" not in sys.modules:
         return
     _listen()
-    if _Signs.watch is None:
-        _Signs.watch = threading.Thread(target=_watch, daemon=True)
-        _Signs.watch.start()
+    if _Heartbeat.watch is None:
+        _Heartbeat.watch = threading.Thread(target=_watch, daemon=True)
+        _Heartbeat.watch.start()
 
 
 def _watch() -> None:
-    while _Signs.compiling.wait():
+    while _Heartbeat.compiling.wait():
         time.sleep(_PERIOD_SECONDS)
-        if _Signs.compiling.is_set() and _Signs.tell is not None:
-            _Signs.tell()
+        if _Heartbeat.compiling.is_set() and _Heartbeat.tell is not None:
+            _Heartbeat.tell()
 
 
 def _listen() -> None:
@@ -61,14 +61,14 @@ def _listen() -> None:
     from torch._dynamo.callback import callback_handler
 
     if _begins not in callback_handler.start_callbacks:
-        _Signs.compiling.clear()
+        _Heartbeat.compiling.clear()
         callback_handler.register_start_callback(_begins)
         callback_handler.register_end_callback(_ends)
 
 
 def _begins(_: object) -> None:
-    _Signs.compiling.set()
+    _Heartbeat.compiling.set()
 
 
 def _ends(_: object) -> None:
-    _Signs.compiling.clear()
+    _Heartbeat.compiling.clear()

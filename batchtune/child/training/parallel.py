@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Strategy = Literal["ddp", "fsdp"]
-_NEVER = timedelta(days=1)  # whoever conducts the group ends it; a collective's own timeout would only come in between
+_NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own timeout would only come in between
 
 
 class Replica(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from batchtune.child.training.heartbeat import got_on
+from batchtune.child.training import heartbeat
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.precision import LOSS_SCALE, Precision
 from batchtune.errors import UserCodeError
@@ -104,7 +104,7 @@ class Trainer:
                 "(is it under torch.no_grad, detached, or made by .item()?)"
             )
         self.precision.scaler.scale(loss / accumulation_steps).backward()
-        got_on()
+        heartbeat.beat()
         return loss.detach()
 
     def _loss(self, batch: Any, accumulation_steps: int) -> Tensor:

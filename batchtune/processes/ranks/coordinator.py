@@ -1,4 +1,4 @@
-"""The process between the parent and its ranks: it has torch's elastic launcher start them, and conducts them as one.
+"""The process between the parent and its ranks: it has torch's elastic launcher start them, and coordinates them.
 
 To the parent it is a child like any other: one command after another comes on stdin, goes to every rank, and what the
 ranks answer comes out of stdout as one answer. It holds no device. A rank that fails gives the others a short time of
@@ -17,19 +17,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
-from batchtune.protocol.commands import OpenTask, Rejoin
+from batchtune.protocol.commands import Rejoin
 from batchtune.protocol.messages import Command
-from batchtune.protocol.rendezvous import Meeting
+from batchtune.protocol.rendezvous import Rendezvous
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _RANK = f"import sys; sys.path.append({_ROOT!r}); from batchtune.child.rank import main; main()"
+_GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 
@@ -41,15 +42,11 @@ class GroupSettings:
     Attributes:
         world_size: number of ranks.
         strategy: ddp or fsdp.
-        grace_seconds: for the other ranks when one has failed.
-        rank_limits: memory limits in bytes of single ranks, where they are not the same for all.
         number: of this group among those that the user's own launcher holds; 0: the ranks are launched here.
     """
 
     world_size: int
     strategy: str
-    grace_seconds: float = 3.0
-    rank_limits: dict[str, int] = field(default_factory=dict)
     number: int = 0
 
     def to_argument(self) -> str:
@@ -57,7 +54,7 @@ class GroupSettings:
         return json.dumps(asdict(self))
 
 
-class Conductor:
+class RankCoordinator:
     """The ranks' side of one parent's commands.
 
     Args:
@@ -70,7 +67,7 @@ class Conductor:
         own = settings.number == 0
         self._server = socket.create_server(("127.0.0.1" if own else "", 0))
         host, port = "127.0.0.1" if own else os.environ["MASTER_ADDR"], self._server.getsockname()[1]
-        self.meeting = Meeting(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
+        self.rendezvous = Rendezvous(host, port, secrets.token_hex(16), settings.strategy, name=str(settings.number))
         self._lines: dict[int, socket.socket] = {}
         self._followers: list[socket.socket] = []
         self._said: queue.Queue[tuple[int, Answer | None]] = queue.Queue()
@@ -81,7 +78,7 @@ class Conductor:
         self._idle.set()
         threading.Thread(target=self._admit, daemon=True).start()
 
-    def conduct(self) -> None:
+    def serve(self) -> None:
         """Answers the parent's commands until a rank is lost; the parent then ends this process."""
         while True:
             command = Command.from_message(self._parent.receive())
@@ -102,12 +99,11 @@ class Conductor:
         self._idle.wait(_REPORT_SECONDS)
 
     def _admit(self) -> None:
-        pids: dict[int, int] = {}
         while len(self._lines) < self._settings.world_size:
             line, _ = self._server.accept()
             words = line.makefile("r", encoding="utf-8")
             hello = json.loads(words.readline() or "{}")
-            if hello.get("token") != self.meeting.token:
+            if hello.get("token") != self.rendezvous.token:
                 line.close()
                 continue
             rank, follows = hello["rank"], "follows" in hello
@@ -115,10 +111,9 @@ class Conductor:
             if follows:
                 self._followers.append(line)  # it ends with this process
                 continue
-            pids[rank] = hello["pid"]
             self._lines[rank] = line
             if not self._settings.number:
-                self._parent.send(rank_pids=list(pids.values()))
+                self._parent.send(alive=True, sessions=[hello["pid"]])
         self._everybody_here.set()
 
     def _watch(self, rank: int, words: IO[str]) -> None:
@@ -137,24 +132,20 @@ class Conductor:
 
     def _answer(self, command: Command[Any]) -> Answer:
         ranks = command.asked(self._settings.world_size)
-        answers = self._ask({rank: self._adapted(command, rank) for rank in ranks}, None)
+        answers = self._ask(command, ranks, None)
         merged = self._loss(answers) or merge(command, answers, len(ranks))
         usable = merged.get("done", {}).get("usable")
         if usable and any(failed(answer) for answer in answers.values()):
             merged["done"]["usable"] = self._rejoined()
         return merged
 
-    def _adapted(self, command: Command[Any], rank: int) -> Command[Any]:
-        limit = self._settings.rank_limits.get(str(rank))
-        return command.but(memory_limit=limit) if isinstance(command, OpenTask) and limit else command
-
-    def _ask(self, commands: Mapping[int, Command[Any]], seconds: float | None) -> dict[int, Answer]:
+    def _ask(self, command: Command[Any], ranks: Sequence[int], seconds: float | None) -> dict[int, Answer]:
         """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
-        for rank, command in commands.items():
+        for rank in ranks:
             self._send(rank, command)
         answers: dict[int, Answer] = {}
         deadline = None if seconds is None else time.monotonic() + seconds
-        while len(answers) < len(commands):
+        while len(answers) < len(ranks):
             try:
                 rank, said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -166,7 +157,7 @@ class Conductor:
             if "lost" in answers[rank]:
                 break
             if failed(answers[rank]):
-                grace = time.monotonic() + self._settings.grace_seconds
+                grace = time.monotonic() + _GRACE_SECONDS
                 deadline = grace if deadline is None else min(deadline, grace)
         return answers
 
@@ -189,7 +180,7 @@ class Conductor:
     def _rejoined(self) -> bool:
         """Whether all ranks have found together again after a failure."""
         ranks = range(self._settings.world_size)
-        answers = self._ask(dict.fromkeys(ranks, Rejoin()), _REJOIN_SECONDS)
+        answers = self._ask(Rejoin(), ranks, _REJOIN_SECONDS)
         return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())
 
 
@@ -228,12 +219,12 @@ def main() -> None:
     parent = Channel.on_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings(**json.loads(sys.argv[1]))
-    conductor = Conductor(settings, parent)
+    coordinator = RankCoordinator(settings, parent)
     if settings.number:
-        from batchtune.processes.ranks.torchrun import Meetings
+        from batchtune.processes.ranks.torchrun import RendezvousStore
 
-        Meetings().announce(settings.number, conductor.meeting)
-        conductor.conduct()
-    os.environ |= conductor.meeting.variable()
-    threading.Thread(target=conductor.conduct, daemon=True).start()
-    conductor.ranks_ended(_launch(settings))
+        RendezvousStore().announce(settings.number, coordinator.rendezvous)
+        coordinator.serve()
+    os.environ |= coordinator.rendezvous.variable()
+    threading.Thread(target=coordinator.serve, daemon=True).start()
+    coordinator.ranks_ended(_launch(settings))

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from batchtune.errors import UsageError
 from batchtune.processes.local import child_environment, describe_exit, entry
-from batchtune.protocol.rendezvous import Meeting
+from batchtune.protocol.rendezvous import Rendezvous
 
 _OVER = "over"
 _RESULT = "batchtune/result"
@@ -23,8 +23,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This process's place among those that torchrun started."""
+class TorchrunEnv:
+    """This process's number among those that torchrun started."""
 
     rank: int
     world_size: int
@@ -39,11 +39,11 @@ class Place:
 
 def rank_of_this_process() -> int:
     """0 where nothing else was started with it."""
-    place = Place.from_environment()
-    return place.rank if place else 0
+    env = TorchrunEnv.from_environment()
+    return env.rank if env else 0
 
 
-class Meetings:
+class RendezvousStore:
     """Where the processes tell each other which group is at work, one after another: the launcher's own store."""
 
     def __init__(self, *, hosts: bool = False) -> None:
@@ -53,9 +53,9 @@ class Meetings:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store: Any = TCPStore(*where, is_master=hosts and not agents, wait_for_workers=False)
 
-    def announce(self, number: int, meeting: Meeting | None) -> None:
+    def announce(self, number: int, rendezvous: Rendezvous | None) -> None:
         """Tells where group `number` meets; with None, that there is none any more."""
-        self._store.set(_key(number), meeting.to_json() if meeting else _OVER)
+        self._store.set(_key(number), rendezvous.to_json() if rendezvous else _OVER)
 
     def publish(self, result: str) -> None:
         """Leaves the first process's result."""
@@ -65,7 +65,7 @@ class Meetings:
         """The result that was published; None where there is none."""
         return self._store.get(_RESULT).decode() if self._store.check([_RESULT]) else None
 
-    def wait_for(self, number: int) -> Meeting | None:
+    def wait_for(self, number: int) -> Rendezvous | None:
         """Where group `number` meets; None once there is none any more, or the store has gone with its host."""
         try:
             while not self._store.check([_key(number)]):
@@ -73,33 +73,33 @@ class Meetings:
             text = self._store.get(_key(number)).decode()
         except RuntimeError:
             return None
-        return None if text == _OVER else Meeting.from_json(text)
+        return None if text == _OVER else Rendezvous.from_json(text)
 
 
 def _key(number: int) -> str:
-    return f"batchtune/meeting/{number}"
+    return f"batchtune/rendezvous/{number}"
 
 
-class Following:
-    """The ranks of one process: in each group that is announced, one, for as long as that group's conductor lives."""
+class Follower:
+    """The ranks of one process: in each group that is announced, one, for as long as that group's coordinator lives."""
 
-    def __init__(self, place: Place, meetings: Meetings) -> None:
-        self._place, self._meetings = place, meetings
+    def __init__(self, env: TorchrunEnv, store: RendezvousStore) -> None:
+        self._env, self._store = env, store
 
     def follow(self) -> str | None:
         """Runs one rank after another until there are no more groups; returns the published result."""
         number = 1
-        while (meeting := self._meetings.wait_for(number)) is not None:
+        while (rendezvous := self._store.wait_for(number)) is not None:
             with contextlib.suppress(OSError):  # the group has ended meanwhile
-                self._run_rank(meeting)
+                self._run_rank(rendezvous)
             number += 1
         with contextlib.suppress(RuntimeError):  # the store has gone with its host
-            return self._meetings.result()
+            return self._store.result()
         return None
 
-    def _run_rank(self, meeting: Meeting) -> None:
-        with meeting.connect(rank=self._place.rank, follows=True) as line:
-            environment = child_environment() | meeting.variable()
+    def _run_rank(self, rendezvous: Rendezvous) -> None:
+        with rendezvous.connect(rank=self._env.rank, follows=True) as line:
+            environment = child_environment() | rendezvous.variable()
             process = subprocess.Popen(entry("batchtune.child.rank"), env=environment, start_new_session=True)  # noqa: S603
             try:
                 threading.Thread(target=_tell_end, args=(process, line), daemon=True).start()
@@ -117,28 +117,28 @@ def _tell_end(process: subprocess.Popen[bytes], line: Any) -> None:
         line.sendall((f'{{"ended": "{text}"}}\n').encode())
 
 
-class Leading:
+class Leader:
     """The first process's part: it follows, too, in a thread, and ends all groups when its block ends."""
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._meetings = place, Meetings(hosts=True)
+    def __init__(self, env: TorchrunEnv) -> None:
+        self._env, self._store = env, RendezvousStore(hosts=True)
         self._groups = 0
 
     def __enter__(self) -> Self:
-        following = Following(self._place, Meetings())
-        self._thread = threading.Thread(target=following.follow, daemon=True)
+        follower = Follower(self._env, RendezvousStore())
+        self._thread = threading.Thread(target=follower.follow, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._meetings.announce(self._groups + 1, None)
+        self._store.announce(self._groups + 1, None)
         self._thread.join(timeout=10)
 
     def publish(self, result: str) -> None:
         """Leaves the result for the others to read."""
-        self._meetings.publish(result)
+        self._store.publish(result)
 
     def next_group(self) -> int:
         """The number of the group that is about to meet."""
@@ -146,13 +146,13 @@ class Leading:
         return self._groups
 
 
-def require_whole(place: Place, nproc_per_node: int) -> None:
+def require_whole(env: TorchrunEnv, nproc_per_node: int) -> None:
     """Refuses a number of ranks that is not torchrun's.
 
     Raises:
         UsageError: it is not.
     """
-    if nproc_per_node not in {1, place.world_size}:
+    if nproc_per_node not in {1, env.world_size}:
         raise UsageError(
-            f"--nproc-per-node {nproc_per_node}: torchrun has started {place.world_size} ranks; leave the option out"
+            f"--nproc-per-node {nproc_per_node}: torchrun has started {env.world_size} ranks; leave the option out"
         )

@@ -13,9 +13,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from batchtune.errors import DeviceError, RunInterrupted
-from batchtune.processes.local import LocalProcess, child_environment, entry
-from batchtune.processes.pool import STOPPED
-from batchtune.processes.worker import PlaceLost
+from batchtune.processes.local import LocalLauncher, Process
+from batchtune.processes.worker import STOPPED, NodeLost
 
 _LOOK_SECONDS = 0.2
 _LISTENING_SECONDS = 5.0  # of one question to an actor
@@ -30,42 +29,34 @@ class Host:
     """What runs in an actor: it starts the child, on the node and with the devices that Ray has chosen."""
 
     def __init__(self) -> None:
-        self._process: LocalProcess | None = None
+        self._process: Process | None = None
         self._printed: list[str] = []
 
     def there(self) -> None:
         """Answers as soon as Ray has found a place."""
 
-    def start(self, environment: Mapping[str, str]) -> int:
+    def start(self) -> int:
         """Starts a child, in place of an earlier one; returns its process number."""
         self.close()
-        command = entry("batchtune.child.server")
-        self._process = LocalProcess(command, child_environment() | dict(environment), self._printed.append)
+        self._process = LocalLauncher(self._printed.append).start()
         return self._process.pid
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._child.send(message)
+    def do(self, method: str, *arguments: Any) -> Any:
+        """What a method of the child's `Process` returns."""
+        if self._process is None:
+            raise ChildlessError("Ray has started it again elsewhere")
+        return getattr(self._process, method)(*arguments)
 
     def answer(self, seconds: float) -> tuple[dict[str, Any] | None, bool, list[str]]:
         """What the child says, None once it has ended; whether it is silent instead; what it printed meanwhile."""
         answer, is_silent = None, False
         try:
-            answer = self._child.answer(seconds)
+            answer = self.do("answer", seconds)
         except TimeoutError:
             is_silent = True
         count = len(self._printed)
         printed, self._printed[:count] = self._printed[:count], []
         return answer, is_silent, printed
-
-    def last_words(self) -> str:
-        return self._child.last_words()
-
-    def wait(self, seconds: float) -> None:
-        self._child.wait(seconds)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
 
     def close(self) -> None:
         process, self._process = self._process, None
@@ -75,12 +66,6 @@ class Host:
     def sees(self, file: str) -> bool:
         """Whether a file is on this node, too."""
         return Path(file).exists()
-
-    @property
-    def _child(self) -> LocalProcess:
-        if self._process is None:
-            raise ChildlessError("Ray has started it again elsewhere")
-        return self._process
 
 
 class Actor:
@@ -118,8 +103,8 @@ class Actor:
         """What a method of `Host` returns.
 
         Raises:
-            PlaceLost: the actor or its node has died, or cannot be reached.
-            RunInterrupted: the crew has stopped.
+            NodeLost: the actor or its node has died, or cannot be reached.
+            RunInterrupted: the pool has stopped.
         """
         asked = getattr(self._handle, method).remote(*arguments)
         while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
@@ -129,11 +114,11 @@ class Actor:
             return ray.get(asked)
         except (RayActorError, ChildlessError) as error:
             self._arriving = self._handle.there.remote()
-            raise PlaceLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
+            raise NodeLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
 
-    def tell(self, method: str) -> None:
-        """Has a method called, and does not wait for it."""
-        getattr(self._handle, method).remote()
+    def kill(self) -> None:
+        """Ends the child, and does not wait for that."""
+        self._handle.do.remote("kill")
 
     def dismiss(self) -> None:
         """Ends the actor; its child, whose line is cut, ends itself."""
@@ -149,16 +134,16 @@ def _in_a_line(error: Exception) -> str:
 class RemoteProcess:
     """A child beside an actor; see `batchtune.processes.local.Process`."""
 
-    def __init__(self, actor: Actor, environment: Mapping[str, str], echo: Callable[[str], None]) -> None:
+    def __init__(self, actor: Actor, echo: Callable[[str], None]) -> None:
         self._actor, self._echo = actor, echo
-        self._pid: int = actor.ask("start", dict(environment))
+        self._pid: int = actor.ask("start")
 
     @property
     def pid(self) -> int:
         return self._pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        self._actor.ask("send", dict(message))
+        self._actor.ask("do", "send", dict(message))
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
         deadline = time.monotonic() + seconds
@@ -173,15 +158,15 @@ class RemoteProcess:
             if left <= 0:
                 raise TimeoutError
 
-    def last_words(self) -> str:
-        return str(self._actor.ask("last_words"))
+    def last_output(self) -> str:
+        return str(self._actor.ask("do", "last_output"))
 
     def wait(self, seconds: float) -> None:
-        self._actor.ask("wait", seconds)
+        self._actor.ask("do", "wait", seconds)
 
     def kill(self) -> None:
-        self._actor.tell("kill")
+        self._actor.kill()
 
     def close(self) -> None:
-        with contextlib.suppress(PlaceLost, RunInterrupted):  # then it is gone, or goes with its actor
+        with contextlib.suppress(NodeLost, RunInterrupted):  # then it is gone, or goes with its actor
             self._actor.ask("close")

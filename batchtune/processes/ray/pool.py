@@ -1,4 +1,4 @@
-"""A crew on a Ray cluster: what each worker asks for, who gets a place, and what is done again when one is lost.
+"""A pool on a Ray cluster: what each worker asks for, who gets a place, and what is done again when one is lost.
 
 The study stays in this process; only children and their actors are elsewhere. Their nodes need batchtune and the task's
 files at the same place as here: on a shared folder, in an image, or by `ray job submit --working-dir`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +17,15 @@ from typing import Any, Literal
 import ray
 
 from batchtune.config.schema import RayCluster
-from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import Process, without_secrets
-from batchtune.processes.pool import STOPPED, Crew, Member
+from batchtune.processes.pool import WorkerPool
 from batchtune.processes.ray.actor import Actor, RemoteProcess
-from batchtune.processes.worker import START_TIMEOUT_SECONDS, PlaceLost, Worker
-from batchtune.protocol.commands import Opened, OpenTask, Train
-from batchtune.protocol.messages import Answer, Command
+from batchtune.processes.worker import START_TIMEOUT_SECONDS, STOPPED, Worker
+from batchtune.protocol.commands import Opened, OpenTask
 
 _LOOK_SECONDS = 0.1
-_TRIES = 3  # of what is no run of the study
 
 
 def resources_of(asked: RayCluster, device: str, cluster: Mapping[str, float]) -> dict[str, Any]:
@@ -64,61 +60,33 @@ def places(resources: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -
     return sum(min(int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()) for node in nodes)
 
 
-class RemoteMember(Member):
-    """A worker whose child is beside an actor.
+class RayLauncher:
+    """Starts a worker's children beside an actor.
 
-    Attributes:
+    Args:
         actor: that one.
+        stopping: set when nobody waits for them any more.
+        observer: told what they print, and that there is no room yet.
     """
 
-    def __init__(
-        self, settings: OpenTask, stopping: threading.Event, observer: Observer, resources: Mapping[str, Any]
-    ) -> None:
-        super().__init__(settings, stopping, {}, observer)
-        self._observer = observer
-        self.actor = Actor(resources, stopping)
+    has_spares = False  # an actor has one child
 
-    def _unlike(self, name: str) -> str:
-        where = f"Ray has placed a worker on {name}, but the study is of {self.device_name}"
-        remedy = "name nodes of one kind, e.g. ray.resources={'accelerator_type:A100': 0.001}"
-        return f"{where}, and times on different devices do not compare; {remedy}"
+    def __init__(self, actor: Actor, stopping: threading.Event, observer: Observer) -> None:
+        self._actor, self._stopping, self._observer = actor, stopping, observer
 
-    def call(
-        self, command: Command[Answer], *, timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
-    ) -> Answer:
-        """As any worker's; what is no run of the study is done again where its place was lost.
-
-        Raises:
-            PlaceLost: that of a run was lost, or several in a row.
-        """
-        for left in reversed(range(_TRIES)):
-            try:
-                return super().call(command, timeout=timeout, on_event=on_event)
-            except PlaceLost as lost:
-                if isinstance(command, Train) or not left:
-                    raise
-                self._observer.note(f"{type(command).__name__} is done again: {lost}")
-        raise AssertionError
-
-    def prepare(self) -> None:
-        """Nothing: an actor has one child."""
-
-    def reaches(self, folder: Path) -> bool:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(PlaceLost), tempfile.NamedTemporaryFile(dir=folder.absolute()) as token:
-            return bool(self.actor.ask("sees", token.name))
-        return False
-
-    def _start_process(self) -> Process:
+    def start(self) -> Process:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        if not self.actor.is_there():
+        if not self._actor.is_there():
             self._observer.note(_WAITING)
-        while not self.actor.is_there():
-            if self.stopping.wait(_LOOK_SECONDS):
+        while not self._actor.is_there():
+            if self._stopping.wait(_LOOK_SECONDS):
                 raise RunInterrupted(STOPPED)
             if time.monotonic() > deadline:
                 raise DeviceError(_NO_ROOM)
-        return RemoteProcess(self.actor, self.own_environment, self._observer.printed)
+        return RemoteProcess(self._actor, self._observer.printed)
+
+    def sees(self, file: Path) -> bool:
+        return bool(self._actor.ask("sees", str(file)))
 
 
 _WAITING = "waiting for a place on the Ray cluster"
@@ -128,21 +96,21 @@ _NO_ROOM = (
 )
 
 
-class RayCrew(Crew):
-    """A crew whose members are wherever Ray has room; one that has lost its place waits while the others work.
+class RayPool(WorkerPool):
+    """A pool whose workers are wherever Ray has room; one that has lost its place waits while the others work.
 
     Args:
-        settings: as of any crew.
+        settings: as of any pool.
         asked: how many; more than there is room for join when the cluster grows.
-        observer: as of any crew.
-        cluster: which one, and what each member asks of it.
+        observer: as of any pool.
+        cluster: which one, and what each worker asks of it.
 
     Raises:
         DeviceError: the cluster cannot be reached.
         UsageError: it cannot be asked for such a device.
     """
 
-    seated = " on the Ray cluster"
+    where = " on the Ray cluster"
 
     def __init__(
         self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
@@ -154,7 +122,8 @@ class RayCrew(Crew):
         except BaseException:
             self._prints.__exit__(None, None, None)
             raise
-        self._free: list[RemoteMember] = []
+        self._actors: dict[Worker, Actor] = {}
+        self._free: list[Worker] = []
         try:
             self._resources = resources_of(cluster, settings.device, ray.cluster_resources())
             share = self._resources["num_gpus"]
@@ -169,9 +138,8 @@ class RayCrew(Crew):
 
     def __exit__(self, *_: object) -> None:
         self._stop()
-        for member in self._all:
-            if isinstance(member, RemoteMember):
-                member.actor.dismiss()
+        for actor in self._actors.values():
+            actor.dismiss()
         self._leave()
 
     def _leave(self) -> None:
@@ -189,27 +157,29 @@ class RayCrew(Crew):
         if count > room:
             self._observer.note(f"the Ray cluster has room for {room} of {count} workers; the others join as it grows")
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        self._all += [self._member(self.first.settings, {}) for _ in range(count - 1)]
-        for member in self._free:
-            member.device_name = opened.device_name
+        settings = self.first.settings = self.first.settings.but(device_name=opened.device_name)
+        self._all += [self._worker(settings, {}) for _ in range(count - 1)]
 
     def warm_up(self) -> None:
         """Each starts where and when Ray has a place for it."""
 
-    def _member(self, settings: OpenTask, environment: Mapping[str, str]) -> Member:  # noqa: ARG002 - Ray's
-        member = RemoteMember(settings, self._stopping, self._observer, self._resources)
-        self._free.append(member)
-        return member
+    def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:  # noqa: ARG002 - Ray's
+        actor = Actor(self._resources, self._stopping)
+        launcher = RayLauncher(actor, self._stopping, self._observer)
+        worker = Worker(settings, launcher, stopping=self._stopping, note=self._observer.note)
+        self._actors[worker] = actor
+        self._free.append(worker)
+        return worker
 
     def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:  # noqa: ARG002 - whichever has a place
-        with self._placed() as member:
-            return step(member)
+        with self._placed() as placed:
+            return step(placed)
 
     @contextlib.contextmanager
-    def _placed(self) -> Iterator[RemoteMember]:
-        """A member that has a place and nothing to do; while others work, there may be one soon."""
+    def _placed(self) -> Iterator[Worker]:
+        """A worker that has a place and nothing to do; while others work, there may be one soon."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while (member := self._take()) is None:
+        while (worker := self._take()) is None:
             if self._stopping.wait(_LOOK_SECONDS):
                 raise RunInterrupted(STOPPED)
             if len(self._free) < len(self._all):
@@ -217,17 +187,17 @@ class RayCrew(Crew):
             if time.monotonic() > deadline:
                 raise DeviceError(_NO_ROOM)
         try:
-            yield member
+            yield worker
         finally:
             with self.lock:
-                self._free.append(member)
+                self._free.append(worker)
 
-    def _take(self) -> RemoteMember | None:
+    def _take(self) -> Worker | None:
         with self.lock:
-            for member in self._free:
-                if member.actor.is_there():
-                    self._free.remove(member)
-                    return member
+            for worker in self._free:
+                if self._actors[worker].is_there():
+                    self._free.remove(worker)
+                    return worker
         return None
 
 

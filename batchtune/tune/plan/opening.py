@@ -10,6 +10,7 @@ from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
+from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.tune.plan.prepare import require
@@ -33,7 +34,7 @@ def require_executor(executor: Literal["local", "ray"]) -> None:
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     require_executor(config.executor)
-    with Worker(worker_settings(config), observer.printed) as worker:
+    with Worker(worker_settings(config), LocalLauncher(observer.printed)) as worker:
         return open_task(worker, config).model_dump(exclude_unset=True)
 
 

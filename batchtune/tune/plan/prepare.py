@@ -11,7 +11,7 @@ from batchtune.config.schema import Config
 from batchtune.document import NoiseScale, Prior, ProbeResult, RangeTest
 from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
 from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
 from batchtune.tune.plan.space import argument_distributions, rates_to_search
@@ -122,7 +122,7 @@ def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float
     try:
         command = TimeLoader(batch_size=size, num_workers=0, pin_memory=False, seconds=_LOADER_SECONDS)
         rate = worker.call(command, timeout=LONG_SILENCE_SECONDS).samples_per_second
-    except (WorkerLost, UserCodeError):  # the runs will tell
+    except (WorkerDied, UserCodeError):  # the runs will tell
         return None
     return 1 / rate if rate else None
 
@@ -137,7 +137,7 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
         return sizes[0], f"global batch {fixed} is kept, and {sizes[0]} is its largest divisor that trains"
     timed = []
     for size in sizes:
-        with contextlib.suppress(WorkerLost):  # what dies while it is timed is no candidate
+        with contextlib.suppress(WorkerDied):  # what dies while it is timed is no candidate
             command = TimeSteps(
                 batch_size=size,
                 precision=probe.precision,

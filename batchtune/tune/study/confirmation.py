@@ -34,7 +34,7 @@ class Confirmation:
         if planned == [parts.space.baseline]:
             return
         done = [(parts.space.of(trial), trial.seed) for trial in parts.ledger.records() if self._is_done(trial)]
-        at_once = len(parts.crew)
+        at_once = len(parts.pool)
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
             missing = [params for params in planned if (params, seed) not in done]

@@ -12,7 +12,7 @@ from optuna import Study
 from optuna.trial import TrialState
 
 from batchtune.observer import Observer
-from batchtune.processes.pool import Crew
+from batchtune.processes.pool import WorkerPool
 from batchtune.tune.objective.cost import cost_of
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.targets import Targets
@@ -32,7 +32,7 @@ class StudyParts:
     Attributes:
         plan: configuration and measurements before the study.
         study: Optuna's.
-        crew: the workers that share its trials.
+        pool: the workers that share its trials.
         machines: that share it.
         budget: its time.
     """
@@ -42,7 +42,7 @@ class StudyParts:
     space: Space
     ledger: Ledger
     targets: Targets
-    crew: Crew
+    pool: WorkerPool
     machines: Machines
     budget: StudyBudget
     observer: Observer

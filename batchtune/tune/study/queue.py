@@ -63,4 +63,4 @@ class RunQueue:
             time.sleep(_LOOK_SECONDS)
             return parts.has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
 
-        parts.crew.work(run_queued)
+        parts.pool.work(run_queued)

@@ -55,7 +55,7 @@ class Search:
             UserCodeError: the user's code raised in run after run, and nothing else came of the search.
         """
         parts, raised = self._parts, self._trials.raised
-        parts.crew.work(self._run_one)
+        parts.pool.work(self._run_one)
         if self._quiet >= _QUIET:
             parts.observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
         elif len(raised) >= USER_ERRORS:
@@ -69,7 +69,7 @@ class Search:
         self._parts.machines.take_over()
         if not self._trials.run_next(worker, self.is_wanted):
             return False
-        with self._parts.crew.lock:
+        with self._parts.pool.lock:
             gain = self._belief.expected_improvement
             enough = gain is not None and gain < ENOUGH
             enough = enough and len(self._parts.ledger.finished("search")) >= MIN_SEARCH_TRIALS

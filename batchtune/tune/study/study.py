@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 
 from batchtune.document import Landscape, Recommendation, Target, Trial
 from batchtune.observer import Observer
-from batchtune.processes.pool import Crew
+from batchtune.processes.pool import WorkerPool
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.targets import Targets
@@ -36,7 +36,7 @@ class TuneStudy:
 
     Args:
         plan: configuration and measurements before the study.
-        crew: the workers that train.
+        pool: the workers that train.
         storage: where the study is kept.
         observer: told of every trial.
         clock: seconds; what budget.total is counted by.
@@ -51,7 +51,7 @@ class TuneStudy:
     def __init__(
         self,
         plan: Plan,
-        crew: Crew,
+        pool: WorkerPool,
         storage: BaseStorage,
         observer: Observer,
         clock: Clock = time.perf_counter,
@@ -73,9 +73,9 @@ class TuneStudy:
             space=space,
             ledger=ledger,
             targets=Targets(study, config),
-            crew=crew,
+            pool=pool,
             machines=Machines(study),
-            budget=StudyBudget(plan, ledger, len(crew), clock),
+            budget=StudyBudget(plan, ledger, len(pool), clock),
             observer=observer,
         )
         paused = Paused(study, plan.checkpoints, pruner)
@@ -98,7 +98,7 @@ class TuneStudy:
         """
         parts = self.parts
         if not parts.has_searched:
-            parts.crew.warm_up()
+            parts.pool.warm_up()
         if not self._opens_with_the_search():
             self._run_baseline()
         self.queue.drain()  # what an earlier start left

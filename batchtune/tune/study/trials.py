@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from batchtune.document import CurvePoint
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
-from batchtune.processes.worker import PlaceLost, Worker
+from batchtune.processes.worker import NodeLost, Worker
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.ledger import Role, over
@@ -56,7 +56,7 @@ class Trials:
             Whether there was.
         """
         parts = self._parts
-        with parts.crew.lock:  # what one worker asks for depends on what the others run
+        with parts.pool.lock:  # what one worker asks for depends on what the others run
             if not is_wanted():
                 return False
             trial = self._study.ask(parts.space.distributions)
@@ -71,7 +71,7 @@ class Trials:
         try:
             with parts.machines.sign_of_life(trial):
                 run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
-            with parts.crew.lock:
+            with parts.pool.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
                 self.paused.tidy()
                 if role == "search" and run.error is not None:
@@ -79,8 +79,8 @@ class Trials:
                 parts.targets.check_start(parts.ledger)
         except UpdateFinishedTrialError:
             parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
-        except PlaceLost as lost:
-            with parts.crew.lock:
+        except NodeLost as lost:
+            with parts.pool.lock:
                 self._give_back(trial, lost)
         else:
             records = {each.number: each for each in parts.ledger.records()}  # once: a database is asked several times
@@ -104,7 +104,7 @@ class Trials:
             return replace(spec, checkpoint=self.paused.path(earlier.number), resume=True), earlier
         return (replace(spec, checkpoint=self.paused.path(trial.number)) if keeps else spec), None
 
-    def _give_back(self, trial: Trial, lost: PlaceLost) -> None:
+    def _give_back(self, trial: Trial, lost: NodeLost) -> None:
         """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
         retries, number = 0, trial.user_attrs.get("retry_of")
         trials = self._study.get_trials(deepcopy=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from batchtune.document import CurvePoint
 from batchtune.errors import UserCodeError
-from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerLost
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import Train
 from batchtune.protocol.run_spec import RunSpec
 
@@ -58,7 +58,7 @@ def run_trial(
     try:
         end = vars(worker.call(Train(spec=spec), timeout=timeout, on_event=on_event)).copy()
         outcome = end.pop("outcome")
-    except WorkerLost as lost:
+    except WorkerDied as lost:
         outcome, message = lost.outcome, str(lost)
     except UserCodeError as error:
         if not tolerant:

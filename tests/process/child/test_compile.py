@@ -14,10 +14,10 @@ from torch import nn
 
 from batchtune.child.commands.attempt import StepTimes, attempt
 from batchtune.child.commands.time_steps import time_steps
-from batchtune.child.training import heartbeat as life
+from batchtune.child.training import heartbeat
 from batchtune.child.training.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
 from batchtune.device._base import Peaks
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TryBatchSize
 from batchtune.task.contract import Task
 
@@ -112,7 +112,7 @@ def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
         answer = worker.call(TryBatchSize(batch_size=2, steps=1, precision="fp32"), timeout=7)
         assert answer.attempt.outcome == "fit"
         assert time.monotonic() - begun > 8
-        with pytest.raises(WorkerLost, match="no sign of life for 7 s"):
+        with pytest.raises(WorkerDied, match="no sign of life for 7 s"):
             worker.call(TryBatchSize(batch_size=13, steps=1, precision="fp32"), timeout=7)
 
 
@@ -125,11 +125,11 @@ def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch
         told.append("done")
         return graph.forward
 
-    monkeypatch.setattr(life, "_PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr(life._Signs, "watch", None)  # of another test, it may sleep for long
-    monkeypatch.setattr(life._Signs, "tell", lambda: told.append("alive"))
+    monkeypatch.setattr(heartbeat, "_PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat._Heartbeat, "watch", None)  # of another test, it may sleep for long
+    monkeypatch.setattr(heartbeat._Heartbeat, "tell", lambda: told.append("alive"))
     importlib.import_module("torch._dynamo.callback")  # as torch.compile does
-    life.tell_while_compiling()
+    heartbeat.watch_compiling()
     task = task_of(lambda: torch.compile(nn.Linear(4, 1), backend=patient))
     for size in (8, 16, 32):
         told.clear()

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from batchtune.estimate.commands import PROGRAM, EstimateMemory
+from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 
 A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
@@ -14,7 +15,7 @@ A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", 
 
 @pytest.fixture(scope="session")
 def child():
-    with Worker(None, program=PROGRAM) as worker:
+    with Worker(None, LocalLauncher(program=PROGRAM)) as worker:
         yield worker
 
 

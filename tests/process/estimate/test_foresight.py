@@ -11,7 +11,7 @@ from batchtune.estimate import prior as foresight
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
 from batchtune.estimate.prior import Foreseen, Foresight
 from batchtune.observer import Observer
-from batchtune.processes.worker import WorkerLost
+from batchtune.processes.worker import WorkerDied
 
 MIB, GIB = 1 << 20, 1 << 30
 FACTS = {
@@ -143,7 +143,7 @@ def test_the_child_is_started_at_once_and_asked_once_the_device_is_known():
     ("answer", "why"),
     [
         ({"refused": "model.py:3: cannot be traced"}, "model.py:3: cannot be traced"),
-        (WorkerLost("timeout", "no sign of life for 90 s"), "no sign of life for 90 s"),
+        (WorkerDied("timeout", "no sign of life for 90 s"), "no sign of life for 90 s"),
         (DeviceError("not in this build"), "not in this build"),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.processes.ranks.group import RankGroup
-from batchtune.processes.worker import Worker, WorkerLost
+from batchtune.processes.ranks.group import RankLauncher
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
 MIB = 2**20
@@ -103,7 +103,7 @@ def _marked():
 
 @pytest.fixture(scope="module")
 def group(settings):
-    with RankGroup(settings, 2, "ddp", grace_seconds=1.0) as group:
+    with Worker(settings, RankLauncher(2, "ddp")) as group:
         yield group
 
 
@@ -119,6 +119,11 @@ def relatives() -> list[psutil.Process]:
     return found
 
 
+def ranks() -> list[int]:
+    """The process numbers of this module's ranks."""
+    return sorted(each.pid for each in relatives() if "batchtune.child.rank" in " ".join(each.cmdline()))
+
+
 def assert_nobody_left() -> None:
     deadline = time.monotonic() + 5
     while relatives() and time.monotonic() < deadline:
@@ -126,7 +131,7 @@ def assert_nobody_left() -> None:
     assert not relatives()
 
 
-def try_size(group: RankGroup, size: int, timeout: float = 60, **changes) -> dict:
+def try_size(group: Worker, size: int, timeout: float = 60, **changes) -> dict:
     usual = {"steps": 1, "precision": "fp32", "verify": False}
     command = TryBatchSize(batch_size=size, **usual | changes)
     return group.call(command, timeout=timeout).attempt.model_dump()
@@ -142,28 +147,28 @@ def test_memory_that_one_rank_lacks_is_the_groups_answer_and_the_group_goes_on(g
 
 def test_memory_that_all_lack_leaves_the_processes_alive(group):
     group.start()
-    before = list(group._pids)
+    before = ranks()
     found = try_size(group, EVERYWHERE)
     assert (found["outcome"], found["limiting_rank"]) == ("oom", None)
     assert try_size(group, PLAIN)["outcome"] == "fit"
-    assert group._pids == before
+    assert ranks() == before
 
 
 def test_a_rank_that_dies_is_named_with_its_signal_and_the_group_starts_again(group):
     group.start()
-    before = list(group._pids)
-    with pytest.raises(WorkerLost, match="rank 1: the process died by SIGKILL") as caught:
+    before = ranks()
+    with pytest.raises(WorkerDied, match="rank 1: the process died by SIGKILL") as caught:
         try_size(group, KILL)
     assert (caught.value.outcome, caught.value.rank) == ("crash", 1)
     assert_nobody_left()
     assert try_size(group, PLAIN)["outcome"] == "fit"
-    assert not set(before) & set(group._pids)
+    assert not set(before) & set(ranks())
 
 
 def test_a_rank_that_hangs_ends_with_the_timeout(group):
     group.start()
     began = time.monotonic()
-    with pytest.raises(WorkerLost) as caught:
+    with pytest.raises(WorkerDied) as caught:
         try_size(group, HANG, timeout=2.0)
     assert caught.value.outcome == "timeout"
     assert time.monotonic() - began < 10
@@ -177,11 +182,12 @@ def test_an_error_of_the_code_on_one_rank_names_the_rank(group):
 
 
 def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
-    limits, options = {1: LIMIT // 2}, ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
-    with RankGroup(settings, 2, "ddp", grace_seconds=1.0, rank_limits=limits) as group:
+    limited = settings.but(rank_memory_limits_bytes=(LIMIT, LIMIT // 2))
+    options = ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
+    with Worker(limited, RankLauncher(2, "ddp")) as group:
         probe = Probe(group, options, "fp32", Observer())
         found = probe.run()
-        assert group.settings.memory_limit == LIMIT  # of the other rank
+        assert group.settings.rank_memory_limits_bytes == (LIMIT, LIMIT // 2)  # of the group that came after the first
     assert found.memory_limit_bytes == LIMIT // 2
     assert found.max_batch_size * ROW_BYTES < LIMIT // 2
     assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 4
@@ -190,7 +196,7 @@ def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
 
 
 def test_sharded_ranks_accumulate_evaluate_and_save(settings):
-    with RankGroup(settings, 2, "fsdp") as group:
+    with Worker(settings, RankLauncher(2, "fsdp")) as group:
         found = try_size(group, PLAIN, steps=2, verify=True, accumulation_steps=2)
         assert (found["outcome"], found["steps"]) == ("fit", 2)
         point = group.call(TimeSteps(batch_size=PLAIN, precision="fp32", seconds=0.1), timeout=60)
@@ -202,11 +208,13 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
     temporary.mkdir()
     program.write_text(
         "import json, sys, time\n"
-        "from batchtune.processes.ranks.group import RankGroup\n"
+        "from batchtune.processes.ranks.group import RankLauncher\n"
+        "from batchtune.processes.worker import Worker\n"
         "from batchtune.protocol.commands import OpenTask\n"
-        f"group = RankGroup(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), 2, 'ddp')\n"
+        f"settings = OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',))\n"
+        "group = Worker(settings, RankLauncher(2, 'ddp'))\n"
         "group.start()\n"
-        "print(*group._pids, flush=True)\n"
+        "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
     root = str(Path(__file__).resolve().parents[3])
@@ -215,7 +223,8 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(temporary)},
     ) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert parent.stdout.readline() == b"ready\n"
+        pids = ranks()
         assert len(pids) == 2
         os.kill(pids[1], signal.SIGSTOP)  # it hears nothing any more
         parent.kill()
@@ -236,7 +245,7 @@ def test_a_series_of_failures_on_one_rank_ends_each_in_time_and_leaves_the_bound
     failures, alone = [], 0
     for how in ("forward", "backward", "optimizer", "kill", "segfault", "hang"):
         monkeypatch.setenv("FAILS_BY", how)
-        with RankGroup(settings, 2, "ddp", grace_seconds=1.0) as group:
+        with Worker(settings, RankLauncher(2, "ddp")) as group:
             found = Probe(group, options, "fp32", Observer()).run()
         assert_nobody_left()
         assert (found.max_batch_size, found.first_failing_batch_size) == (36, 37)

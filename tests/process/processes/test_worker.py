@@ -17,13 +17,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import opened
 
 from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
-from batchtune.processes import worker as worker_module
-from batchtune.processes.local import LocalProcess
-from batchtune.processes.worker import PlaceLost, Worker, WorkerLost
+from batchtune.processes.local import LocalLauncher, LocalProcess
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 
@@ -154,7 +152,7 @@ def printed() -> list[str]:
 @pytest.fixture(scope="module")
 def healthy(settings, printed):
     """A child that lives through this module."""
-    with Worker(settings, printed.append) as worker:
+    with Worker(settings, LocalLauncher(printed.append)) as worker:
         worker.start()
         yield worker
 
@@ -225,12 +223,12 @@ class TestAHealthyChild:
         assert replace(answer, evaluation_seconds=None) == RunEnd("finished")
 
 
-def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerLost, float, bool]:
+def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, float, bool]:
     """What was raised, after how many seconds, and whether the child is still there."""
     with Worker(settings) as worker:
         worker.start()
         pid, began = worker._process.pid, time.monotonic()
-        with pytest.raises(WorkerLost) as raised:
+        with pytest.raises(WorkerDied) as raised:
             try_size(worker, size, timeout)
         return raised.value, time.monotonic() - began, psutil.pid_exists(pid)
 
@@ -250,7 +248,7 @@ def fates(settings):
         (SEGFAULT, "crash", "the process died by SIGSEGV"),
         (KILL, "crash", "SIGKILL"),
         (REAL_TIME, "crash", f"the process died by signal {signal.SIGRTMIN + 5}"),
-        (EXIT, "crash", "the process ended with exit status 3; its last words: I have had enough"),
+        (EXIT, "crash", "the process ended with exit status 3; last output: I have had enough"),
         (QUIET_EXIT, "crash", "the process ended with exit status 0"),
         (HANG, "timeout", "no sign of life for 1 s"),
         (ORPHAN, "crash", "the process died by SIGSEGV"),
@@ -270,7 +268,7 @@ def test_a_child_is_missed_at_once_though_a_child_of_its_own_lives_on(fates):
 def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
     with Worker(settings) as worker:
         limit, first = worker.start().memory_limit_bytes, worker._process.pid
-        with pytest.raises(WorkerLost):
+        with pytest.raises(WorkerDied):
             try_size(worker, SEGFAULT)
         assert try_size(worker, PLAIN)["outcome"] == "fit"
         assert worker._process.pid != first
@@ -329,9 +327,10 @@ def test_a_task_is_refused_in_one_line_when_it(refusals, name):
 
 def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
     code = (
+        "from batchtune.processes.local import LocalLauncher\n"
         "from batchtune.processes.worker import Worker\n"
         "from batchtune.protocol.commands import OpenTask, TryBatchSize\n"
-        f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), print)\n"
+        f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), LocalLauncher(print))\n"
         "worker.start(); print('child', worker._process.pid)\n"
         f"for size in ({BEAR}, {HANG}):\n"
         "    worker.call(TryBatchSize(batch_size=size, steps=1, precision='fp32'), timeout=600)\n"
@@ -350,7 +349,7 @@ def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
 
 def test_closing_a_worker_ends_what_its_child_started(settings):
     printed: queue.Queue[str] = queue.Queue()
-    with Worker(settings, printed.put) as worker:
+    with Worker(settings, LocalLauncher(printed.put)) as worker:
         try_size(worker, BEAR)
         grandchild = psutil.Process(int(printed.get(timeout=10).split()[1]))
     psutil.wait_procs([grandchild], timeout=10)
@@ -449,60 +448,3 @@ def test_children_that_are_closed_leave_neither_files_nor_threads():
         assert not any(reader.is_alive() for reader in process._readers)
         opened = process._process
         assert all(stream.closed for stream in (opened.stdin, opened.stdout, opened.stderr))
-
-
-class TestADeviceThatIsBusyForAMoment:
-    """It was there when the first child opened; a later one finds it filled by somebody else."""
-
-    @pytest.fixture
-    def worker(self, monkeypatch):
-        monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
-        busy = Worker(OpenTask(task="model.py"))
-        busy.tries = 0
-        return busy
-
-    def fill(self, worker, monkeypatch, times):
-        def open_child():
-            worker.tries += 1
-            if worker.tries <= times:
-                raise DeviceError("--device cuda: cannot be used now")
-            worker._process = object()
-
-        monkeypatch.setattr(worker, "_open", open_child)
-
-    def test_is_waited_for_once_it_has_worked(self, worker, monkeypatch):
-        worker.opened = opened(device="cuda:0")
-        self.fill(worker, monkeypatch, 3)
-        assert worker.start().device == "cuda:0"
-        assert worker.tries == 4
-
-    def test_but_not_for_ever(self, worker, monkeypatch):
-        worker.opened = opened(device="cuda:0")
-        monkeypatch.setattr(worker_module, "BUSY_SECONDS", 0.05)
-        self.fill(worker, monkeypatch, 10**6)
-        with pytest.raises(DeviceError):
-            worker.start()
-
-    def test_and_not_at_the_first_start(self, worker, monkeypatch):
-        self.fill(worker, monkeypatch, 1)
-        with pytest.raises(DeviceError):
-            worker.start()
-        assert worker.tries == 1
-
-
-def test_a_message_that_cannot_be_sent_ends_the_child(monkeypatch):
-    class Deaf:
-        closed = False
-
-        def send(self, message):
-            raise PlaceLost("its node is gone")
-
-        def close(self):
-            self.closed = True
-
-    worker = Worker(None)
-    worker._process = deaf = Deaf()
-    with pytest.raises(PlaceLost):
-        worker.call(Describe(device="cpu"), timeout=1.0)
-    assert deaf.closed
-    assert worker._process is None

@@ -86,19 +86,17 @@ class TestAnActorThatRayHasStartedAgain:
 
     def test_says_that_the_place_is_lost(self, monkeypatch):
         from batchtune.processes.ray import actor as actors
-        from batchtune.processes.worker import PlaceLost
+        from batchtune.processes.worker import NodeLost
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
         with pytest.raises(actors.ChildlessError):
-            actors.Host().send({"command": "train"})
+            actors.Host().do("send", {"command": "train"})
         actor = actors.Actor.__new__(actors.Actor)
         actor._handle, actor._stopping = unittest.mock.MagicMock(), threading.Event()
         monkeypatch.setattr(actors.ray, "wait", lambda asked, **_: (asked, []))
         monkeypatch.setattr(actors.ray, "get", unittest.mock.Mock(side_effect=asked))
-        with pytest.raises(
-            PlaceLost, match="its place in the Ray cluster was lost: Ray has started it again elsewhere"
-        ):
-            actor.ask("send", {"command": "train"})
+        with pytest.raises(NodeLost, match="its place in the Ray cluster was lost: Ray has started it again elsewhere"):
+            actor.ask("do", "send", {"command": "train"})
 
 
 class TestWithoutRay:

@@ -12,7 +12,7 @@ from torch import nn
 
 from batchtune.child.commands.attempt import PeakTracker, attempt
 from batchtune.child.commands.time_steps import time_steps
-from batchtune.child.training import heartbeat as life
+from batchtune.child.training import heartbeat
 from batchtune.child.training.trainer import NonFiniteLossError
 
 WIDTH = 256
@@ -80,10 +80,10 @@ class TestFits:
 
     def test_the_final_check_says_that_it_lives_before_it_evaluates_and_before_it_saves(self, run, wide, monkeypatch):
         for name in ("tell", "told_at"):
-            monkeypatch.setattr(life._Signs, name, getattr(life._Signs, name))  # put back in the end
+            monkeypatch.setattr(heartbeat._Heartbeat, name, getattr(heartbeat._Heartbeat, name))  # put back in the end
         told = []
         task = wide(evaluate=lambda model: told.append("evaluating") or 0.5)
-        life.tell_through(lambda: told.append("alive"))
+        heartbeat.start(lambda: told.append("alive"))
         assert run(task, 4)[0].fits
         assert told == []
         assert run(task, 4, verify=True)[0].fits

@@ -13,7 +13,7 @@ from batchtune.device.sharing import Sharing
 from batchtune.device.telemetry import Sensors
 from batchtune.document import DeviceProcess
 from batchtune.protocol.commands import Describe, OpenTask
-from batchtune.protocol.rendezvous import Meeting
+from batchtune.protocol.rendezvous import Rendezvous
 
 TASK = """
 from torch import nn
@@ -46,7 +46,7 @@ def done(monkeypatch):
     monkeypatch.setattr("batchtune.device.memory.open_device", open_device)
     monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
     monkeypatch.setattr(child, "_set_libraries_apart", lambda: None)
-    monkeypatch.setattr(child, "tell_through", lambda _: None)
+    monkeypatch.setattr(child.heartbeat, "start", lambda _: None)
     return done
 
 
@@ -62,7 +62,7 @@ def opening(tmp_path):
 def rank(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    return RankChild(None, Meeting("127.0.0.1", 1, "", "fsdp", ""))
+    return RankChild(None, Rendezvous("127.0.0.1", 1, "", "fsdp", ""))
 
 
 def test_a_child_looks_who_is_there_before_it_opens_the_device(done, opening):

@@ -3,7 +3,14 @@
 import pytest
 
 from batchtune.document import Attempt
-from batchtune.probe.final_check import Check, cut_short, out_in_evaluation, silent_twice, size_below, steps_to_verify
+from batchtune.probe.final_check import (
+    Check,
+    cut_short,
+    out_in_evaluation,
+    size_below,
+    steps_to_verify,
+    timed_out_twice,
+)
 from batchtune.probe.options import ProbeOptions
 
 
@@ -57,9 +64,9 @@ def test_every_size_is_a_multiple_and_smaller_than_the_last():
 
 def test_silence_at_half_the_size_too_is_the_end():
     options = ProbeOptions(timeout=5.0, verify_timeout=60.0)
-    assert silent_twice([check(64, "timeout")], options) is None
-    assert silent_twice([check(64, "timeout"), check(32)], options) is None
-    told = str(silent_twice([check(64, "timeout"), check(32, "timeout")], options))
+    assert timed_out_twice([check(64, "timeout")], options) is None
+    assert timed_out_twice([check(64, "timeout"), check(32)], options) is None
+    told = str(timed_out_twice([check(64, "timeout"), check(32, "timeout")], options))
     assert "it said nothing for 60 s at batch sizes 64 and 32" in told
 
 

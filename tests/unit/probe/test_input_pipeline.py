@@ -14,7 +14,7 @@ from batchtune.probe.input_pipeline import (
     measure_input_pipeline,
     next_setting,
 )
-from batchtune.processes.worker import WorkerLost
+from batchtune.processes.worker import WorkerDied
 
 STEP = ThroughputPoint(batch_size=64, samples_per_second=8000.0, step_seconds=0.008)
 
@@ -141,7 +141,7 @@ def test_measuring_ends_when_its_time_is_over():
 
 
 def test_a_child_that_dies_over_the_loader_is_a_failed_setting():
-    worker = FakeWorker(WorkerLost("timeout", "no sign of life for 1 s"))
+    worker = FakeWorker(WorkerDied("timeout", "no sign of life for 1 s"))
     found = measure_input_pipeline(worker, probe_with([1000], None), Observer(), timeout=1.0)
     assert found.verdict == "the loader failed: no sign of life for 1 s"
 

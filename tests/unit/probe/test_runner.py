@@ -10,7 +10,7 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.processes.worker import WorkerLost
+from batchtune.processes.worker import WorkerDied
 
 LOST = {
     "crash": "the process died by SIGSEGV",
@@ -73,7 +73,7 @@ class ScriptedWorker(FakeChild):
         outcome = (self.checked if verify else self.outcome)(batch_size)
         if outcome in LOST:
             self.renew()
-            raise WorkerLost("oom" if outcome == "lost to memory" else outcome, LOST[outcome])
+            raise WorkerDied("oom" if outcome == "lost to memory" else outcome, LOST[outcome])
         if command == "time_steps":
             return ThroughputPoint(batch_size=batch_size, samples_per_second=9.0, step_seconds=1.0).model_dump()
         fits, purpose, words = (

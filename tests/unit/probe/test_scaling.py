@@ -7,7 +7,7 @@ from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.scaling import data_parallel, measure_times
-from batchtune.processes.worker import WorkerLost
+from batchtune.processes.worker import WorkerDied
 from batchtune.protocol.commands import TimeSteps
 
 GROUP = opened(world_size=4, strategy="ddp", backend="gloo")
@@ -35,7 +35,7 @@ def test_times_are_those_of_the_group_of_all_apart_and_of_one_alone():
     assert measured(0.5, 0.4, 0.3) == TIMES
 
 
-@pytest.mark.parametrize("error", [WorkerLost("oom", "no memory left"), UserCodeError("no")])
+@pytest.mark.parametrize("error", [WorkerDied("oom", "no memory left"), UserCodeError("no")])
 def test_what_cannot_be_measured_is_absent(error):
     assert measured(0.5, error, 0.3) == TIMES | {"apart": None}
 

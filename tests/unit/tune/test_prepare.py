@@ -7,7 +7,7 @@ from batchtune.config.schema import Baseline, Budget, Config
 from batchtune.document import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.processes.worker import WorkerLost
+from batchtune.processes.worker import WorkerDied
 from batchtune.tune.plan.prepare import (
     PRIOR_SHARE,
     affordable_noise_scale,
@@ -63,7 +63,7 @@ class Answers(FakeChild):
             return {"num_workers": 0, "samples_per_second": self.loads}
         assert command == "time_steps"
         if given["batch_size"] in self.dies_at:
-            raise WorkerLost("crash", "the process died by SIGKILL")
+            raise WorkerDied("crash", "the process died by SIGKILL")
         speed = self.speeds[given["batch_size"]]
         assert given["batch_size"] * given["accumulation_steps"] == 512
         return {"batch_size": given["batch_size"], "step_seconds": 512 / speed, "samples_per_second": speed}

@@ -15,7 +15,7 @@ from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.document import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.processes.worker import PlaceLost, WorkerLost
+from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.run_spec import pace_kind
 from batchtune.tune.objective.cost import SECONDS
 from batchtune.tune.objective.ledger import Ledger
@@ -463,7 +463,7 @@ class Small(law.LawWorker):
     def train(self, **spec):
         if spec["precision"] == "fp32" and spec["micro_batch_size"] > 100:
             self.specs.append(spec)
-            raise WorkerLost("oom", "CUDA out of memory")
+            raise WorkerDied("oom", "CUDA out of memory")
         return super().train(**spec)
 
 
@@ -490,7 +490,7 @@ class Failing(law.LawWorker):
         self.specs.append(spec)
         for seconds, value in enumerate((2.0, 1.9, 1.8, 1.7)):
             on_event({"seconds": float(seconds), "samples": 100 * seconds, "value": value})
-        raise WorkerLost("crash", "the process died by SIGKILL")
+        raise WorkerDied("crash", "the process died by SIGKILL")
 
 
 def test_a_baseline_that_dies_sets_no_target(tmp_path):
@@ -695,7 +695,7 @@ class Homeless(law.LawWorker):
     def train(self, **spec):
         self.calls += 1
         if self.calls in self.lost_in:
-            raise PlaceLost("its node is gone")
+            raise NodeLost("its node is gone")
         return super().train(**spec)
 
 
@@ -786,7 +786,7 @@ def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_not
         def train(self, **spec):
             if len(self.specs) == 4:
                 self.specs.append(spec)
-                raise WorkerLost("oom", "CUDA out of memory")
+                raise WorkerDied("oom", "CUDA out of memory")
             return super().train(**spec)
 
     worker = Crowded(noise=0.05)
@@ -814,7 +814,7 @@ def failing_on_fresh_seeds(tmp_path, outcome):
     return first, second, again
 
 
-@pytest.mark.parametrize("outcome", [WorkerLost("crash", "SIGSEGV"), UserCodeError("evaluate raised")])
+@pytest.mark.parametrize("outcome", [WorkerDied("crash", "SIGSEGV"), UserCodeError("evaluate raised")])
 def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again(tmp_path, outcome):
     first, second, again = failing_on_fresh_seeds(tmp_path, outcome)
     failed = [trial for trial in first.records() if trial.role == "confirm" and trial.state == "fail"]

@@ -10,7 +10,7 @@ from batchtune.errors import DeviceError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class DeviceAssignment:
     """Where one worker trains: its device, and what its environment says of that."""
 
     device: str
@@ -43,7 +43,7 @@ def count_workers(
     return here if asked == "auto" else asked
 
 
-def seats(device: str, count: int, *, devices: int, visible: str | None) -> list[Seat]:
+def assign_devices(device: str, count: int, *, devices: int, visible: str | None) -> list[DeviceAssignment]:
     """A place for each worker, the first one's first.
 
     Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
@@ -57,12 +57,12 @@ def seats(device: str, count: int, *, devices: int, visible: str | None) -> list
     kind, _, first = device.partition(":")
     entries = _entries(visible) if kind == "cuda" else []
     if kind == "cpu":
-        return [Seat("cpu", {})] * count
+        return [DeviceAssignment("cpu", {})] * count
     here = max(devices, len(entries), count)
     numbers = [(int(first or 0) + number) % here for number in range(count)]
     if len(entries) >= here:
-        return [Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
-    return [Seat(f"{kind}:{number}", {}) for number in numbers]
+        return [DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
+    return [DeviceAssignment(f"{kind}:{number}", {}) for number in numbers]
 
 
 def _entries(visible: str | None) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.errors import DeviceError, UsageError
-from batchtune.processes.seats import Seat, count_workers, seats
+from batchtune.processes.assignment import DeviceAssignment, assign_devices, count_workers
 
 HERE = {"devices": 4, "processors": 8, "visible": None}
 
@@ -26,19 +26,29 @@ class TestHowMany:
             count_workers(9, "cpu", **HERE)
 
 
-class TestSeats:
+class TestAssignment:
     def test_each_has_the_device_of_its_number(self):
-        assert seats("cuda:0", 2, devices=2, visible=None) == [Seat("cuda:0", {}), Seat("cuda:1", {})]
+        assert assign_devices("cuda:0", 2, devices=2, visible=None) == [
+            DeviceAssignment("cuda:0", {}),
+            DeviceAssignment("cuda:1", {}),
+        ]
 
     def test_of_the_devices_listed_each_sees_its_own_alone(self):
-        found = seats("cuda:0", 2, devices=1, visible="3,MIG-b")
+        found = assign_devices("cuda:0", 2, devices=1, visible="3,MIG-b")
         assert found == [
-            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
-            Seat("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+            DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": "3"}),
+            DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
         ]
 
     def test_none_has_the_device_that_the_first_was_given_by_its_number(self):
-        assert [seat.device for seat in seats("cuda:1", 3, devices=4, visible=None)] == ["cuda:1", "cuda:2", "cuda:3"]
-        assert [seat.device for seat in seats("xpu:1", 2, devices=2, visible=None)] == ["xpu:1", "xpu:0"]
-        listed = seats("cuda:1", 2, devices=2, visible="5,7")
-        assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in listed] == ["7", "5"]
+        assert [assigned.device for assigned in assign_devices("cuda:1", 3, devices=4, visible=None)] == [
+            "cuda:1",
+            "cuda:2",
+            "cuda:3",
+        ]
+        assert [assigned.device for assigned in assign_devices("xpu:1", 2, devices=2, visible=None)] == [
+            "xpu:1",
+            "xpu:0",
+        ]
+        listed = assign_devices("cuda:1", 2, devices=2, visible="5,7")
+        assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in listed] == ["7", "5"]

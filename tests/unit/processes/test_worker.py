@@ -1,0 +1,139 @@
+"""A worker whose children answer by a script: which one is kept, which is replaced, and what is waited for."""
+
+import threading
+
+import pytest
+from fakes import ScriptedLauncher, opened, refusal
+
+from batchtune.errors import DeviceError, RunInterrupted
+from batchtune.processes import worker as worker_module
+from batchtune.processes.worker import NodeLost, Worker, WorkerDied
+from batchtune.protocol.commands import Describe, OpenTask, Train
+from batchtune.protocol.run_spec import RunSpec
+
+HERE = {"done": opened(device="cuda:0", memory_limit_bytes=7).model_dump()}
+BUSY = refusal(DeviceError("--device cuda: cannot be used now"))
+NODE = NodeLost("its node is gone")
+DONE = {"done": {"environment": {"device": "a card"}, "sensors": {}}}
+RUN = RunSpec(
+    micro_batch_size=1, accumulation_steps=1, learning_rate=1.0, precision="fp32", seed=0, metric="val_loss",
+    goal="minimize", target=None, limit_seconds=1.0, evaluate_every=None, evaluation_batch_size=1,
+)  # fmt: skip
+
+
+def worker_of(*answers, **options):
+    launcher = ScriptedLauncher(*answers)
+    return Worker(OpenTask(task="model.py", metric="val_loss"), launcher, **options), launcher
+
+
+def test_later_children_open_the_task_with_the_limit_of_the_first():
+    worker, launcher = worker_of(HERE, HERE)
+    for _ in range(2):
+        worker.start()
+        worker.renew()
+    (first,), (second,) = (child.asked for child in launcher.started)
+    assert (first["memory_limit"], first["metric"]) == (None, "val_loss")
+    assert (second["memory_limit"], second["metric"]) == (7, None)
+
+
+class TestADeviceThatIsBusyForAMoment:
+    """It was there when the first child opened; a later one finds it filled by somebody else."""
+
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch):
+        monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
+
+    def test_is_waited_for_once_it_has_worked(self):
+        worker, launcher = worker_of(HERE, BUSY, BUSY, BUSY, HERE)
+        worker.start()
+        worker.renew()
+        assert worker.start().device == "cuda:0"
+        assert len(launcher.started) == 5
+
+    def test_but_not_for_ever(self, monkeypatch):
+        monkeypatch.setattr(worker_module, "BUSY_SECONDS", 0.05)
+        worker, launcher = worker_of(HERE, *[BUSY] * 100)
+        worker.start()
+        worker.renew()
+        with pytest.raises(DeviceError):
+            worker.start()
+        assert len(launcher.started) > 2
+
+    def test_and_not_at_the_first_start(self):
+        worker, launcher = worker_of(BUSY, HERE)
+        with pytest.raises(DeviceError):
+            worker.start()
+        assert len(launcher.started) == 1
+
+    def test_is_waited_for_no_longer_than_until_the_others_stop(self):
+        stopping = threading.Event()
+        worker, _ = worker_of(HERE, lambda: stopping.set() or BUSY, stopping=stopping)
+        worker.start()
+        worker.renew()
+        with pytest.raises(RunInterrupted):
+            worker.start()
+
+
+class TestBeingStopped:
+    def test_a_child_that_is_ended_has_not_crashed(self):
+        stopping = threading.Event()
+        worker, launcher = worker_of(HERE, stopping.set, stopping=stopping)
+        with pytest.raises(RunInterrupted):
+            worker.call(Describe(device="cpu"), timeout=1.0)
+        assert launcher.started[0].is_closed
+
+    def test_nothing_is_asked_any_more(self):
+        stopping = threading.Event()
+        worker, launcher = worker_of(HERE, stopping=stopping)
+        worker.start()
+        stopping.set()
+        with pytest.raises(RunInterrupted):
+            worker.call(Describe(device="cpu"), timeout=1.0)
+        assert len(launcher.started[0].asked) == 1
+
+    def test_else_it_has(self):
+        worker, _ = worker_of(HERE, None)
+        with pytest.raises(WorkerDied, match="it ended"):
+            worker.call(Describe(device="cpu"), timeout=1.0)
+
+
+class TestANodeThatIsLost:
+    def test_what_is_no_run_is_retried_on_another(self):
+        notes = []
+        worker, launcher = worker_of(HERE, NODE, NODE, HERE, DONE, note=notes.append)
+        assert worker.call(Describe(device="cpu"), timeout=1.0).environment.device == "a card"
+        assert notes == ["Describe is retried: its node is gone"] * 2
+        assert [child.is_closed for child in launcher.started] == [True, True, False]
+
+    def test_but_not_for_ever(self):
+        worker, launcher = worker_of(*[NODE] * 9)
+        with pytest.raises(NodeLost):
+            worker.call(Describe(device="cpu"), timeout=1.0)
+        assert len(launcher.started) == 3
+
+    def test_a_run_is_the_studys_to_give_back(self):
+        worker, launcher = worker_of(HERE, NODE)
+        with pytest.raises(NodeLost):
+            worker.call(Train(spec=RUN), timeout=1.0)
+        assert [child.is_closed for child in launcher.started] == [True]
+
+    def test_while_a_message_is_sent_its_child_is_ended(self):
+        class Deaf(ScriptedLauncher):
+            def start(self):
+                child = super().start()
+                child.send = lambda _message: (_ for _ in ()).throw(NODE)
+                return child
+
+        deaf = Deaf()
+        with pytest.raises(NodeLost):
+            Worker(None, deaf).call(Describe(device="cpu"), timeout=1.0)
+        assert all(child.is_closed for child in deaf.started)
+
+
+def test_a_folder_is_within_reach_where_a_file_put_into_it_is_seen(tmp_path, monkeypatch):
+    worker, launcher = worker_of()
+    assert worker.reaches(tmp_path / "checkpoints")
+    monkeypatch.setattr(launcher, "sees", lambda _file: False)
+    assert not worker.reaches(tmp_path / "checkpoints")
+    (tmp_path / "file").touch()
+    assert not worker.reaches(tmp_path / "file" / "checkpoints")
