@@ -19,33 +19,26 @@ from batchtune.protocol.run_spec import pace_kind
 from batchtune.tune.objective.cost import SECONDS
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import curve_attribute
-from batchtune.tune.optuna_parts import surface
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.recommend import recommend
 
+pytestmark = pytest.mark.usefixtures("few_particles")  # these tests ask in which order a study does what
+BUDGET = Budget(run=120.0, total=3600.0, trials=14)
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_particles():
-    """These tests ask in which order a study does what; how well the surface guesses has tests of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surface, "PARTICLES", 128)
-        yield
 
 
 def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_counter, at_once=1, **changes):
     """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
-    planned = dataclasses.replace(law.plan(**changes), **settled or {})
+    planned = dataclasses.replace(law.plan(**{"budget": BUDGET} | changes), **settled or {})
     return TuneStudy(planned, FakeCrew(worker, at_once), storage or MEMORY[folder], Observer(), clock)
 
 
 @pytest.fixture(scope="module")
-def ran():
+def ran(few_particles):
     """A worker that ran a whole study; what is asked about it writes nothing."""
     return law.LawWorker(noise=0.05)
 
@@ -58,7 +51,7 @@ def finished(ran):
 
 
 @pytest.fixture(scope="module")
-def unconfirmed():
+def unconfirmed(few_particles):
     tuned = study("unconfirmed", budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
     tuned.run()
     return tuned
@@ -380,7 +373,7 @@ def test_arguments_of_the_optimizer_are_searched_recorded_and_confirmed(tmp_path
     assert tuned.parts.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
     searched = [record for record in records if record.role == "search"]
     assert all(1e-3 <= record.optimizer_arguments["weight_decay"] <= 1.0 for record in searched)
-    assert len(searched) == 30  # budget.trials: what the surface expects says nothing of these
+    assert len(searched) == BUDGET.trials  # what the surface expects says nothing of these
 
 
 def test_an_argument_is_not_searched_beyond_the_users_bounds(tmp_path):
