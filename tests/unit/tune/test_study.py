@@ -19,15 +19,23 @@ from batchtune.protocol.run_spec import pace_kind
 from batchtune.tune.objective.cost import SECONDS
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import curve_attribute
+from batchtune.tune.optuna_parts import surface
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.recommend import recommend
 
-pytestmark = pytest.mark.usefixtures("few_particles")  # these tests ask in which order a study does what
 BUDGET = Budget(run=120.0, total=3600.0, trials=14)
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_particles():
+    """These tests ask in which order a study does what; how well the surface guesses has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surface, "PARTICLES", surface.PARTICLES // 8)
+        yield
 
 
 def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_counter, at_once=1, **changes):
@@ -38,7 +46,7 @@ def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_co
 
 
 @pytest.fixture(scope="module")
-def ran(few_particles):
+def ran():
     """A worker that ran a whole study; what is asked about it writes nothing."""
     return law.LawWorker(noise=0.05)
 
@@ -51,7 +59,7 @@ def finished(ran):
 
 
 @pytest.fixture(scope="module")
-def unconfirmed(few_particles):
+def unconfirmed():
     tuned = study("unconfirmed", budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
     tuned.run()
     return tuned
