@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 from fakes import FakeTrainer
@@ -81,7 +80,7 @@ class LawWorker(FakeTrainer):
             steps = seconds / (ALPHA + BETA * batch)
             joules = steps * (FIXED_JOULES + SAMPLE_JOULES * batch)
             point = CurvePoint(seconds=seconds, samples=int(steps * batch), value=value, joules=joules)
-            go_on = on_event(asdict(point))
+            go_on = on_event(point)
             if spec["target"] is not None and value <= spec["target"]:
                 return {"outcome": "reached"}
             if seconds >= spec["limit_seconds"] or joules >= (spec["limit_joules"] or math.inf):
@@ -94,4 +93,4 @@ class LawWorker(FakeTrainer):
             seconds = self._next(seconds, spec)
 
     def _next(self, seconds, spec):
-        return min(spec["limit_seconds"], seconds * 1.05 + 0.02)
+        return min(spec["limit_seconds"], seconds * 1.1 + 0.02)

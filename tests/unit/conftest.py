@@ -9,10 +9,14 @@ _started = []
 sys.addaudithook(lambda event, _: _started.append(event) if event in STARTS else None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    _started.clear()  # before the fixtures, which belong to the test as well
+
+
 @pytest.fixture(autouse=True)
 def _alone():
     had_torch = "torch" in sys.modules  # another lane's tests may have run in this process
-    _started.clear()
     yield
     assert _started == [], "this test starts a process: it belongs to tests/process"
     assert had_torch or "torch" not in sys.modules, "this test loads torch: it belongs to tests/torch"

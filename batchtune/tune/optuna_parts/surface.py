@@ -84,22 +84,25 @@ class Surface:
         self._x = np.log10(np.array([run.learning_rate for run in runs], dtype=float))
         self._y = np.log(np.maximum(np.array([run.seconds for run in runs], dtype=float), 1e-9))
         self._censored = np.array([run.censored for run in runs], dtype=bool)
+        self._places, self._place_of = np.unique([self._batch, self._x], axis=1, return_inverse=True)
         self._mean, self._spread = self._belief()
         self.particles = self._sample(np.random.default_rng(seed))
 
     def predict(self, batch_sizes: Array, log10_rates: Array, particles: Array | None = None) -> Array:
         """Gives log T at points (shape [n]) for every particle (shape [p, 8]); shape [p, n]."""
         theta = self.particles if particles is None else particles
-        column = [theta[:, index][:, None] for index in range(theta.shape[1])]
-        prior, batch = self._prior, batch_sizes[None, :]
+        column = theta.T[:, :, None]
+        sizes, size_of = np.unique(batch_sizes, return_inverse=True)  # half of the law knows nothing of learning rates
         critical = np.exp(column[_LOG_CRITICAL])
-        speed = np.log1p(np.exp(column[_LOG_SATURATION]) / batch)
-        shift = np.log10(1 + critical / batch) - np.log10(1 + critical / prior.anchor_batch_size)
-        off = math.log(10) * (log10_rates[None, :] - (column[_BEST] - column[_EXPONENT] * shift))
+        beyond = np.log1p(critical / sizes)
+        shift = (beyond - np.log1p(critical / self._prior.anchor_batch_size)) / math.log(10)
+        best = column[_BEST] - column[_EXPONENT] * shift
         below, above = np.exp(column[_LOG_BELOW]), np.exp(column[_LOG_ABOVE])
-        slow, unstable = np.log(above) - below * off, np.log(below) + above * off
-        penalty = np.logaddexp(slow, unstable) - np.log(below + above)
-        return np.asarray(column[_LOG_T] + speed + np.log1p(batch / critical) + penalty)
+        samples = beyond + np.log(sizes) - column[_LOG_CRITICAL]  # log(1 + B / B_crit)
+        level = column[_LOG_T] + np.log1p(np.exp(column[_LOG_SATURATION]) / sizes) + samples - np.log(below + above)
+        off = math.log(10) * (log10_rates - best[:, size_of])
+        penalty = np.logaddexp(column[_LOG_ABOVE] - below * off, column[_LOG_BELOW] + above * off)
+        return np.asarray(level[:, size_of] + penalty)
 
     def log_seconds_of_runs(self) -> Array:
         """What each run's configuration is believed to take on average, log T; shape [runs].
@@ -151,12 +154,14 @@ class Surface:
         return np.asarray(-0.5 * (((theta - self._mean) / self._spread) ** 2).sum(axis=1))
 
     def _log_likelihood(self, theta: Array) -> Array:
-        noise = theta[:, _LOG_NOISE][:, None]
-        off = (self._y - self.predict(self._batch, self._x, theta)) / np.exp(noise)
-        seen = -0.5 * (_OUTLIER_SCALE + 1) * np.log1p(off**2 / _OUTLIER_SCALE) - noise
+        log_noise = theta[:, _LOG_NOISE]
+        expected = self.predict(*self._places, theta)[:, self._place_of]
+        off = (self._y - expected) / np.exp(log_noise)[:, None]
+        seen, below = off[:, ~self._censored], off[:, self._censored]
+        measured = -0.5 * (_OUTLIER_SCALE + 1) * np.log1p(seen**2 / _OUTLIER_SCALE).sum(axis=1)
         # a censored run only says that log T lies above: smooth step, linear far below
-        cut = -np.logaddexp(0.0, 1.7 * off)
-        return np.asarray(np.where(self._censored[None, :], cut, seen).sum(axis=1))
+        cut = np.logaddexp(0.0, 1.7 * below).sum(axis=1)
+        return np.asarray(measured - seen.shape[1] * log_noise - cut)
 
     def _sample(self, random: np.random.Generator) -> Array:
         theta = self._mean + self._spread * random.standard_normal((PARTICLES, self._mean.size))

@@ -1,7 +1,9 @@
 """The figures: what they show, what they leave out, and that no text of a user's is read as markup."""
 
+import functools
 import json
 
+import documents
 import plotly.graph_objects as go
 import pytest
 from documents import DOCUMENTS, estimate, estimated
@@ -15,20 +17,27 @@ from batchtune.result import Result
 PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]
 
 
+@pytest.fixture(scope="module")
+def drawn():
+    """What a named document's figures are, drawn once."""
+    return functools.cache(lambda name: figures(documents.result(name)))
+
+
 def traces(figure):
     return {trace.name: trace for trace in figure.data}
 
 
-def test_every_document_s_figures_are_valid_json_without_binary_arrays(any_result):
-    for figure in figures(any_result).values():
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_document_s_figures_are_valid_json_without_binary_arrays(drawn, name):
+    for figure in drawn(name).values():
         text = figure.to_json()
         json.loads(text)
         assert "bdata" not in text
 
 
 @pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
-def test_no_figure_holds_a_tag_of_the_user_s(result_of, name):
-    for figure in figures(result_of(name)).values():
+def test_no_figure_holds_a_tag_of_the_user_s(drawn, name):
+    for figure in drawn(name).values():
         text = figure.to_json()
         assert not any(mark in text for mark in ("<a", "<script", "<img", "<b>", "\\u003ca", "\\u003cscript"))
 
@@ -171,11 +180,11 @@ def test_a_plot_without_measurements_is_refused_by_name(result_of, name):
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_whatever_the_page_draws_a_notebook_can_draw_alone(result_of, name):
-    result = result_of("estimate" if name == "estimates" else "tune")
-    figure = getattr(result, f"plot_{name}")()
+def test_whatever_the_page_draws_a_notebook_can_draw_alone(drawn, name):
+    document = "estimate" if name == "estimates" else "tune"
+    figure = getattr(documents.result(document), f"plot_{name}")()
     assert isinstance(figure, go.Figure)
-    assert figure.to_json() == figures(result)[name].to_json()
+    assert figure.to_json() == drawn(document)[name].to_json()
 
 
 def test_light_and_dark_name_the_same_colours_each_light_one_only_once():

@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from dataclasses import asdict
 
 import law
 import optuna
@@ -20,25 +19,54 @@ from batchtune.protocol.run_spec import pace_kind
 from batchtune.tune.objective.cost import SECONDS
 from batchtune.tune.objective.ledger import Ledger
 from batchtune.tune.objective.records import curve_attribute
+from batchtune.tune.optuna_parts import surface
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.storage.storage import open_storage
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.recommend import recommend
 
+BUDGET = Budget(run=120.0, total=3600.0, trials=14)
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_particles():
+    """These tests ask in which order a study does what; how well the surface guesses has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surface, "PARTICLES", surface.PARTICLES // 8)
+        yield
 
 
 def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_counter, at_once=1, **changes):
     """A study on the law, the same for the same folder; `settled` is what else the plan says, the rest are keys."""
     worker = worker or law.LawWorker(noise=0.05)
-    planned = dataclasses.replace(law.plan(**changes), **settled or {})
+    planned = dataclasses.replace(law.plan(**{"budget": BUDGET} | changes), **settled or {})
     return TuneStudy(planned, FakeCrew(worker, at_once), storage or MEMORY[folder], Observer(), clock)
 
 
-def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_path):
-    tuned = study(tmp_path)
+@pytest.fixture(scope="module")
+def ran():
+    """A worker that ran a whole study; what is asked about it writes nothing."""
+    return law.LawWorker(noise=0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(ran):
+    tuned = study("finished", ran)
     tuned.run()
+    return tuned
+
+
+@pytest.fixture(scope="module")
+def unconfirmed():
+    tuned = study("unconfirmed", budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
+    tuned.run()
+    return tuned
+
+
+def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(finished):
+    tuned = finished
     found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")
     assert found.speedup_over_baseline.low > 1
     best = min(law.seconds_to_target(b, law.best_rate(b)) for b in (8, 16, 32, 64, 128, 256, 512))
@@ -46,33 +74,28 @@ def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(tmp_pat
     assert base.global_batch_size == 16
 
 
-def test_confirmation_runs_on_seeds_the_search_has_not_seen(tmp_path):
-    tuned = study(tmp_path)
-    tuned.run()
-    seeds = {role: {trial.seed for trial in tuned.records() if trial.role == role} for role in ("search", "confirm")}
+def test_confirmation_runs_on_seeds_the_search_has_not_seen(finished):
+    seeds = {role: {each.seed for each in finished.records() if each.role == role} for role in ("search", "confirm")}
     assert len(seeds["confirm"]) == 3
     assert not seeds["search"] & seeds["confirm"]
 
 
-def test_no_run_of_the_search_trains_longer_than_the_cap(tmp_path):
-    worker = law.LawWorker(noise=0.05)
-    tuned = study(tmp_path, worker)
-    tuned.run()
-    best, records = None, tuned.records()
-    for record, spec in zip(records, worker.specs, strict=True):
+def test_no_run_of_the_search_trains_longer_than_the_cap(finished, ran):
+    best = None
+    for record, spec in zip(finished.records(), ran.specs, strict=True):
         if record.role == "search" and best is not None:
             assert spec["limit_seconds"] <= CAP_FACTOR * best + 1e-9
         if record.time_to_target_seconds is not None:
             best = min(best or 1e9, record.time_to_target_seconds)
 
 
-def test_the_same_seed_and_a_simulated_clock_give_the_same_trials(tmp_path):
-    def params(folder):
-        tuned = study(folder)
-        tuned.run()
+def test_the_same_seed_and_a_simulated_clock_give_the_same_trials(tmp_path, finished):
+    def params(tuned):
         return [(t.role, t.batch_size, t.learning_rate, t.seed, t.time_to_target_seconds) for t in tuned.records()]
 
-    assert params(tmp_path / "a") == params(tmp_path / "b")
+    again = study(tmp_path)
+    again.run()
+    assert params(again) == params(finished)
 
 
 @pytest.mark.parametrize("interruption", [1, 2, 5, 12])
@@ -152,12 +175,12 @@ class Saying(law.LawWorker):
         self._metric = metric
 
     def train(self, *, on_event, **arguments):
-        said = lambda event: on_event(event | {"value": self._metric(event["seconds"])})  # noqa: E731
+        said = lambda event: on_event(dataclasses.replace(event, value=self._metric(event.seconds)))  # noqa: E731
         return super().train(on_event=said, **arguments)
 
 
 SHORT = Budget(run=5.0, total=3600.0, trials=2)
-SHORT_SEARCH, ROLES = Budget(run=120.0, total=3600.0, trials=12), ("baseline", "search")
+SHORT_SEARCH, ROLES = Budget(run=120.0, total=3600.0, trials=8), ("baseline", "search")
 
 
 @pytest.mark.parametrize("kind", ["time_to_target", "best_metric"])
@@ -214,7 +237,7 @@ class Probing(law.LawWorker):
         for number in range(200):
             seconds = min(spec["limit_seconds"], 0.02 * 1.07**number)
             value = 1.0 + math.exp(-8 * seconds)
-            if not on_event(asdict(CurvePoint(seconds=seconds, samples=number, value=value))):
+            if not on_event(CurvePoint(seconds=seconds, samples=number, value=value)):
                 return {"outcome": "pruned"}
         return {"outcome": "finished"}
 
@@ -316,7 +339,7 @@ def test_the_baseline_is_confirmed_no_longer_than_is_needed_to_see_that_it_lost(
     assert found.speedup_over_baseline.at_least
 
 
-def test_the_least_energy_can_be_the_objective(tmp_path):
+def test_the_least_energy_can_be_the_objective(tmp_path, finished):
     tuned = study(tmp_path, objective=Objective(kind="energy_to_target"))
     tuned.run()
     found, base = recommend(tuned.records(), kind="energy_to_target", goal="minimize")
@@ -324,9 +347,7 @@ def test_the_least_energy_can_be_the_objective(tmp_path):
     assert found.energy_to_target_joules.median < base.energy_to_target_joules.median
     assert "sparingly" in found.reason
     # a sample costs the same energy in any batch, so that the least takes a smaller batch than the least time does
-    timed = study(tmp_path / "timed")
-    timed.run()
-    fastest, _ = recommend(timed.records(), kind="time_to_target", goal="minimize")
+    fastest, _ = recommend(finished.records(), kind="time_to_target", goal="minimize")
     assert found.global_batch_size < fastest.global_batch_size
 
 
@@ -360,7 +381,7 @@ def test_arguments_of_the_optimizer_are_searched_recorded_and_confirmed(tmp_path
     assert tuned.parts.study.best_trial.params.keys() == {"batch_size", "learning_rate", "weight_decay", "nesterov"}
     searched = [record for record in records if record.role == "search"]
     assert all(1e-3 <= record.optimizer_arguments["weight_decay"] <= 1.0 for record in searched)
-    assert len(searched) == 30  # budget.trials: what the surface expects says nothing of these
+    assert len(searched) == BUDGET.trials  # what the surface expects says nothing of these
 
 
 def test_an_argument_is_not_searched_beyond_the_users_bounds(tmp_path):
@@ -600,10 +621,8 @@ def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(
     assert base is None
 
 
-def test_every_trial_says_of_itself_what_ran_and_how(tmp_path):
-    tuned = study(tmp_path)
-    tuned.run()
-    for trial in tuned.parts.study.trials:
+def test_every_trial_says_of_itself_what_ran_and_how(finished):
+    for trial in finished.parts.study.trials:
         told = trial.user_attrs
         assert told["micro_batch_size"] * told["gradient_accumulation_steps"] == trial.params["batch_size"]
         assert {"role", "seed", "precision", "outcome", "curve", "training_seconds", "wall_seconds"} <= told.keys()
@@ -619,13 +638,11 @@ def test_every_trial_says_of_itself_what_ran_and_how(tmp_path):
 @pytest.mark.parametrize(
     "name", ["history", "param_importances", "parallel_coordinate", "slice", "contour", "intermediate"]
 )
-def test_the_study_can_be_drawn_by_optuna(tmp_path, name):
+def test_the_study_can_be_drawn_by_optuna(unconfirmed, name):
     from optuna import visualization
 
-    tuned = study(tmp_path, budget=Budget(run=120.0, total=3600.0, trials=6), confirm=Confirm(seeds=0))
-    tuned.run()
     plots = {"history": "optimization_history", "intermediate": "intermediate_values"}
-    figure = getattr(visualization, f"plot_{plots.get(name, name)}")(tuned.parts.study)
+    figure = getattr(visualization, f"plot_{plots.get(name, name)}")(unconfirmed.parts.study)
     assert any(len(trace.x if trace.x is not None else trace.dimensions) for trace in figure.data)
 
 
@@ -667,12 +684,10 @@ def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path,
     assert opened.get_all_trials(0) == open_storage(None, tmp_path).get_all_trials(0) != []
 
 
-def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path):
-    tuned = study(tmp_path)
-    assert tuned.landscape() is None
-    tuned.run()
-    found = tuned.landscape()
-    assert found.runs == len([trial for trial in tuned.records() if trial.state in {"complete", "pruned"}])
+def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path, finished):
+    assert study(tmp_path).landscape() is None
+    found = finished.landscape()
+    assert found.runs == len([trial for trial in finished.records() if trial.state in {"complete", "pruned"}])
     assert found.batch_sizes == [8, 16, 32, 64, 128, 256, 512]
     assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).landscape() is None
 
@@ -700,7 +715,7 @@ class Homeless(law.LawWorker):
 
 
 def test_a_run_whose_place_is_lost_is_done_again_as_it_was(tmp_path):
-    tuned = study(tmp_path, Homeless({1, 4}))
+    tuned = study(tmp_path, Homeless({1, 4}), budget=SHORT_SEARCH)
     tuned.run()
     records, stored = tuned.records(), tuned.parts.study.get_trials()
     lost = {record.number for record in records if record.message == "its node is gone"}
@@ -714,10 +729,7 @@ def test_a_run_whose_place_is_lost_is_done_again_as_it_was(tmp_path):
             getattr(records[retry], key) == getattr(records[number], key)
             for key in ("role", "batch_size", "learning_rate", "seed")
         )
-    undisturbed = study(tmp_path / "undisturbed")
-    undisturbed.run()
-    count = sum(record.role == "search" for record in undisturbed.records())
-    assert sum(record.role == "search" for record in records if record.number not in lost) == count
+    assert sum(record.role == "search" for record in records if record.number not in lost) == SHORT_SEARCH.trials
 
 
 def test_a_run_that_loses_one_place_after_the_other_is_told_as_a_crash(tmp_path):
@@ -854,11 +866,8 @@ def contenders_limits(tuned, worker):
     return [spec["limit_seconds"] for trial, spec in pairs if trial.role == "confirm" and trial.learning_rate != 1e-3]
 
 
-def test_a_contender_has_the_baselines_time_on_fresh_seeds(tmp_path):
-    worker = law.LawWorker(noise=0.05)
-    tuned = study(tmp_path, worker)
-    tuned.run()
-    assert min(contenders_limits(tuned, worker)) >= tuned.records()[0].time_to_target_seconds
+def test_a_contender_has_the_baselines_time_on_fresh_seeds(finished, ran):
+    assert min(contenders_limits(finished, ran)) >= finished.records()[0].time_to_target_seconds
 
 
 def test_it_has_as_much_where_the_baseline_did_not_get_there(tmp_path):

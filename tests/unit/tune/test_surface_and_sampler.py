@@ -6,6 +6,7 @@ import numpy as np
 import optuna
 import pytest
 
+from batchtune.tune.optuna_parts import surface
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND, RoundingSampler, TimeToTargetSampler
 from batchtune.tune.optuna_parts.surface import Prior, Run, Surface
 
@@ -17,6 +18,14 @@ SPACE = {
     "batch_size": optuna.distributions.CategoricalDistribution(SIZES),
     "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
 }
+
+few_particles = pytest.mark.usefixtures("coarse")
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """The surface from an eighth of its particles, for tests that do not ask how well it guesses."""
+    monkeypatch.setattr(surface, "PARTICLES", surface.PARTICLES // 8)
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +127,7 @@ def test_expected_improvement_falls_as_the_optimum_is_found():
     assert sampler.last_expected_improvement < 0.3 * early
 
 
+@few_particles
 def test_where_nothing_promises_more_the_best_of_what_was_not_tried_is_next():
     def objective(trial):
         batch = trial.suggest_categorical("batch_size", [8, 32, 128])
@@ -131,6 +141,7 @@ def test_where_nothing_promises_more_the_best_of_what_was_not_tried_is_next():
     assert all(1e-3 < rate < 0.9 for _, rate in places)
 
 
+@few_particles
 def test_workers_that_ask_at_the_same_time_are_sent_to_different_places():
     study = run_study(TimeToTargetSampler(PRIOR, seed=1), 4)
     asked = [study.ask(SPACE).params for _ in range(3)]
@@ -140,6 +151,7 @@ def test_workers_that_ask_at_the_same_time_are_sent_to_different_places():
             assert params["batch_size"] != other["batch_size"] or apart > 0.2
 
 
+@few_particles
 def test_the_same_seed_gives_the_same_trials():
     first = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
     second = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
@@ -199,6 +211,7 @@ def test_parameters_of_another_kind_are_refused_with_what_they_should_be(changes
         asked(optuna.create_study(sampler=TimeToTargetSampler(PRIOR)), SPACE | changes)
 
 
+@few_particles
 def test_an_objective_may_say_infinity_where_training_came_apart():
     study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
     for rate, seconds in ((1e-3, 30.0), (0.9, math.inf), (3e-3, 20.0)):
@@ -208,6 +221,7 @@ def test_an_objective_may_say_infinity_where_training_came_apart():
     assert proposed["learning_rate"] < 0.5
 
 
+@few_particles
 def test_a_place_where_a_run_crashed_is_not_tried_again():
     def proposals(outcome):
         study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
@@ -277,6 +291,7 @@ def proposals(sampler, space=WIDE, trials=14, cost=lambda params: law.seconds_to
     return found[1:]
 
 
+@few_particles
 @pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
 def test_what_may_be_proposed_can_be_narrower_than_the_study(make):
     found = proposals(make(seed=1, within=WITHIN))
@@ -284,6 +299,7 @@ def test_what_may_be_proposed_can_be_narrower_than_the_study(make):
     assert all(0.12345 <= params["learning_rate"] <= 0.23456 for params in found)
 
 
+@few_particles
 @pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
 def test_a_single_point_may_be_all_there_is_to_propose(make):
     point = {
@@ -293,11 +309,13 @@ def test_a_single_point_may_be_all_there_is_to_propose(make):
     assert {tuple(each.values()) for each in proposals(make(seed=1, within=point))} == {(64, 0.012345)}
 
 
+@few_particles
 @pytest.mark.parametrize("make", [TimeToTargetSampler, RoundingSampler])
 def test_bounds_as_wide_as_the_study_change_no_proposal(make):
     assert proposals(make(seed=3, within=SPACE), SPACE) == proposals(make(seed=3), SPACE)
 
 
+@few_particles
 def test_the_first_proposals_keep_to_what_may_be_proposed_too():
     study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1, within=WITHIN))
     for _ in range(10):
