@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchtune.document import Document, Interval
-from batchtune.report.view.pick import estimated, named_values
-from batchtune.report.view.wording import machine
+from batchtune.report.view.select import estimated, named_values
+from batchtune.report.view.words import machine
 from batchtune.units import duration, number
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from batchtune.document import Document
 from batchtune.report.export.markdown import to_markdown
 from batchtune.report.export.trainers import EXPORTS
-from batchtune.report.view.pick import to_train_with
+from batchtune.report.view.select import to_train_with
 
 
 def snippet(result: Document) -> str:

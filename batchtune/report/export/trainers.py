@@ -13,7 +13,7 @@ import yaml
 
 from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
-from batchtune.report.view.pick import UNCHECKED, to_train_with
+from batchtune.report.view.select import UNCHECKED, to_train_with
 
 Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"

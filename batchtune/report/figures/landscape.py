@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Target, Trial
 from batchtune.report.figures.theme import LIGHT, axis, batch_axis, label, layout, padded, spread
-from batchtune.report.view.pick import SECONDS, VALUE, is_broken, score
+from batchtune.report.view.select import SECONDS, VALUE, is_broken, score
 from batchtune.units import duration, number, time_interval, time_unit
 
 _SCALE = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]

@@ -13,7 +13,7 @@ from batchtune.report.figures.landscape import landscape
 from batchtune.report.figures.probes import memory, throughput
 from batchtune.report.figures.theme import LIGHT, axis, batch_axis, layout
 from batchtune.report.figures.trials import curves
-from batchtune.report.view.pick import probes_of
+from batchtune.report.view.select import probes_of
 
 __all__ = ["curves", "efficiency", "estimates", "figures", "landscape", "memory", "sensors", "step", "throughput"]
 

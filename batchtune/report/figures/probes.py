@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from batchtune.document import Document, ProbeResult
 from batchtune.report.figures.theme import LIGHT, SERIES, axis, batch_axis, label, layout
-from batchtune.report.view.pick import fitted_speeds, memory_range, peak_of, probes_of
+from batchtune.report.view.select import fitted_speeds, memory_range, peak_of, probes_of
 from batchtune.units import bytes_unit, duration, number, size
 
 _TOP = 1.12  # room above the highest point

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from batchtune.document import Document, Target, Trial
 from batchtune.report.figures.theme import LIGHT, axis, gaps, label, layout, spread
-from batchtune.report.view.pick import is_of
+from batchtune.report.view.select import is_of
 from batchtune.units import number
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis

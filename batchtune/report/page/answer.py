@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from batchtune.document import Document, Estimate, Interval, ProbeResult, Recommendation
 from batchtune.report.page.markup import Markup, facts, join, tag
-from batchtune.report.view.pick import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
-from batchtune.report.view.wording import (
+from batchtune.report.view.select import JOULES, SECONDS, VALUE, believed, estimated, named_values, objective, probes_of
+from batchtune.report.view.words import (
     CONFIGURATIONS,
     batch_text,
     certificate,

@@ -10,8 +10,8 @@ from batchtune.report.export.snippets import SNIPPETS
 from batchtune.report.page.answer import answer
 from batchtune.report.page.markup import Markup, facts, tag
 from batchtune.report.page.tables import attempts, estimates, holders, memory_details, precisions, scaling, trials
-from batchtune.report.view.pick import estimate_notes, probes_of
-from batchtune.report.view.wording import largest_batch
+from batchtune.report.view.select import estimate_notes, probes_of
+from batchtune.report.view.words import largest_batch
 from batchtune.units import duration, size
 
 _OUTCOMES = {

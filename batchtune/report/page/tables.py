@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from batchtune.document import Document, ProbeResult, Trial
 from batchtune.report.page.markup import Markup, table, tag
-from batchtune.report.view.pick import estimated, is_of, named_values, probes_of
-from batchtune.report.view.wording import expected_times, ranks
+from batchtune.report.view.select import estimated, is_of, named_values, probes_of
+from batchtune.report.view.words import expected_times, ranks
 from batchtune.units import duration, number, share, size
 
 _Cell = object

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from batchtune.document import ProbeResult
 from batchtune.report.terminal.plots import MIN_WIDTH, Axis, Layer, draw
-from batchtune.report.view.pick import fitted_speeds, memory_range, peak_of
+from batchtune.report.view.select import fitted_speeds, memory_range, peak_of
 from batchtune.units import bytes_unit, size
 
 _GAP = 3

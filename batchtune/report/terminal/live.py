@@ -13,7 +13,7 @@ from rich.text import Text
 
 from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.observer import Observer
-from batchtune.report.terminal.stand_ins import written_in
+from batchtune.report.terminal.ascii import written_in
 from batchtune.report.terminal.tables import COLOURS
 from batchtune.units import duration, number, size
 

@@ -19,10 +19,10 @@ from rich.text import Text
 from batchtune.document import Document, Prior, ProbeResult
 from batchtune.report.export.snippets import snippet
 from batchtune.report.terminal import tables as text_tables
+from batchtune.report.terminal.ascii import written_in
 from batchtune.report.terminal.figures import Figures
-from batchtune.report.terminal.stand_ins import written_in
-from batchtune.report.view.pick import believed, estimate_notes, probes_of
-from batchtune.report.view.wording import (
+from batchtune.report.view.select import believed, estimate_notes, probes_of
+from batchtune.report.view.words import (
     CONFIGURATIONS,
     certificate,
     configurations,

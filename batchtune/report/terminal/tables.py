@@ -7,8 +7,8 @@ from textwrap import shorten
 
 from batchtune.document import Document, Estimate, MemoryDetail, ProbeResult, Scaling, Trial
 from batchtune.report.terminal.fitted_table import Column, FittedTable, bar
-from batchtune.report.view.pick import JOULES, VALUE, estimated, is_of, named_values, objective, score
-from batchtune.report.view.wording import expected_times, largest_batch
+from batchtune.report.view.select import JOULES, VALUE, estimated, is_of, named_values, objective, score
+from batchtune.report.view.words import expected_times, largest_batch
 from batchtune.units import aligned, bytes_unit, number, share, size, sizes, times
 
 COLOURS = {"fit": "green", "oom": "red", "complete": "green", "pruned": "yellow", "fail": "red"}

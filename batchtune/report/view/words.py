@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchtune.document import DataParallel, Document, Environment, ProbeResult, Recommendation, Scaling, ThroughputFit
-from batchtune.report.view.pick import named_values
+from batchtune.report.view.select import named_values
 from batchtune.units import duration, interval, number, share, size, time_interval
 
 _LIMITED_BY = {
