@@ -80,7 +80,7 @@ class Result(Document):
         return render(self)
 
     def _repr_html_(self) -> str:
-        from batchtune.report.page.answer import notebook
+        from batchtune.report.page.html import notebook
 
         return notebook(self)
 

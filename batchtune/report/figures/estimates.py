@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from batchtune.document import Document, Estimate
 from batchtune.report.figures.theme import LIGHT, SERIES, axis, label, layout, padded
-from batchtune.report.view.select import estimated
+from batchtune.report.view.words import estimated
 from batchtune.units import bytes_unit, number, size
 
 _MOST_BARS = 24
