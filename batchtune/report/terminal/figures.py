@@ -45,5 +45,5 @@ def _lines(plot: Plot, width: int) -> list[Text]:
     for each in sorted(plot.series, key=lambda each: each.mark != "limit"):
         lift = (_ROWS - 1) / (_ROWS - 2) if each.mark in {"oom", "failed"} else 1.0
         name = "" if each.mark == "limit" else each.name
-        series.append(replace(each, name=name, points=[(x, lift * y) for x, y in each.points]))
+        series.append(replace(each, name=name, points=[(x, lift * y) for x, y in each.drawn]))
     return draw(series, plot.x, replace(plot.y, title=title), width=width, height=_ROWS)

@@ -48,18 +48,18 @@ def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, he
     Returns:
         The lines from top to bottom; none where there is no point, or no room.
     """
-    layers = [Series(each.mark, each.name, _drawable(each.points, x_axis, y_axis)) for each in layers]
+    layers = [Series(each.mark, each.name, _drawable(each.drawn, x_axis, y_axis)) for each in layers]
     layers = [each for each in layers if each.points]
     if not layers or width < MIN_WIDTH:
         return []
-    points = [point for each in layers for point in each.points]
+    points = [point for each in layers for point in each.drawn]
     xs, ys = _Scale.over([x for x, _ in points], x_axis), _Scale.over([y for _, y in points], y_axis)
     labels = {row: label for label, row in _labels_beside(ys, height)}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
     grid = _Grid(columns, height)
     for each in layers:
-        grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.points])
+        grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.drawn])
     lines = [Text(line, style="bold") for line in wrap(y_axis.title, width)]
     for row, cells in enumerate(grid.rows()):
         beside = labels.get(row, "")

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Tone = Literal["good", "bad", "caution", ""]
-Mark = Literal["fit", "checked", "oom", "failed", "limit", "curve", "measured", "knee"]
-"""What the points of a figure are; each renderer has a sign or a line for it."""
+Mark = Literal[
+    "fit", "checked", "oom", "failed", "limit", "curve", "measured", "knee", "reading", "other", "today", "recommended",
+    "target", "open", "broken", "scored", "prior", "edge", "ring today", "ring recommended", "bar", "inner bar", "gpu",
+    "area", "peak",
+]  # fmt: skip
+"""What the points of a figure are; each renderer has a sign, a line or a bar for those that it draws."""
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +134,58 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """What shades stand for: its title, texts at some of the values, and whether the least is the best."""
+
+    title: str
+    ticks: Mapping[float, str]
+    least_is_best: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Series:
     """Points of a figure that are drawn and named alike; later ones cover earlier ones.
 
     Attributes:
         mark: what they are.
         name: what the legend calls them; '' where they are not in the legend.
-        points: (x, y); of a limit, the first alone counts.
+        points: (x, y), None between two lines; of a limit, the first alone counts.
         hover: lines about each point; none: the points say nothing.
         group: which of several precisions they are of.
+        labels: a text beside each point.
+        spread: each y may be so many times as much, or as little.
+        shades: a figure for each point, told by its colour.
+        scale: of the shades.
     """
 
     mark: Mark
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point | None]
     hover: Sequence[Sequence[str]] = ()
     group: int = 0
+    labels: Sequence[str] = ()
+    spread: float | None = None
+    shades: Sequence[float] = ()
+    scale: Scale | None = None
+
+    @property
+    def drawn(self) -> list[Point]:
+        """The points alone."""
+        return [point for point in self.points if point is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """What is predicted over a plane: `z` and lines about it, a row for each y; it is drawn at every `step`."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    z: Sequence[Sequence[float]]
+    hover: Sequence[Sequence[Sequence[str]]]
+    start: float
+    end: float
+    step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +194,42 @@ class Axis:
 
     Attributes:
         title: its name.
-        log: equal distances are equal ratios; ticks at powers of two.
+        log: equal distances are equal ratios.
         from_zero: begins at 0 where all values are positive.
-        whole: its values are whole numbers, and so are its labels.
+        whole: its values are whole numbers, and so are its labels; where it is logarithmic, powers of two.
+        end: where it ends, if not at the last point.
+        ticks: texts at some of its values instead of figures.
     """
 
     title: str
     log: bool = False
     from_zero: bool = False
     whole: bool = False
+    end: float | None = None
+    ticks: Mapping[float, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure; its note says what is too far off to be drawn."""
+    """A figure.
+
+    Attributes:
+        title: what it shows.
+        x: the axis below.
+        y: the axis to the left.
+        series: its points, in the order of the legend.
+        note: what is too far off to be drawn.
+        field: what is predicted, under the points.
+        below: further figures with the same x axis.
+    """
 
     title: str
     x: Axis
     y: Axis
     series: Sequence[Series]
     note: str = ""
+    field: Field | None = None
+    below: Sequence[Plot] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

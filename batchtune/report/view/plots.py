@@ -1,8 +1,9 @@
-"""The points of a probe's two figures: memory and speed over batch size."""
+"""The points of a probe's figures: memory, speed and what the sensors said over batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from batchtune.document import ProbeResult
 from batchtune.report.view.model import Axis, Mark, Plot, Series
@@ -11,12 +12,14 @@ from batchtune.report.view.words import OUTCOMES
 from batchtune.units import bytes_unit, duration, number, size
 
 _BATCH = "micro-batch size"
-
-
-def plots(probes: Sequence[ProbeResult]) -> dict[str, Plot]:
-    """The figures of some probes, drawn over one another, by name."""
-    drawn = {"memory": memory(probes), "throughput": throughput(probes)}
-    return {name: plot for name, plot in drawn.items() if plot is not None}
+_SENSORS = {
+    "gpu_utilization": ("GPU busy", "%", 100.0),
+    "memory_controller_utilization": ("memory bus busy", "%", 100.0),
+    "mfu": ("model FLOPs utilisation", "%", 100.0),
+    "power_watts": ("power", "W", 1.0),
+    "temperature_celsius": ("temperature", "°C", 1.0),
+    "joules_per_sample": ("energy", "J per sample", 1.0),
+}
 
 
 def memory(probes: Sequence[ProbeResult]) -> Plot | None:
@@ -81,7 +84,7 @@ def throughput(probes: Sequence[ProbeResult]) -> Plot | None:
     ]
     return Plot(
         "Throughput against batch size",
-        Axis(_BATCH, log=True),
+        Axis(_BATCH, log=True, whole=True),
         Axis("throughput, samples/s", from_zero=True),
         [each for each in series if each.points],
     )
@@ -99,4 +102,21 @@ def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> I
     yield Series("curve", f"{name}t = α + β·B", fitted, (), group)
     yield Series("measured", f"{name}measured", speeds, hover, group)
     best = [(batch, speed) for batch, speed in speeds if batch == knee]
-    yield Series("knee", f"{name}within 5% of best", best, (), group)
+    yield Series("knee", f"{name}within 5% of best", best, [(f"from batch {knee:,}",)] if best else (), group)
+
+
+def sensors(probe: ProbeResult) -> Plot | None:
+    """What the device's sensors said at each batch size, one below the other; None where there were none."""
+    points = sorted(probe.throughput, key=lambda point: point.batch_size)
+    drawn: list[Plot] = []
+    for key, (name, unit, factor) in _SENSORS.items():
+        read = [(float(point.batch_size), getattr(point, key)) for point in points]
+        seen = [(batch, value * factor) for batch, value in read if value is not None]
+        if seen:
+            hover = [(f"batch {batch:,.0f}", f"{name} {number(value, 4)} {unit}") for batch, value in seen]
+            axis = Axis(f"{name}, {unit}", from_zero=True, end=105 if unit == "%" else None)
+            reading = Series("reading", "", seen, hover)
+            drawn.append(
+                Plot("The device's sensors over batch size", Axis(_BATCH, log=True, whole=True), axis, [reading])
+            )
+    return replace(drawn[0], below=drawn[1:]) if drawn else None

@@ -10,7 +10,7 @@ from batchtune.report.export.settings import pytorch, recommendation_json
 from batchtune.report.export.trainers import EXPORTS
 from batchtune.report.view import estimate, probe, tune
 from batchtune.report.view.model import Fact, Headline, Section, View
-from batchtune.report.view.plots import plots
+from batchtune.report.view.plots import memory, throughput
 from batchtune.report.view.select import chosen_probe, probes_of
 from batchtune.report.view.words import machine, start_of_search, target_text
 from batchtune.units import size
@@ -35,7 +35,7 @@ def view_of(result: Document) -> View:
         bars=tune.bars(result, found) if found else [],
         reason=found.reason if found else "",
         certificates=[probe.certified(each) for each in probes],
-        plots=list(plots([chosen]).values()) if chosen else [],
+        plots=[plot for plot in (memory([chosen]), throughput([chosen])) if plot] if chosen else [],
         lines=_lines(result),
         precisions=probe.precisions(probes, chosen) if len(probes) > 1 else None,
         sections=list(_sections(result)),

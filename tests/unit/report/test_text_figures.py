@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from batchtune.report.terminal.figures import Figures
-from batchtune.report.view.plots import memory, plots, throughput
+from batchtune.report.view.plots import memory, throughput
 
 
 def layers(figure):
@@ -15,7 +15,7 @@ def layers(figure):
 
 def shown(probe, width=80):
     page = io.StringIO()
-    Console(file=page, width=width).print(Figures(list(plots([probe]).values())))
+    Console(file=page, width=width).print(Figures([plot for plot in (memory([probe]), throughput([probe])) if plot]))
     return page.getvalue().splitlines()
 
 
