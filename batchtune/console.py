@@ -258,7 +258,7 @@ def _drawn(result: Document, console: Console) -> str:
 
 def _print(text: str, *, exact: bool) -> None:
     """Writes text to stdout; unless it must be exact, what stdout's encoding lacks is replaced by what looks alike."""
-    from batchtune.report.terminal.stand_ins import written_in
+    from batchtune.report.terminal.ascii import written_in
 
     text = text if text.endswith("\n") else text + "\n"
     with _stdout() as stdout:

@@ -67,12 +67,12 @@ class Result(Document):
         return self._plot("step")
 
     def _plot(self, name: str) -> go.Figure:
-        from batchtune.report.figures import plots
+        from batchtune.report.figures.plots import figure
 
-        figure = getattr(plots, name)(self)
-        if figure is None:
+        drawn = figure(self, name)
+        if drawn is None:
             raise UsageError(f"this {self.kind} result ({self.status}) has no measurements for plot_{name}()")
-        return figure
+        return drawn
 
     def __rich__(self) -> object:
         from batchtune.report.terminal.report import render
@@ -80,7 +80,7 @@ class Result(Document):
         return render(self)
 
     def _repr_html_(self) -> str:
-        from batchtune.report.page.answer import notebook
+        from batchtune.report.page.html import notebook
 
         return notebook(self)
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from batchtune.document import Document
-from batchtune.report.export.markdown import to_markdown
+from batchtune.report.page import markdown
 from batchtune.report.page.html import to_html
 from batchtune.report.view.frame import frame_of
+from batchtune.report.view.read import view_of
 from batchtune.units import size
 
 
@@ -23,6 +24,11 @@ def to_csv(result: Document) -> str:
     buffer = io.StringIO()
     frame_of(result).to_csv(buffer, index=False)
     return buffer.getvalue()
+
+
+def to_markdown(result: Document) -> str:
+    """A summary to paste into an issue or a pull request."""
+    return markdown.to_markdown(view_of(result))
 
 
 def environment_text(facts: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.memory.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
 from batchtune.estimate.memory.scratch import RESULTS, Block, Held, Steps, inside, workspaces
-from batchtune.estimate.tracing.places import place_outside_torch
+from batchtune.estimate.tracing.source_lines import place_outside_torch
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

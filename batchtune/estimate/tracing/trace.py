@@ -20,8 +20,8 @@ from batchtune.estimate.memory.events import Trace, Work, normalized
 from batchtune.estimate.tracing.checkpointing import Checkpointed
 from batchtune.estimate.tracing.distributed import distributed, unit_bytes
 from batchtune.estimate.tracing.fake_cuda import fake_cuda
-from batchtune.estimate.tracing.places import place_of_error, place_outside_torch
 from batchtune.estimate.tracing.recorder import Recorder
+from batchtune.estimate.tracing.source_lines import place_of_error, place_outside_torch
 from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
 

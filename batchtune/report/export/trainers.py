@@ -13,7 +13,7 @@ import yaml
 
 from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
-from batchtune.report.view.pick import UNCHECKED, to_train_with
+from batchtune.report.export.settings import UNCHECKED, is_checked, to_train_with
 
 Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
@@ -57,7 +57,7 @@ class Export:
     def said_beside(self, result: Document) -> list[str]:
         """What a reader of `text` must know besides it, in sentences."""
         found = _settings(result)
-        return [*([UNCHECKED] if found.reason == UNCHECKED else []), *self.notes(found, result)]
+        return [*([] if is_checked(result) else [UNCHECKED]), *self.notes(found, result)]
 
     def snippet(self, result: Document) -> str:
         """The same text for a page that shows what there is: '' instead of an error."""

@@ -1,76 +1,44 @@
-"""All figures that a result has the measurements for, as plotly draws them; sensors are drawn here."""
+"""All figures that a result has the measurements for, by the names under which a result and a page ask for them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from batchtune.document import Document, ThroughputPoint
-from batchtune.report.figures.estimates import efficiency, estimates, step
-from batchtune.report.figures.landscape import landscape
-from batchtune.report.figures.probes import memory, throughput
-from batchtune.report.figures.theme import LIGHT, axis, batch_axis, layout
-from batchtune.report.figures.trials import curves
-from batchtune.report.view.pick import probes_of
+from batchtune.document import Document
+from batchtune.report.figures.draw import draw
+from batchtune.report.view.estimate_plots import efficiency, largest, step
+from batchtune.report.view.model import Plot
+from batchtune.report.view.plots import memory, sensors, throughput
+from batchtune.report.view.select import chosen_probe, probes_of
+from batchtune.report.view.study_plots import curves, landscape
 
-__all__ = ["curves", "efficiency", "estimates", "figures", "landscape", "memory", "sensors", "step", "throughput"]
 
-_SENSORS = {
-    "gpu_utilization": ("GPU busy", "%", 100.0),
-    "memory_controller_utilization": ("memory bus busy", "%", 100.0),
-    "mfu": ("model FLOPs utilisation", "%", 100.0),
-    "power_watts": ("power", "W", 1.0),
-    "temperature_celsius": ("temperature", "°C", 1.0),
-    "joules_per_sample": ("energy", "J per sample", 1.0),
+def _sensors(result: Document) -> Plot | None:
+    chosen = chosen_probe(result)
+    return sensors(chosen) if chosen else None
+
+
+_PLOTS: dict[str, Callable[[Document], Plot | None]] = {
+    "estimates": largest,
+    "efficiency": efficiency,
+    "step": step,
+    "memory": lambda result: memory(probes_of(result)),
+    "throughput": lambda result: throughput(probes_of(result)),
+    "sensors": _sensors,
+    "curves": curves,
+    "landscape": landscape,
 }
+
+
+def figure(result: Document, name: str) -> go.Figure | None:
+    """One figure; None where the result has no measurements for it."""
+    plot = _PLOTS[name](result)
+    return None if plot is None else draw(plot)
 
 
 def figures(result: Document) -> dict[str, go.Figure]:
     """Every figure that the result has the measurements for, by name, in reading order."""
-    drawn = {
-        "estimates": estimates(result),
-        "efficiency": efficiency(result),
-        "step": step(result),
-        "memory": memory(result),
-        "throughput": throughput(result),
-        "sensors": sensors(result),
-        "curves": curves(result),
-        "landscape": landscape(result),
-    }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def sensors(result: Document) -> go.Figure | None:
-    """What the device's sensors said at each batch size, one row for each sensor that was there."""
-    probe = result.probe or next(iter(probes_of(result)), None)
-    points = sorted(probe.throughput, key=lambda point: point.batch_size) if probe else []
-    readings = {key: _read(points, key) for key in _SENSORS}
-    seen = {key: values for key, values in readings.items() if any(value is not None for value in values)}
-    if not seen:
-        return None
-    figure = make_subplots(rows=len(seen), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(seen))
-    sizes = [point.batch_size for point in points]
-    for row, (key, values) in enumerate(seen.items(), start=1):
-        title, unit, factor = _SENSORS[key]
-        figure.add_scatter(
-            x=sizes,
-            y=[None if value is None else value * factor for value in values],
-            mode="lines+markers",
-            line={"color": LIGHT["accent"], "width": 1.5},
-            marker={"color": LIGHT["accent"], "size": 7},
-            hovertemplate=f"batch %{{x:,}}<br>%{{y:.4~g}} {unit}<extra>{title}</extra>",
-            row=row,
-            col=1,
-        )
-        ends = [0, 105] if unit == "%" else None
-        figure.update_yaxes(axis(f"{title}<br>{unit}", range=ends, rangemode="tozero", nticks=4), row=row, col=1)
-        figure.update_xaxes(batch_axis(sizes[0], sizes[-1], "" if row < len(seen) else "micro-batch size"), row=row)
-    title = "The device's sensors over batch size"
-    figure.update_layout(layout(title, height=110 + 130 * len(seen), showlegend=False))
-    return figure
-
-
-def _read(points: list[ThroughputPoint], key: str) -> list[Any]:
-    return [getattr(point, key, None) for point in points]
+    drawn = {name: figure(result, name) for name in _PLOTS}
+    return {name: each for name, each in drawn.items() if each is not None}

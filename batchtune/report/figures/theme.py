@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 LIGHT = {
@@ -102,37 +100,25 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def batch_axis(low: float, high: float, title: str, *, room: float = 0.06) -> dict[str, Any]:
+def batch_axis(low: float, high: float, title: str) -> dict[str, Any]:
     """A logarithmic axis over batch sizes, with powers of two for ticks."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
-    step = math.ceil((last - first + 1) / _MOST_TICKS)
-    ticks = [2**power for power in range(first, last + 1, step)]
-    return axis(
-        title,
-        type="log",
-        range=padded(low, high, room),
-        tickmode="array",
-        tickvals=ticks,
-        ticktext=[f"{tick:,}" for tick in ticks],
-    )
+    ticks = [2**power for power in range(first, last + 1, math.ceil((last - first + 1) / _MOST_TICKS))]
+    texts = [f"{tick:,}" for tick in ticks]
+    return axis(title, type="log", range=_padded(low, high), tickmode="array", tickvals=ticks, ticktext=texts)
 
 
-def padded(low: float, high: float, share: float) -> list[float]:
+def log_axis(low: float, high: float, title: str) -> dict[str, Any]:
+    """A logarithmic axis with ticks at every digit of a decade, at 1, 2 and 5, or at the decades, as there is room."""
+    decades = math.log10(high) - math.log10(low)
+    ticks: dict[str, Any] = {"dtick": 1, "exponentformat": "power"}
+    if decades < 3:  # noqa: PLR2004 - about six ticks each
+        ticks = {"dtick": "D1" if decades < 0.9 else "D2", "tickformat": "~g"}  # noqa: PLR2004
+    return axis(title, type="log", range=_padded(low, high), **ticks)
+
+
+def _padded(low: float, high: float) -> list[float]:
     """The range of a logarithmic axis, in decades, with room at both ends."""
-    first, last = (math.log10(max(value, sys.float_info.min)) for value in (low, high))  # a zero has no place on it
-    room = max(share * (last - first), 0.08)
+    first, last = math.log10(low), math.log10(high)
+    room = max(0.1 * (last - first), 0.08)
     return [first - room, last + room]
-
-
-def spread(values: Iterable[float]) -> float:
-    """How many times the largest is the smallest; infinite where one of them is not positive."""
-    known = list(values)
-    return max(known) / min(known) if known and min(known) > 0 else math.inf
-
-
-def gaps(groups: Iterable[Sequence[Any]]) -> list[Any]:
-    """Several lines as one trace: a None between them lifts the pen."""
-    joined: list[Any] = []
-    for group in groups:
-        joined += [*group, None]
-    return joined

@@ -5,42 +5,52 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from functools import cache
 from importlib import resources
 from typing import Any
 
+from jinja2 import Environment, Template
+from markupsafe import Markup
+
 from batchtune.document import Document
 from batchtune.report.figures.theme import DARK, LIGHT
-from batchtune.report.page import sections as page_sections
-from batchtune.report.page.markup import Markup, join, tag
+from batchtune.report.page.markdown import to_markdown
+from batchtune.report.view.read import view_of
+from batchtune.report.view.words import counted, sentence, stopped
+
+_MOST_ROWS = 20  # of a table in a notebook
 
 
 def to_html(result: Document) -> str:
     """The whole report of one result as a self-contained page; figures without measurements are left out."""
-    drawn = _figures(result)
+    view, drawn = view_of(result), _figures(result)
+    titles = {name: figure["layout"].pop("title")["text"] for name, figure in drawn.items()}  # headings of the page
+    for figure in drawn.values():
+        figure["layout"]["margin"]["t"] = 8
     scripts = [_script_text(text) for text in ([_plotly()] if drawn else []) + [_asset("report.js")]]
-    style = _variables() + _asset("report.css")
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts)),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content=f"batchtune {result.batchtune_version}"),
-        tag("title", f"{page_sections.title(result)} – batchtune"),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(style)),
+    page = _template().render(
+        part="page",
+        view=view,
+        titles=titles,
+        settings={**view.settings, "Markdown": to_markdown(view)},
+        policy=_policy(scripts),
+        style=Markup(_variables() + _asset("report.css")),  # noqa: S704 - ours
+        data={"theme": _data({"light": LIGHT, "dark": DARK}), "figures": _data(drawn)},
+        scripts=[Markup(text) for text in scripts],  # noqa: S704 - ours and plotly's
     )
-    parts = [part for part in page_sections.sections(result, _frames(drawn)) if part is not None]
-    body = tag(
-        "body",
-        page_sections.header(result),
-        tag("main", *parts),
-        page_sections.footer(result),
-        _data("theme", {"light": LIGHT, "dark": DARK}),
-        _data("figures", drawn),
-        *(tag("script", Markup(text)) for text in scripts),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return page.strip() + "\n"
+
+
+def notebook(result: Document) -> str:
+    """The answer for a notebook, why it is one, and its tables, without figures or styles."""
+    return _template().render(part="notebook", view=view_of(result), most=_MOST_ROWS).strip()
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"sentence": sentence, "stopped": stopped, "counted": counted}
+    return environment.from_string(_asset("template.html.j2"))
 
 
 def _figures(result: Document) -> dict[str, Any]:
@@ -50,17 +60,6 @@ def _figures(result: Document) -> dict[str, Any]:
     except ImportError:
         return {}
     return {name: json.loads(figure.to_json()) for name, figure in figures(result).items()}
-
-
-def _frames(drawn: dict[str, Any]) -> dict[str, Markup]:
-    """The place of each figure; its title becomes a heading of the page."""
-    frames = {}
-    for name, figure in drawn.items():
-        words = figure["layout"].pop("title")["text"]
-        figure["layout"]["margin"]["t"] = 8
-        plot = tag("div", class_="plot", data_figure=name, role="img", aria_label=words)
-        frames[name] = tag("figure", tag("figcaption", words), plot)
-    return frames
 
 
 def _plotly() -> str:
@@ -89,13 +88,14 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _variables() -> str:
-    light, dark = (join(f"--{name}:{value};" for name, value in colours.items()) for colours in (LIGHT, DARK))
+    light, dark = ("".join(f"--{name}:{value};" for name, value in colours.items()) for colours in (LIGHT, DARK))
     # paper is white whatever the screen is
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root{{{dark}}}}}\n"
 
 
-def _data(name: str, value: object) -> Markup:
+def _data(value: object) -> Markup:
+    """JSON that cannot end the script it stands in."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return tag("script", Markup(text), type="application/json", id=f"data-{name}")
+    return Markup(text)  # noqa: S704 - no character of it is markup

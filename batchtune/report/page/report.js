@@ -108,6 +108,7 @@
     const heads = [...table.tHead.rows[0].cells];
     const body = table.tBodies[0];
     heads.forEach((head, column) => {
+      if (!head.textContent.trim()) return;
       const button = make("button", head.textContent, { type: "button" });
       head.replaceChildren(button);
       button.addEventListener("click", () => {

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.observer import Observer
-from batchtune.report.terminal.stand_ins import written_in
-from batchtune.report.terminal.tables import COLOURS
+from batchtune.report.terminal.ascii import written_in
+from batchtune.report.terminal.table import TONES
+from batchtune.report.view.words import tone
 from batchtune.units import duration, number, size
 
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left
@@ -73,7 +74,7 @@ class LiveObserver(Observer):
     def attempted(self, attempt: Attempt) -> None:
         why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
         measured = [size(attempt.peak_reserved_bytes), duration(attempt.step_seconds)] if attempt.fits else ["-", "-"]
-        colour = COLOURS.get(attempt.outcome, "yellow")
+        colour = TONES[tone(attempt.outcome)]
         self._row(_ATTEMPTS, [f"{attempt.batch_size:,}", attempt.outcome, *measured, why], {1: colour})
 
     def throughput(self, point: ThroughputPoint) -> None:
@@ -91,7 +92,7 @@ class LiveObserver(Observer):
         result = duration(timed) if timed is not None else trial.outcome or trial.state
         left = duration(max(0.0, seconds_left))
         cells = [f"{trial.number}", f"{trial.batch_size:,}", number(trial.learning_rate), result, trial.role, left]
-        self._row(_TRIALS, cells, {3: COLOURS.get(trial.state, "")})
+        self._row(_TRIALS, cells, {3: TONES[tone(trial.outcome or trial.state)]})
         if self._task is not None and self._total:
             self._progress.update(
                 self._task, completed=min(self._total, self._total - seconds_left), left=f"{left} left"

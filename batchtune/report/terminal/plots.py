@@ -8,16 +8,26 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Literal
 
 from rich.text import Text
 
-Mark = Literal["fit", "checked", "oom", "failed", "limit", "curve"]
+from batchtune.report.view.model import Axis, Series
+
 MIN_WIDTH = 20
 """Columns below which there is no figure: its labels alone would fill it."""
 
-_SIGNS = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌", "curve": "⠒"}
+_SIGNS = {
+    "fit": "●",
+    "checked": "◉",
+    "oom": "×",
+    "failed": "!",
+    "limit": "╌",
+    "curve": "⠒",
+    "measured": "●",
+    "knee": "◉",
+}
 _STYLES = {"fit": "green", "checked": "bold green", "oom": "red", "failed": "red", "limit": "red", "curve": "cyan"}
+_STYLES |= {"measured": "green", "knee": "bold green"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a Braille cell's dots, by row and column
 _BLANK_DOTS = 0x2800
 _MOST_TICKS = 12
@@ -25,39 +35,7 @@ _MOST_STEPS = 2**53  # from 0 to a tick; beyond it, floats cannot count
 _Cell = tuple[str, str]  # a character and its style
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Points that are drawn and named alike; a later layer covers an earlier one.
-
-    Attributes:
-        mark: one sign for each point, a horizontal line at the first point, or a curve through all of them.
-        name: what the legend calls it; '' where it is not in the legend.
-        points: (x, y); what is not finite is left out.
-    """
-
-    mark: Mark
-    name: str
-    points: Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """What an axis is called, its unit included, and how it runs.
-
-    Attributes:
-        title: its name.
-        log: equal distances are equal ratios; ticks at powers of two.
-        from_zero: begins at 0 where all values are positive.
-        whole: its values are whole numbers, and so are its labels.
-    """
-
-    title: str
-    log: bool = False
-    from_zero: bool = False
-    whole: bool = False
-
-
-def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
+def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
     """Draws layers over one another.
 
     Args:
@@ -70,18 +48,18 @@ def draw(layers: Sequence[Layer], x_axis: Axis, y_axis: Axis, *, width: int, hei
     Returns:
         The lines from top to bottom; none where there is no point, or no room.
     """
-    layers = [Layer(each.mark, each.name, _drawable(each.points, x_axis, y_axis)) for each in layers]
+    layers = [Series(each.mark, each.name, _drawable(each.drawn, x_axis, y_axis)) for each in layers]
     layers = [each for each in layers if each.points]
     if not layers or width < MIN_WIDTH:
         return []
-    points = [point for each in layers for point in each.points]
+    points = [point for each in layers for point in each.drawn]
     xs, ys = _Scale.over([x for x, _ in points], x_axis), _Scale.over([y for _, y in points], y_axis)
     labels = {row: label for label, row in _labels_beside(ys, height)}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
     grid = _Grid(columns, height)
     for each in layers:
-        grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.points])
+        grid.add(each, [(xs.share(x), ys.share(y)) for x, y in each.drawn])
     lines = [Text(line, style="bold") for line in wrap(y_axis.title, width)]
     for row, cells in enumerate(grid.rows()):
         beside = labels.get(row, "")
@@ -178,7 +156,7 @@ class _Grid:
         self._signs: dict[tuple[int, int], _Cell] = {}
         self._dots: dict[tuple[int, int], int] = {}
 
-    def add(self, layer: Layer, shares: Sequence[tuple[float, float]]) -> None:
+    def add(self, layer: Series, shares: Sequence[tuple[float, float]]) -> None:
         """Draws a layer whose points are given as shares of both axes."""
         if layer.mark == "curve":
             for start, end in itertools.pairwise(shares) if len(shares) > 1 else [(shares[0], shares[0])]:
@@ -211,7 +189,7 @@ class _Grid:
         return (" ", "") if dots is None else (chr(dots), _STYLES["curve"])
 
 
-def _legend(layers: Sequence[Layer], x_title: str, width: int) -> Iterator[Text]:
+def _legend(layers: Sequence[Series], x_title: str, width: int) -> Iterator[Text]:
     """The name of the axis below, then what each sign stands for, as much on a line as has room."""
     *before, last = wrap(x_title, width) or [""]
     yield from (Text(line, style="dim") for line in before)

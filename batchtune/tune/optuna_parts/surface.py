@@ -155,7 +155,8 @@ class Surface:
 
     def _log_likelihood(self, theta: Array) -> Array:
         log_noise = theta[:, _LOG_NOISE]
-        expected = self.predict(*self._places, theta)[:, self._place_of]
+        sizes, rates = self._places
+        expected = self.predict(sizes, rates, theta)[:, self._place_of]
         off = (self._y - expected) / np.exp(log_noise)[:, None]
         seen, below = off[:, ~self._censored], off[:, self._censored]
         measured = -0.5 * (_OUTLIER_SCALE + 1) * np.log1p(seen**2 / _OUTLIER_SCALE).sum(axis=1)

@@ -8,7 +8,7 @@ import pytest
 
 from batchtune.document import Failure, Interval
 from batchtune.files import load_result
-from batchtune.report.export.snippets import snippet
+from batchtune.report.export.settings import pytorch
 from batchtune.report.formats import environment_text, to_csv, to_json, to_markdown
 
 
@@ -44,18 +44,20 @@ def test_csv_has_a_row_for_every_attempt_of_a_probe(probed):
 def test_markdown_sets_the_recommendation_beside_what_is_run_today(tuned):
     lines = to_markdown(tuned).splitlines()
     assert lines[0] == "## batchtune tune: digits"
-    assert "| batch size | 256 | 32 |" in lines
-    assert "| gradient accumulation steps | 2 | 1 |" in lines
-    assert "| time to target, s | 41 (39 to 44) | 127 (120 to 130) |" in lines
-    assert "| speed-up | 3.1 (2.8 to 3.4) |  |" in lines
+    assert "| batch size | 256 = 128 × 2 accumulated | 32 |" in lines
+    assert "| time to target | 41 s (39 to 44) | 127 s (120 to 130) |" in lines
+    assert "| speed-up | 3.1× (2.8 to 3.4) | 1× |" in lines
     assert "> warning: batch size 300 ended in crash" in lines
 
 
 def test_markdown_of_a_probe_gives_the_bracket_and_the_curve(probed):
     text = to_markdown(probed)
-    assert "Largest micro-batch at bf16: **176** (first failing: 177, limited by memory)." in text
+    assert (
+        "Largest batch at bf16: **176**; ran 20 steps, evaluation and saving in a fresh process; 177 did not (oom)"
+        in text
+    )
     assert "| 176 | 880 | 200 ms |" in text
-    assert "| recommended |" not in text
+    assert "| train with |" not in text
 
 
 def test_markdown_says_when_a_run_did_not_complete(probed):
@@ -73,14 +75,14 @@ def test_markdown_says_when_a_run_did_not_complete(probed):
 )
 def test_the_lines_to_paste_are_python_that_sets_what_was_found(tuned, precision, line):
     found = tuned.recommendation.model_copy(update={"precision": precision})
-    lines = snippet(tuned.model_copy(update={"recommendation": found})).splitlines()
+    lines = pytorch(tuned.model_copy(update={"recommendation": found})).splitlines()
     compile("\n".join(lines), "paste", "exec")
     assert lines[:3] == ["batch_size = 128", "accumulation_steps = 2", "learning_rate = 0.0003"]
     assert lines[3:] == ([line] if line else [])
 
 
 def test_a_probe_gives_its_largest_batch_to_paste(probed):
-    assert snippet(probed).startswith(f"batch_size = {probed.probe.max_batch_size}")
+    assert pytorch(probed).startswith(f"batch_size = {probed.probe.max_batch_size}")
 
 
 def test_the_environment_leaves_out_what_is_not_there():
@@ -104,7 +106,7 @@ def test_markdown_sets_the_metric_reached_beside_what_is_reached_today(tuned):
 
     best = {"recommendation": reaching(tuned.recommendation, 0.4), "baseline": reaching(tuned.baseline, 0.5)}
     lines = to_markdown(tuned.model_copy(update=best)).splitlines()
-    assert "| val_loss | 0.4 (0.4 to 0.4) | 0.5 (0.5 to 0.5) |" in lines
+    assert "| val_loss | 0.4 | 0.5 |" in lines
 
 
 def test_markdown_keeps_text_in_its_cell_and_in_its_line(tuned):
@@ -113,7 +115,7 @@ def test_markdown_keeps_text_in_its_cell_and_in_its_line(tuned):
     lines = to_markdown(
         tuned.model_copy(update=more | {"error": Failure(exit_code=3, message="raised\nthere")})
     ).splitlines()
-    assert "| optimizer | mode=a\\|b c |  |" in lines
+    assert "| optimizer | mode=a\\|b c | - |" in lines
     assert "> warning: two lines" in lines
     assert "**failed**: raised there" in lines
 

@@ -4,56 +4,58 @@ import io
 
 from rich.console import Console
 
-from batchtune.report.terminal.fitted_table import Column, FittedTable, bar
+from batchtune.report.terminal.table import FittedTable, bar
+from batchtune.report.view.columns import numbers, table, words
+from batchtune.report.view.model import Column
 
 
-def shown(table, width=80):
+def shown(made, width=80):
     page = io.StringIO()
-    Console(file=page, width=width).print(table)
+    Console(file=page, width=width).print(FittedTable(made))
     return [line.rstrip() for line in page.getvalue().splitlines()]
 
 
 COLUMNS = [
-    Column("batch", ["1", "1,000"]),
-    Column("time, s", ["12.5 ", "7.25"], spare=1),
-    Column("bar", ["█" * 12, "█" * 6], spare=3, left=True),
-    Column("why", ["a reason of many words, and then some", ""], spare=2, left=True, wraps=True),
+    Column(name="batch", cells=["1", "1,000"], values=[1, 1000]),
+    Column(name="time", cells=["12.5 s", "7.25 s"], values=[12.5, 7.25], unit="s", lined_up=["12.5 ", "7.25"], spare=1),
+    Column(name="bar", cells=["100%", "50%"], values=[1.0, 0.5], drawn=True, spare=3),
+    words("why", ["a reason of many words, and then some", ""], spare=2, wraps=True),
 ]
 
 
 def test_all_columns_are_shown_where_there_is_room():
-    lines = shown(FittedTable("rows", COLUMNS))
+    lines = shown(table("rows", COLUMNS))
     assert lines[0] == "rows"
     assert lines[1].split() == ["batch", "time,", "s", "bar", "why"]
     assert not any("no room" in line for line in lines)
 
 
 def test_the_column_that_can_be_spared_most_goes_first_and_is_named():
-    assert shown(FittedTable("rows", COLUMNS), 40)[-1] == "no room here for: bar"
+    assert shown(table("rows", COLUMNS), 40)[-1] == "no room here for: bar"
     for width, names in ((20, "bar, why"), (8, "bar, why, time, s")):
-        assert " ".join(shown(FittedTable("rows", COLUMNS), width)).endswith(f"no room here for: {names}")
+        assert " ".join(shown(table("rows", COLUMNS), width)).endswith(f"no room here for: {names}")
 
 
 def test_words_wrap_and_figures_do_not():
-    lines = shown(FittedTable("rows", COLUMNS), 36)
+    lines = shown(table("rows", COLUMNS), 36)
     assert " ".join(" ".join(line.split()) for line in lines).count("a reason of") == 1
     assert lines[3].split()[:2] == ["1", "12.5"]
     assert max(map(len, lines)) <= 36
 
 
 def test_a_column_in_which_nothing_was_measured_is_left_out_without_a_word():
-    lines = shown(FittedTable("rows", [Column("batch", ["1", "2"]), Column("power", ["-", ""])]))
+    lines = shown(table("rows", [words("batch", ["1", "2"]), words("power", ["-", ""])]))
     assert lines[1] == "batch"
     assert "power" not in " ".join(lines)
 
 
 def test_decimal_points_stand_under_one_another():
-    lines = shown(FittedTable("rows", [Column("samples/s", ["16.6 ", "140   ", "9.25"])]))
+    lines = shown(table("rows", [numbers("samples/s", [16.6, 140.0, 9.25])]))
     assert lines[3].index(".") == lines[5].index(".") == len(lines[4])
 
 
 def test_text_in_brackets_is_no_markup():
-    assert "[red]x" in " ".join(shown(FittedTable("[b]", [Column("why", ["[red]x"])])))
+    assert "[red]x" in " ".join(shown(table("[b]", [words("why", ["[red]x"])])))
 
 
 def test_a_bar_is_as_long_as_its_share():

@@ -69,7 +69,7 @@ def test_no_figure_is_cut_however_narrow_the_terminal(result_of, name, width):
 def test_one_screen_holds_the_answer_its_proof_and_the_figures(result_of, name):
     screen = "\n".join(shown(result_of(name), 80).splitlines()[:24])
     answer = "speed-up" if name == "tune" else "largest batch 176"
-    order = [answer, "177 did not (oom)", "peak memory, MiB", "◉ checked"]
+    order = [answer, "177 did not (oom)", "peak memory, MiB", "◉ final check"]
     places = [screen.index(each) for each in order]
     assert places == sorted(places)
     assert "throughput, samples/s" in screen

@@ -5,16 +5,17 @@ import io
 import pytest
 from rich.console import Console
 
-from batchtune.report.terminal.figures import Figures, memory, throughput
+from batchtune.report.terminal.figures import Figures
+from batchtune.report.view.plots import memory, throughput
 
 
 def layers(figure):
-    return {layer.mark: layer for layer in figure[0] if layer.points}
+    return {each.mark: each for each in figure.series}
 
 
 def shown(probe, width=80):
     page = io.StringIO()
-    Console(file=page, width=width).print(Figures(probe))
+    Console(file=page, width=width).print(Figures([plot for plot in (memory([probe]), throughput([probe])) if plot]))
     return page.getvalue().splitlines()
 
 
@@ -24,13 +25,14 @@ def made(result_of):
 
 
 def test_memory_shows_fits_and_the_check_under_the_limit_and_failures_above_it(made):
-    drawn = layers(memory(made))
+    drawn = layers(memory([made]))
     limit = made.memory_limit_bytes / 2**20
     assert drawn["limit"].points == [(0, limit)]
     assert [batch for batch, _ in drawn["fit"].points] == [1, 64, 176]
     assert [batch for batch, _ in drawn["checked"].points] == [176]
     assert [batch for batch, _ in drawn["oom"].points] == [256, 177]
-    assert min(height for _, height in drawn["oom"].points) > limit > drawn["fit"].points[-1][1]
+    assert {height for _, height in drawn["oom"].points} == {limit}
+    assert limit > drawn["fit"].points[-1][1]
     lines = shown(made)
     failures = next(number for number, line in enumerate(lines) if "×" in line)
     assert "╌" in lines[failures + 1]
@@ -41,28 +43,28 @@ def test_other_failures_have_a_sign_of_their_own(made):
         attempt.model_copy(update={"outcome": "crash"}) if attempt.outcome == "oom" else attempt
         for attempt in made.attempts
     ]
-    drawn = layers(memory(made.model_copy(update={"attempts": attempts})))
+    drawn = layers(memory([made.model_copy(update={"attempts": attempts})]))
     assert "oom" not in drawn
     assert len(drawn["failed"].points) == 2
 
 
 def test_a_limit_far_above_the_peaks_is_named_and_not_drawn(made):
     fits = [attempt for attempt in made.attempts if attempt.fits]
-    figure = memory(made.model_copy(update={"attempts": fits, "memory_limit_bytes": 2**40}))
+    figure = memory([made.model_copy(update={"attempts": fits, "memory_limit_bytes": 2**40})])
     assert "limit" not in layers(figure)
-    assert figure[2].title == "peak memory, MiB (limit 1,024.0 GiB)"
+    assert (figure.y.title, figure.note) == ("peak memory, MiB", "limit 1,024.0 GiB")
 
 
 def test_speeds_stand_on_the_fitted_curve_with_the_size_from_which_more_gains_little(made):
-    drawn = layers(throughput(made))
-    assert [batch for batch, _ in drawn["fit"].points] == [8, 16, 32, 64, 128, 176]
-    assert drawn["checked"].points == [drawn["fit"].points[4]]
-    assert drawn["curve"].points[0] == pytest.approx(drawn["fit"].points[0])
-    assert drawn["curve"].points[-1] == pytest.approx(drawn["fit"].points[-1])
+    drawn = layers(throughput([made]))
+    assert [batch for batch, _ in drawn["measured"].points] == [8, 16, 32, 64, 128, 176]
+    assert drawn["knee"].points == [drawn["measured"].points[4]]
+    assert drawn["curve"].points[0] == pytest.approx(drawn["measured"].points[0])
+    assert drawn["curve"].points[-1] == pytest.approx(drawn["measured"].points[-1])
 
 
 def test_a_speed_without_a_fit_has_no_curve(made):
-    assert set(layers(throughput(made.model_copy(update={"throughput_fit": None})))) == {"fit"}
+    assert set(layers(throughput([made.model_copy(update={"throughput_fit": None})]))) == {"measured"}
 
 
 @pytest.mark.parametrize(("width", "together"), [(60, False), (80, True), (120, True), (300, True)])

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchtune.report.terminal.plots import MIN_WIDTH, Axis, Layer, draw
+from batchtune.report.terminal.plots import MIN_WIDTH, draw
+from batchtune.report.view.model import Axis, Series
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 POINTS = st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=12)
 MARKS = ["fit", "checked", "oom", "failed", "limit", "curve"]
-ANY_LAYERS = st.lists(st.builds(Layer, st.sampled_from(MARKS), st.just("some name"), POINTS), min_size=1, max_size=4)
+ANY_LAYERS = st.lists(st.builds(Series, st.sampled_from(MARKS), st.just("some name"), POINTS), min_size=1, max_size=4)
 SIGNS = {"fit": "●", "checked": "◉", "oom": "×", "failed": "!", "limit": "╌"}
 
 
@@ -32,7 +33,7 @@ def places(lines, sign):
 
 
 @example(
-    layers=[Layer("fit", "some name", [(1.58e-157, -5.9e166)])],
+    layers=[Series("fit", "some name", [(1.58e-157, -5.9e166)])],
     width=20,
     height=1,
     logs=(False, False),
@@ -56,14 +57,14 @@ def test_no_line_is_wider_than_asked_whatever_the_numbers(layers, width, height,
 
 @given(points=POINTS, width=st.integers(30, 120))
 def test_every_point_has_its_sign_unless_another_took_its_cell(points, width):
-    lines = drawn(Layer("fit", "", points), width=width)
+    lines = drawn(Series("fit", "", points), width=width)
     shown = places(lines, "●")
     assert 1 <= len(shown) <= len(set(points))
     assert all(0 <= row < 6 for _, row in shown)
 
 
 def test_larger_numbers_stand_further_right_and_higher():
-    lines = drawn(Layer("fit", "fits", [(0, 0), (50, 5), (100, 10)]))
+    lines = drawn(Series("fit", "fits", [(0, 0), (50, 5), (100, 10)]))
     (left, low), (middle, half), (right, high) = sorted(places(lines, "●"))
     assert left < middle < right
     assert low == 0 < half < high == 5
@@ -71,7 +72,7 @@ def test_larger_numbers_stand_further_right_and_higher():
 
 
 def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
-    lines = drawn(Layer("fit", "fits", [(8, 1), (32, 2), (128, 3)]), x_axis=Axis("batch", log=True))
+    lines = drawn(Series("fit", "fits", [(8, 1), (32, 2), (128, 3)]), x_axis=Axis("batch", log=True))
     first, second, third = sorted(column for column, _ in places(lines, "●"))
     assert second - first == pytest.approx(third - second, abs=1)
     assert [label for label in ("8", "16", "32", "64", "128") if label in " ".join(lines).split()] == [
@@ -81,64 +82,64 @@ def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
 
 def test_one_point_and_equal_points_are_drawn_once():
     for points in ([(7, 3)], [(7, 3)] * 4):
-        lines = drawn(Layer("fit", "fits", points))
+        lines = drawn(Series("fit", "fits", points))
         assert len(places(lines, "●")) == 1
         assert any(line.split()[:1] == ["3"] for line in lines)
 
 
 @pytest.mark.parametrize("points", [[(-1e308, -1e308), (1e308, 1e308)], [(5e-324, 5e-324), (1e-323, 1e-323)]])
 def test_the_ends_of_the_floating_point_numbers_are_drawn(points):
-    assert len(places(drawn(Layer("fit", "fits", points)), "●")) == 2
+    assert len(places(drawn(Series("fit", "fits", points)), "●")) == 2
 
 
 def test_figures_that_are_none_are_left_out():
     odd = [(float("nan"), 1.0), (1.0, float("inf"))]
-    assert drawn(Layer("fit", "fits", odd)) == []
-    assert len(places(drawn(Layer("fit", "fits", [*odd, (1, 1)])), "●")) == 1
+    assert drawn(Series("fit", "fits", odd)) == []
+    assert len(places(drawn(Series("fit", "fits", [*odd, (1, 1)])), "●")) == 1
     assert drawn() == []
 
 
 def test_a_limit_is_a_line_across_that_failures_cover():
-    lines = drawn(Layer("limit", "limit 20 GiB", [(0, 20)]), Layer("oom", "out of memory", [(0, 20), (10, 20)]))
+    lines = drawn(Series("limit", "limit 20 GiB", [(0, 20)]), Series("oom", "out of memory", [(0, 20), (10, 20)]))
     (row,) = {row for _, row in places(lines, "╌")}
     assert {row for _, row in places(lines, "×")} == {row}
 
 
 def test_a_curve_runs_between_its_points_in_dots_and_covers_no_sign():
-    lines = drawn(Layer("curve", "fitted", [(0, 0), (100, 10)]), Layer("fit", "measured", [(0, 0)]))
+    lines = drawn(Series("curve", "fitted", [(0, 0), (100, 10)]), Series("fit", "measured", [(0, 0)]))
     assert len(places(lines, "●")) == 1
     dotted = [line for line in lines if any("\u2801" <= char <= "\u28ff" for char in line)]
     assert len(dotted) >= 6
 
 
 def test_axes_have_their_names_and_round_labels():
-    lines = drawn(Layer("fit", "fits", [(1, 5), (176, 20)]), y_axis=Axis("peak memory, GiB", from_zero=True))
+    lines = drawn(Series("fit", "fits", [(1, 5), (176, 20)]), y_axis=Axis("peak memory, GiB", from_zero=True))
     assert lines[0] == "peak memory, GiB"
     assert [line.split()[0] for line in lines if "┤" in line] == ["20", "10", "0"]
     assert "micro-batch size" in "".join(lines)
 
 
 def test_a_legend_names_each_sign_once_and_wraps():
-    layers = [Layer(mark, f"what {mark} means", [(1, 1), (2, 2)]) for mark in SIGNS]
+    layers = [Series(mark, f"what {mark} means", [(1, 1), (2, 2)]) for mark in SIGNS]
     text = " ".join(drawn(*layers, width=30))
     assert all(f"{sign} what {mark} means" in " ".join(text.split()) for mark, sign in SIGNS.items())
 
 
 def test_a_layer_without_a_name_is_not_in_the_legend():
-    lines = drawn(Layer("limit", "", [(1, 2)]), Layer("fit", "fits", [(1, 1)]))
+    lines = drawn(Series("limit", "", [(1, 2)]), Series("fit", "fits", [(1, 1)]))
     assert lines[-1].split("micro-batch size")[1].strip() == "● fits"
 
 
 def test_an_axis_of_whole_numbers_has_no_labels_in_between():
     points = [(0, 1), (2, 3)]
-    assert "0.5" in drawn(Layer("fit", "fits", points))[-2].split()
-    assert drawn(Layer("fit", "fits", points), x_axis=Axis("batch", whole=True))[-2].split() == ["0", "1", "2"]
+    assert "0.5" in drawn(Series("fit", "fits", points))[-2].split()
+    assert drawn(Series("fit", "fits", points), x_axis=Axis("batch", whole=True))[-2].split() == ["0", "1", "2"]
 
 
 def test_there_is_no_figure_where_its_labels_alone_would_fill_the_room():
-    assert drawn(Layer("fit", "fits", [(1, 1)]), width=MIN_WIDTH - 1) == []
+    assert drawn(Series("fit", "fits", [(1, 1)]), width=MIN_WIDTH - 1) == []
 
 
 def test_signs_tell_apart_what_colours_tell_apart():
-    legends = [drawn(Layer(mark, "it", [(1, 1)]))[-1].removesuffix(" it")[-1] for mark in MARKS]
+    legends = [drawn(Series(mark, "it", [(1, 1)]))[-1].removesuffix(" it")[-1] for mark in MARKS]
     assert len(set(legends)) == len(MARKS)

@@ -6,14 +6,16 @@ import re
 from rich.console import Console
 
 from batchtune.document import Attempt, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
-from batchtune.report.terminal import tables as text_tables
 from batchtune.report.terminal.report import render
+from batchtune.report.terminal.table import FittedTable
+from batchtune.report.view import estimate, tune
+from batchtune.report.view.probe import attempts, throughput
 from batchtune.result import Result
 
 
 def lines_of(table, width=100):
     page = io.StringIO()
-    Console(file=page, width=width).print(table)
+    Console(file=page, width=width).print(FittedTable(table))
     return page.getvalue().splitlines()
 
 
@@ -25,7 +27,9 @@ def text_of(*probes, kind="probe"):
         probe=probes[0],
         probes=list(probes) if len(probes) > 1 else None,
     )
-    return "\n".join(lines_of(render(result), 160))
+    page = io.StringIO()
+    Console(file=page, width=160).print(render(result))
+    return page.getvalue()
 
 
 def probe(precision, batch=64, rate=100.0, **more):
@@ -38,13 +42,17 @@ def probe(precision, batch=64, rate=100.0, **more):
     )
 
 
+def estimates_of(result):
+    return lines_of(estimate.section(result.estimates).tables[0])
+
+
 def row_of(text, precision):
     table = text[text.index("precisions compared") :]
     return next(line.split() for line in table.splitlines() if line.split()[:1] == [precision])
 
 
 def test_every_attempt_is_listed_in_order_with_its_memory_drawn_against_the_limit(probed):
-    first, failed, last = lines_of(text_tables.attempts(probed.probe))[3:]
+    first, failed, last = lines_of(attempts(probed.probe))[3:]
     assert first.split()[:3] == ["1", "fit", "5"]
     assert first.count("█") == 3  # a quarter of twelve
     assert last.count("█") == 9
@@ -57,13 +65,13 @@ def test_every_attempt_is_listed_in_order_with_its_memory_drawn_against_the_limi
 def test_attempts_stay_readable_in_a_narrow_terminal_whatever_the_message(probed):
     long = Attempt(batch_size=123456, outcome="kernel_limit", message="a reason of many words, and then some " * 6)
     probe = probed.probe.model_copy(update={"attempts": [*probed.probe.attempts, long]})
-    lines = lines_of(text_tables.attempts(probe), 50)
+    lines = lines_of(attempts(probe), 50)
     assert max(map(len, lines)) <= 50
     assert all(word in " ".join(lines) for word in ("123,456", "kernel_limit", "peak, GiB", "outcome"))
 
 
 def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):
-    lines = lines_of(text_tables.trials(tuned))
+    lines = lines_of(tune.runs(tuned))
     assert lines[0].strip() == "all runs, best first; ● with what is recommended"
     runs = [line.split() for line in lines if re.search(r"baseline|search", line)]
     assert [cells[0] for cells in runs] == ["●", "0", "●"]
@@ -73,8 +81,8 @@ def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):
 
 def test_of_many_runs_the_best_are_shown_and_counted(tuned):
     many = [tuned.trials[1].model_copy(update={"number": n, "time_to_target_seconds": 90.0 - n}) for n in range(30)]
-    lines = lines_of(text_tables.trials(tuned.model_copy(update={"trials": many})))
-    assert lines[0].startswith("the 12 best of 30 runs")
+    lines = lines_of(tune.runs(tuned.model_copy(update={"trials": many})))
+    assert lines[0].strip() == "all runs, best first; ● with what is recommended, the first 12 of 30"
     assert [line.split()[1] for line in lines[3:]] == [str(n) for n in range(29, 17, -1)]
 
 
@@ -85,31 +93,30 @@ def test_runs_of_a_metric_to_maximise_are_ranked_by_it(result_of):
         | {"value": value}
         for n, value in enumerate((0.5, 0.9, 0.7))
     ]
-    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert [line.split()[0] for line in lines[3:]] == ["1", "2", "0"]
     assert "to target" not in lines[1]
 
 
 def test_estimates_are_named_as_such_each_with_its_error(result_of):
-    lines = lines_of(text_tables.estimates(result_of("estimate")))
+    lines = estimates_of(result_of("estimate"))
     assert "estimated, not measured" in lines[0]
-    assert lines[3].split() == ["RTX", "4090", "24", "bf16", "288", "264", "1,200", "6", "high", "±4%"]
+    assert lines[3].split() == ["RTX", "4090", "24", "288", "264", "1,200", "6", "high", "±4%"]
 
 
 def test_a_size_beyond_which_nothing_was_looked_at_is_marked(result_of):
     row = result_of("estimate").estimates[0].model_copy(update={"limited_by": "max", "safe_max_batch_size": 288})
-    lines = lines_of(text_tables.estimates(result_of("estimate").model_copy(update={"estimates": [row]})))
-    assert lines[3].split()[4:6] == ["≥288", "≥288"]
+    lines = estimates_of(result_of("estimate").model_copy(update={"estimates": [row]}))
+    assert lines[3].split()[3:5] == ["≥288", "≥288"]
 
 
 def test_memory_is_told_by_phase_with_what_holds_the_most_activations(result_of):
-    lines = lines_of(text_tables.memory_details(result_of("estimate")), width=160)
+    section = estimate.memory(result_of("estimate").details)
+    lines = lines_of(section.tables[0], width=160)
     assert lines[0].startswith("what memory is for at its peak, estimated")
     assert lines[3].split()[:10] == ["bf16", "1,692", "130", "4", "4", "8", "104", "10", "backward", "2"]
-    (detail,) = result_of("estimate").details
-    assert "backward 2, most activations are held by blocks.*.up (model.py:21): 60.0 GiB" in text_tables.held_most(
-        detail
-    )
+    (note,) = section.notes
+    assert "backward 2, most activations are held by blocks.*.up (model.py:21): 60.0 GiB" in note
 
 
 def test_precisions_stand_side_by_side():
@@ -140,9 +147,9 @@ def test_what_held_the_clocks_back_is_shown_where_something_did():
 
 
 def test_sensors_that_do_not_exist_have_no_columns():
-    bare, warm = (lines_of(text_tables.throughput(probe("bf16", **more)))[1] for more in ({}, {"power_watts": 312.0}))
-    assert bare.split() == ["batch", "samples/s", "step,", "s"]
-    assert warm.split() == ["batch", "samples/s", "step,", "s", "power,", "W"]
+    bare, warm = (lines_of(throughput(probe("bf16", **more)))[1] for more in ({}, {"power_watts": 312.0}))
+    assert bare.split() == ["batch", "samples/s", "of", "best", "step,", "s"]
+    assert warm.split() == ["batch", "samples/s", "of", "best", "step,", "s", "power,", "W"]
 
 
 def test_the_verdict_on_the_data_loader_is_shown():
@@ -151,8 +158,8 @@ def test_the_verdict_on_the_data_loader_is_shown():
 
 
 def test_runs_of_a_study_of_energy_are_ranked_by_it(result_of):
-    lines = lines_of(text_tables.trials(result_of("tune of energy")))
-    assert "to target, J" in lines[1]
+    lines = lines_of(tune.runs(result_of("tune of energy")))
+    assert "energy, J" in lines[1]
     joules = [re.search(r"\d,000", line) for line in lines[3:]]
     assert [found[0] if found else None for found in joules] == [
         "3,000", "4,000", "5,000", "7,000", "9,000", None, None
@@ -163,14 +170,14 @@ def test_where_no_run_got_there_the_best_metric_comes_first(result_of):
     common = {"batch_size": 32, "learning_rate": 0.1, "precision": "bf16", "seed": 0, "state": "pruned"}
     trials = [{"number": number, "value": value} | common for number, value in enumerate((0.5, 0.1, 0.3))]
     target = {"metric": "val_loss", "goal": "minimize", "kind": "time_to_target", "value": 0.01}
-    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "0"]
 
 
 def test_joules_that_were_counted_besides_do_not_rank_the_runs(result_of):
     study = result_of("tune of energy")
     timed = study.target.model_copy(update={"kind": "time_to_target"})
-    lines = lines_of(text_tables.trials(study.model_copy(update={"target": timed})))
+    lines = lines_of(tune.runs(study.model_copy(update={"target": timed})))
     assert [line.split()[1] for line in lines[3:6] if "●" in line] == ["2", "5"]
 
 
@@ -182,5 +189,5 @@ def test_what_a_run_had_reached_before_it_broke_is_no_best(result_of):
         {"number": 2, "state": "fail", "outcome": "crash", "value": 0.2} | common,
     ]
     target = {"metric": "val_loss", "goal": "minimize"}
-    lines = lines_of(text_tables.trials(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert lines[3].split()[0] == "1"

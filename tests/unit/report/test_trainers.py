@@ -8,8 +8,9 @@ import yaml
 
 from batchtune.document import DataParallel, Environment, TaskInfo
 from batchtune.errors import UsageError
-from batchtune.report.export.snippets import SNIPPETS, snippet
+from batchtune.report.export.settings import pytorch
 from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.view.read import view_of
 
 
 def on(device_type, result, **recommended):
@@ -141,7 +142,7 @@ def test_a_study_without_a_recommendation_exports_no_batch_of_its_probe(result_o
         with pytest.raises(UsageError, match="this tune is failed: it has no recommendation; 'batchtune report' says"):
             export.text(nothing)
         assert export.snippet(nothing) == ""
-    assert snippet(nothing) == ""
+    assert pytorch(nothing) == ""
 
 
 def test_a_size_that_is_not_yet_checked_is_said_to_be_wherever_it_is_written(result_of):
@@ -151,7 +152,7 @@ def test_a_size_that_is_not_yet_checked_is_said_to_be_wherever_it_is_written(res
     for export in EXPORTS.values():
         assert export.said_beside(found)[0].startswith("the largest batch that trained so far: not checked")
         assert not any("not checked" in said for said in export.said_beside(checked))
-    assert "not checked in a fresh process" in snippet(found)
+    assert "not checked in a fresh process" in pytorch(found)
 
 
 def test_a_result_without_a_size_that_ran_is_refused(result_of):
@@ -207,9 +208,9 @@ def test_what_a_text_cannot_say_is_said_beside_it(tuned):
 
 
 def test_a_page_shows_only_what_can_be_exported(tuned, result_of):
-    shown = {title: write(tuned) for title, write in SNIPPETS.items()}
+    shown = view_of(tuned).settings
     assert shown["HF TrainingArguments"] == EXPORTS["hf"].text(tuned)
-    assert [title for title, write in SNIPPETS.items() if write(result_of("estimate"))] == ["Markdown"]
+    assert view_of(result_of("estimate")).settings == {}
 
 
 @pytest.mark.parametrize(

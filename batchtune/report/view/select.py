@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.document import (
-    Attempt,
-    Document,
-    Estimate,
-    Prior,
-    ProbeResult,
-    Recommendation,
-    ThroughputFit,
-    Trial,
-    Value,
-)
+from batchtune.document import Attempt, Document, ProbeResult, Recommendation, ThroughputFit, ThroughputPoint, Trial
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
 """What a study can want the best of: fields of trials, and of recommendations."""
-UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 
 _BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
 _CURVE_POINTS = 80
-_NAMED = 3  # GPUs before a note
 _FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 
 
 def probes_of(result: Document) -> list[ProbeResult]:
     """The probe of each precision."""
     return result.probes or ([result.probe] if result.probe else [])
+
+
+def chosen_probe(result: Document) -> ProbeResult | None:
+    """The one that stands for the result."""
+    return result.probe or next(iter(probes_of(result)), None)
+
+
+def fastest(probe: ProbeResult) -> ThroughputPoint | None:
+    """Where the most samples a second were measured."""
+    return max(probe.throughput, key=lambda point: point.samples_per_second, default=None)
+
+
+def ran(result: Document) -> list[Trial]:
+    """The runs of a study that began, by their number."""
+    return [trial for trial in result.trials or [] if trial.state != "waiting"]
+
+
+def metric_of(result: Document) -> str:
+    """What the study's metric is called."""
+    return result.target.metric if result.target else "metric"
 
 
 def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
@@ -47,10 +55,10 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
 
 def objective(result: Document) -> str:
     """What the study wanted the best of; where an earlier version did not write that down, what its trials have."""
-    ran, kind = result.trials or [], result.target.kind if result.target else None
+    kind = result.target.kind if result.target else None
     if kind is not None:
         return {"time_to_target": SECONDS, "energy_to_target": JOULES, "best_metric": VALUE}[kind]
-    return SECONDS if any(trial.time_to_target_seconds is not None for trial in ran) else VALUE
+    return SECONDS if any(trial.time_to_target_seconds is not None for trial in result.trials or []) else VALUE
 
 
 def is_broken(trial: Trial) -> bool:
@@ -64,66 +72,11 @@ def score(trial: Trial, key: str) -> float | None:
     return value
 
 
-def named_values(values: Mapping[str, Value]) -> str:
-    """Arguments as one writes them in a call."""
-    return ", ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
-    )
-
-
-def believed(prior: Prior) -> str:
-    """Where the search for the learning rate started, and why."""
-    at = f" at batch {prior.start_batch_size}" if prior.start_batch_size else ""
-    about = f"about {prior.learning_rate:.2g}{at}, give or take {prior.learning_rate_decades:.1f} decades"
-    return f"{about}: {prior.learning_rate_reason}"
-
-
-def to_train_with(result: Document) -> Recommendation | None:
-    """The settings to train with, all of which ran: those recommended, or the largest batch where only that was asked.
-
-    A probe tries no learning rates, so its settings have none.
-    """
-    probe = result.probe if result.kind == "probe" else None
-    if result.recommendation is not None or probe is None or probe.max_batch_size is None:
-        return result.recommendation
-    steps = probe.gradient_accumulation_steps or 1
-    ranks = probe.data_parallel.world_size if probe.data_parallel else 1
-    return Recommendation(
-        micro_batch_size=probe.max_batch_size,
-        gradient_accumulation_steps=steps,
-        world_size=ranks,
-        global_batch_size=probe.max_batch_size * steps * ranks,
-        precision=probe.precision,
-        reason="the largest batch that trains" if probe.verified_in_fresh_process else UNCHECKED,
-    )
-
-
 def peak_of(attempt: Attempt) -> int | None:
     """The peak memory of an attempt that fits, in bytes: reserved, or allocated where that is not known."""
     if not attempt.fits:
         return None
     return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
-
-
-def estimated(row: Estimate, largest: int | None) -> str:
-    """One of an estimate's sizes; marked where larger ones were not looked at, '-' where there is none."""
-    if largest is None:
-        return "-"
-    unbounded = row.limited_by == "max" and largest >= (row.max_batch_size or 0)
-    return f"{'≥' if unbounded else ''}{largest:,}"
-
-
-def estimate_notes(estimates: Sequence[Estimate]) -> Iterator[str]:
-    """Every note once, with the GPUs it is about where those are not all."""
-    about: dict[str, list[str]] = {}
-    for row in estimates:
-        for note in row.notes:
-            about.setdefault(note, []).append(row.gpu)
-    for note, rows in about.items():
-        names = list(dict.fromkeys(rows))
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        whose = "" if len(rows) == len(estimates) else f" for {', '.join(names[:_NAMED])}{more}"
-        yield f"note{whose}: {note}"
 
 
 @dataclass(frozen=True, slots=True)

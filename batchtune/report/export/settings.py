@@ -1,0 +1,60 @@
+"""The settings to train with, all of which ran: which they are, whether they were checked, and as plain PyTorch."""
+
+from __future__ import annotations
+
+from batchtune.document import Document, Recommendation
+
+UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
+"""What is said of settings of which `is_checked` is false."""
+
+
+def is_checked(result: Document) -> bool:
+    """Whether the settings ran in a fresh process, with evaluation and saving, or in a study."""
+    return result.recommendation is not None or result.probe is None or result.probe.verified_in_fresh_process
+
+
+def to_train_with(result: Document) -> Recommendation | None:
+    """The settings: those recommended, or the largest batch where only that was asked.
+
+    A probe tries no learning rates, so its settings have none.
+    """
+    probe = result.probe if result.kind == "probe" else None
+    if result.recommendation is not None or probe is None or probe.max_batch_size is None:
+        return result.recommendation
+    steps = probe.gradient_accumulation_steps or 1
+    ranks = probe.data_parallel.world_size if probe.data_parallel else 1
+    return Recommendation(
+        micro_batch_size=probe.max_batch_size,
+        gradient_accumulation_steps=steps,
+        world_size=ranks,
+        global_batch_size=probe.max_batch_size * steps * ranks,
+        precision=probe.precision,
+        reason="the largest batch that trains" if is_checked(result) else UNCHECKED,
+    )
+
+
+def pytorch(result: Document) -> str:
+    """The settings as lines of plain PyTorch; '' where there are none that ran."""
+    found = to_train_with(result)
+    if found is None:
+        return ""
+    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    lines = [f"batch_size = {found.micro_batch_size}{largest}"]
+    lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+    if found.learning_rate is not None:
+        lines.append(f"learning_rate = {found.learning_rate!r}")
+    lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    if found.total_steps is not None:
+        lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
+    types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    if found.precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
+    elif found.precision == "tf32":
+        lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
+    return "\n".join(lines)
+
+
+def recommendation_json(result: Document) -> str:
+    """The recommendation alone, for a program's configuration."""
+    found = result.recommendation
+    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)

@@ -1,0 +1,207 @@
+"""The words of a result: each code's, and the sentences that are made from codes and figures, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from batchtune.document import (
+    DataParallel,
+    Environment,
+    Estimate,
+    MemoryDetail,
+    Prior,
+    ProbeResult,
+    Recommendation,
+    Target,
+    ThroughputFit,
+    Value,
+)
+from batchtune.report.view.model import Fact, Tone
+from batchtune.units import duration, number, share, size
+
+OUTCOMES = {
+    "oom": "out of memory",
+    "kernel_limit": "kernel limit",
+    "crash": "crashed",
+    "timeout": "timed out",
+    "user_error": "the task's code raised",
+}
+"""Of attempts that did not fit."""
+_LIMITED_BY = {
+    "memory": "the next size runs out of memory",
+    "max": "limited by --max",
+    "dataset": "limited by the size of the training set",
+}
+_TONES: dict[str, Tone] = dict.fromkeys(("fit", "reached", "finished", "complete"), "good")
+_TONES |= dict.fromkeys((*OUTCOMES, "diverged", "fail"), "bad")
+_NAMED = 3  # GPUs before a note
+
+
+def tone(outcome: str) -> Tone:
+    """Whether an outcome of an attempt or a run is welcome."""
+    return _TONES.get(outcome, "caution")
+
+
+def sentence(text: str) -> str:
+    """A text with a capital and a full stop."""
+    return text[:1].upper() + stopped(text[1:])
+
+
+def stopped(text: str) -> str:
+    """A text with a full stop."""
+    return text if text.endswith((".", "!", "?")) or not text else f"{text}."
+
+
+def counted(count: int, name: str) -> str:
+    """So many of something."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def named_values(values: Mapping[str, Value]) -> str:
+    """Arguments as one writes them in a call."""
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+    )
+
+
+def largest_batch(probe: ProbeResult) -> str:
+    """The largest batch of a probe, or that there is none: not always is it memory that was missing."""
+    if probe.max_batch_size is not None:
+        return f"{probe.max_batch_size:,}"
+    if any(each.purpose == "verify" for each in probe.attempts):
+        return "nothing passed the final check"
+    raises = bool(probe.attempts) and all(each.outcome == "user_error" for each in probe.attempts)
+    return "nothing trains" if raises else "nothing fits"
+
+
+def batch_text(recommendation: Recommendation) -> str:
+    """A batch size with how it is made up, where it is more than one micro-batch."""
+    text = str(recommendation.global_batch_size)
+    if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
+        text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
+        text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
+    return text
+
+
+def machine(where: Environment) -> str:
+    """The device and the versions that something was measured with, as far as they are known."""
+    versions = [f"{name} {version}" for name, version in (("torch", where.torch), ("CUDA", where.cuda)) if version]
+    return ", ".join([where.device, *versions])
+
+
+def certificate(probe: ProbeResult) -> str:
+    """Why the largest batch can be relied on, as one sentence without its subject."""
+    parts = []
+    if probe.verified_in_fresh_process:
+        parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
+    else:
+        parts.append("not yet checked in a fresh process")
+    if probe.first_failing_batch_size is not None:
+        last = {attempt.batch_size: attempt.outcome for attempt in probe.attempts}
+        parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
+    elif probe.limited_by:
+        parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
+    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
+        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
+    return "; ".join(parts)
+
+
+def certificate_facts(probe: ProbeResult) -> list[Fact]:
+    """The same, and more, fact by fact; those that are not known are left out."""
+    failing, limit, peak = probe.first_failing_batch_size, probe.memory_limit_bytes, probe.peak_reserved_bytes
+    failure = next((each for each in reversed(probe.attempts) if each.batch_size == failing and not each.fits), None)
+    why = OUTCOMES.get(failure.outcome, failure.outcome) if failure else "did not run"
+    checked = f"ran {probe.verify_steps} steps, then evaluation and saving, in a fresh process"
+    of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit else ""
+    failures = sum(not attempt.fits for attempt in probe.attempts)
+    facts = {
+        "precision": probe.precision,
+        "largest that fits": largest_batch(probe),
+        "checked": checked if probe.verified_in_fresh_process else "not yet in a fresh process",
+        "smallest that fails": "none was met" if failing is None else f"{failing:,} ({why})",
+        "reason given": failure.message if failure else None,
+        "limited by": {"max": "--max", "dataset": "the training set"}.get(probe.limited_by or "", probe.limited_by),
+        "peak reserved": f"{size(peak)}{of_limit}" if peak else None,
+        "peak allocated": size(probe.peak_allocated_bytes),
+        "memory limit": size(limit),
+        "attempts": f"{len(probe.attempts)}, of which {failures} failed" if probe.attempts else None,
+        "took": duration(probe.seconds) if probe.seconds else None,
+    }
+    return [Fact(name, text) for name, text in facts.items() if text and text != "-"]
+
+
+def ranks(found: DataParallel) -> str:
+    """Several ranks in one sentence: the global batch, who limited it, and what their communication costs."""
+    accumulated = found.global_batch_size // (found.batch_size * found.world_size)
+    made_up = f"{found.batch_size:,} × " + (f"{accumulated} accumulated × " if accumulated > 1 else "")
+    parts = [f"{found.world_size} with {found.strategy} ({found.backend})"]
+    parts.append(f"global batch {found.global_batch_size:,} = {made_up}{found.world_size}")
+    if found.limiting_rank is not None:
+        parts.append(f"limited by rank {found.limiting_rank}")
+    if found.communication_seconds is not None and found.step_seconds is not None:
+        took = f"communication takes {duration(found.communication_seconds)} of a step's {duration(found.step_seconds)}"
+        parts.append(f"{took} ({share(found.communication_share)})")
+    elif found.step_seconds_without_communication is not None:
+        parts.append("communication takes less than could be measured")
+    if found.scaling_efficiency is not None:
+        parts.append(f"scaling efficiency {share(found.scaling_efficiency)}")
+    return "; ".join(parts)
+
+
+def step_time(fit: ThroughputFit) -> str:
+    """The fitted step time, where half of the peak speed is reached if that is a batch size, and where nearly all."""
+    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
+    if fit.saturation_batch_size is not None and fit.saturation_batch_size >= 1:
+        text += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
+    if fit.batch_size_within_5_percent is not None:
+        text += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
+    return text
+
+
+def target_text(target: Target) -> str:
+    """What counts as solved, and why."""
+    sign = "at most" if target.goal == "minimize" else "at least"
+    return f"{target.metric} {sign} {number(target.value, 4)}" + (f": {target.reason}" if target.reason else "")
+
+
+def start_of_search(prior: Prior) -> list[Fact]:
+    """Why the search looked where it did."""
+    at = f" at batch {prior.start_batch_size}" if prior.start_batch_size else ""
+    about = f"about {prior.learning_rate:.2g}{at}, give or take {prior.learning_rate_decades:.1f} decades"
+    reasons = {
+        "why these batch sizes": prior.batch_sizes_reason,
+        "why this micro-batch": prior.micro_batch_reason,
+        "why these learning rates": f"{about}: {prior.learning_rate_reason}",
+    }
+    return [Fact(name, why) for name, why in reasons.items() if why]
+
+
+def estimated(row: Estimate, largest: int | None) -> str:
+    """One of an estimate's sizes; marked where larger ones were not looked at, '-' where there is none."""
+    if largest is None:
+        return "-"
+    unbounded = row.limited_by == "max" and largest >= (row.max_batch_size or 0)
+    return f"{'≥' if unbounded else ''}{largest:,}"
+
+
+def estimate_notes(estimates: Sequence[Estimate]) -> Iterator[str]:
+    """Every note once, with the GPUs it is about where those are not all."""
+    about: dict[str, list[str]] = {}
+    for row in estimates:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.gpu)
+    for note, rows in about.items():
+        names = list(dict.fromkeys(rows))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        whose = "" if len(rows) == len(estimates) else f" for {', '.join(names[:_NAMED])}{more}"
+        yield f"note{whose}: {note}"
+
+
+def held_most(row: MemoryDetail) -> str:
+    """What holds the most activations at the estimated peak, and when that is."""
+    first = row.holders[0]
+    place = f" ({first.line})" if first.line else ""
+    return (
+        f"at the peak, in {row.peak_moment}, most activations are held by {first.module}{place}: "
+        f"{size(first.activation_bytes)} at {row.precision}, estimated"
+    )
