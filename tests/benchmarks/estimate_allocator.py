@@ -130,7 +130,8 @@ def estimated(
     sizes = sizes or sorted({max(1, min(2, largest)), max(1, largest // 3), max(1, largest * 19 // 20)})
     step = _step(tracer, gpu)
     events = events_of(step, sizes[len(sizes) // 2])
-    return {"limits": rows, "peaks": {size: _expected(step, size) for size in sizes}, "events": events}
+    peaks = {size: _expected(step, size, gpu["memory_bytes"]) for size in sizes}
+    return {"limits": rows, "peaks": peaks, "events": events}
 
 
 def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
@@ -143,12 +144,13 @@ def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
     return step.on(gpu_of(gpu["name"], gpu["generation"]))
 
 
-def _expected(step: Any, size: int) -> tuple[int, int, int]:
+def _expected(step: Any, size: int, device_bytes: int) -> tuple[int, int, int]:
     """Bytes allocated and reserved, and reserved with expandable segments."""
     from batchtune.estimate.memory.allocator import CachingAllocator, ExpandableAllocator
     from batchtune.estimate.memory.fit import replay
 
-    fixed, expandable = (replay(step, size, make()) for make in (CachingAllocator, ExpandableAllocator))
+    fixed = replay(step, size, CachingAllocator())
+    expandable = replay(step, size, ExpandableAllocator(device_bytes=device_bytes))
     return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes
 
 

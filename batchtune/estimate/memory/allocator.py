@@ -22,7 +22,6 @@ LARGE_SEGMENT_LIMIT_BYTES = 10 * MIB
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 _SEGMENT_GAP = 1 << 40  # segments are far apart, so that blocks of two never look adjacent
 _HIGHEST_ADDRESS = 1 << 62
-_ADDRESS_SPACE = 1 << 50  # of an expandable segment; the real one is 1.125 x the device's memory
 
 
 class OutOfMemory(Exception):
@@ -106,22 +105,26 @@ class CachingAllocator:
         return self._at.pop(candidates.pop(place)[1])
 
     def _grow(self, size: int, *, small: bool) -> Block:
+        segment = self._segment_bytes(size, small=small)
+        if self.capacity_bytes is not None and self.reserved_bytes + segment > self.capacity_bytes:
+            self.retries += 1
+            self._release_cached()
+            if self.reserved_bytes + segment > self.capacity_bytes:
+                raise OutOfMemory(segment)
+        return self._mapped(size, segment, small=small)
+
+    def _segment_bytes(self, size: int, *, small: bool) -> int:
         if small:
-            segment = SMALL_SEGMENT_BYTES
-        elif size < LARGE_SEGMENT_LIMIT_BYTES:
-            segment = LARGE_SEGMENT_BYTES
-        else:
-            segment = round_up(size, SEGMENT_ROUNDING_BYTES)
+            return SMALL_SEGMENT_BYTES
+        return LARGE_SEGMENT_BYTES if size < LARGE_SEGMENT_LIMIT_BYTES else round_up(size, SEGMENT_ROUNDING_BYTES)
+
+    def _mapped(self, size: int, segment: int, *, small: bool) -> Block:  # noqa: ARG002 - for those that expand
+        """New memory from the device: a segment of its own."""
         self._reserve(segment)
         self._next_address += self._gap
         return Block(self._next_address, segment, small)
 
     def _reserve(self, size: int) -> None:
-        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
-            self.retries += 1
-            self._release_cached()
-            if self.reserved_bytes + size > self.capacity_bytes:
-                raise OutOfMemory(size)
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
@@ -178,19 +181,23 @@ class FallingAllocator(CachingAllocator):
         super().__init__(capacity_bytes, falling=True)
 
 
-class ExpandableAllocator(CachingAllocator):
-    """The allocator with `expandable_segments:True`: one growing segment a pool, mapped page by page.
+def _page(*, small: bool) -> int:
+    return SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
 
-    Pages are 2 MiB in the small pool and 20 MiB in the large one; before an allocation fails, every wholly free page
-    is unmapped, wherever it lies.
+
+class ExpandableAllocator(CachingAllocator):
+    """The allocator with `expandable_segments:True`: a segment a pool that grows, mapped page by page.
+
+    Pages are 2 MiB in the small pool and 20 MiB in the large one. A block is compared with the capacity as a whole,
+    also where part of it is mapped already (here in whole pages, so that none passes the capacity; torch rounds later).
+    Before an allocation fails, every wholly free page is unmapped, wherever it lies. A segment has addresses for
+    1.125 x the device's memory, and best fit takes a block at its end to be as large as those let it become.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, device_bytes: int | None = None) -> None:
         super().__init__(capacity_bytes)
-        self._first = {
-            small: Block((2 - small) * _ADDRESS_SPACE, _ADDRESS_SPACE // 2, small, mapped=False)
-            for small in (True, False)
-        }
+        self._addresses = device_bytes + device_bytes // 8 if device_bytes else _SEGMENT_GAP // 2
+        self._segments: dict[bool, list[Block]] = {True: [], False: []}  # the first block of each, by pool
 
     def _splits(self, rest: int, *, small: bool) -> bool:  # noqa: ARG002 - the pool makes no difference here
         return rest >= ROUNDING_BYTES
@@ -210,57 +217,47 @@ class ExpandableAllocator(CachingAllocator):
             place += 1
         return self._at.pop(candidates.pop(place)[1])
 
-    def _grow(self, size: int, *, small: bool) -> Block:
+    def _segment_bytes(self, size: int, *, small: bool) -> int:
+        return round_up(size, _page(small=small))
+
+    def _mapped(self, size: int, segment: int, *, small: bool) -> Block:  # noqa: ARG002 - pages are mapped, not segments
         """Maps pages into the first hole that has room, together with the free block before it."""
-        try:
-            return self._map_into(self._hole(size, small=small), size)
-        except OutOfMemory:
-            self.retries += 1
-            self._release_cached()
-        return self._map_into(self._hole(size, small=small), size)
-
-    def _reserve(self, size: int) -> None:
-        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
-            raise OutOfMemory(size)
-        self.reserved_bytes += size
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-    def _hole(self, size: int, *, small: bool) -> Block:
-        block: Block | None = self._first[small]
-        start: Block | None = None
-        room, holed = 0, False
-        while block is not None:
-            if not block.free:
-                start, room, holed = None, 0, False
-            else:
-                start, room, holed = start or block, room + block.size, holed or not block.mapped
-                if holed and room >= size:
-                    return start
-            block = block.next
-        raise OutOfMemory(size)
-
-    def _map_into(self, block: Block, size: int) -> Block:
-        if not block.mapped:
-            self._map(block, size)
-        else:
+        block = self._hole(size, small=small)
+        if block.mapped:
             self._take_free(block)
-        try:
-            while block.size < size:
-                following = block.next
-                assert following is not None  # noqa: S101 - the hole was found to have room
-                if following.mapped:
-                    self._take_free(following)
-                else:
-                    self._map(following, size - block.size)
-                self._join(block, following)
-        except OutOfMemory:
-            self._insert_free(block)
-            raise
+        else:
+            self._map(block, size)
+        while block.size < size:
+            following = block.next
+            assert following is not None  # noqa: S101 - the hole was found to have room
+            if following.mapped:
+                self._take_free(following)
+            else:
+                self._map(following, size - block.size)
+            self._join(block, following)
         return block
 
+    def _hole(self, size: int, *, small: bool) -> Block:
+        for first in self._segments[small]:
+            block: Block | None = first
+            start: Block | None = None
+            room, holed = 0, False
+            while block is not None:
+                if not block.free:
+                    start, room, holed = None, 0, False
+                else:
+                    start, room, holed = start or block, room + block.size, holed or not block.mapped
+                    if holed and room >= size:
+                        return start
+                block = block.next
+        self._next_address += self._gap
+        self._segments[small].append(
+            Block(self._next_address, round_up(self._addresses, _page(small=small)), small, mapped=False)
+        )
+        return self._segments[small][-1]
+
     def _map(self, block: Block, size: int) -> None:
-        page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
-        pages = min(round_up(size, page), block.size)
+        pages = min(round_up(size, _page(small=block.small)), block.size)
         self._reserve(pages)
         if pages < block.size:
             self._split(block, pages)
@@ -268,8 +265,8 @@ class ExpandableAllocator(CachingAllocator):
 
     def _release_cached(self) -> None:
         for block in list(self._at.values()):
-            page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
-            base = (2 - block.small) * _ADDRESS_SPACE
+            page = _page(small=block.small)
+            base = block.address // _SEGMENT_GAP * _SEGMENT_GAP
             start = base + round_up(block.address - base, page)
             end = base + (block.address + block.size - base) // page * page
             if end > start:

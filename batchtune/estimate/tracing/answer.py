@@ -6,6 +6,7 @@ import gc
 import math
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from batchtune.estimate.calibration import Offsets
@@ -63,16 +64,17 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
         if not isinstance(found, FittedStep):
             notes.append(f"{found.reason}; sizes between traced ones are scaled")
-        searches: dict[Gpu, _Searches] = {}
+        searches: dict[tuple[Gpu, int], _Searches] = {}
         rows = []
         for gpu in gpus:
             facts, measured = (gpu["memory_bytes"], gpu["generation"], gpu["vendor"]), _measured(gpu)
             aligned = isinstance(found, FittedStep)
             sure = confidence(tracer.ops, notes, aligned=aligned, vendor=gpu["vendor"], measured=measured)
             kind = gpu_of(gpu["name"], gpu["generation"])
-            if kind not in searches:
-                searches[kind] = _Searches.of(step.on(kind))
-            rows.append(_row(searches[kind], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
+            key = kind, gpu["memory_bytes"]
+            if key not in searches:
+                searches[key] = _Searches.of(step.on(kind), gpu["memory_bytes"])
+            rows.append(_row(searches[key], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
         largest = max((row["max_batch_size"] for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
         return {"gpus": rows, "details": [detail(step, largest or 1)], "has_softmax": has_softmax}
@@ -146,8 +148,9 @@ class _Searches:
         return min(self.fixed(capacity_bytes), self.falling(capacity_bytes))
 
     @classmethod
-    def of(cls, step: Step) -> _Searches:
-        return cls(step, Search(step), Search(step, FallingAllocator), Search(step, ExpandableAllocator))
+    def of(cls, step: Step, device_bytes: int) -> _Searches:
+        expandable = partial(ExpandableAllocator, device_bytes=device_bytes)
+        return cls(step, Search(step), Search(step, FallingAllocator), Search(step, expandable))
 
 
 def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]:

@@ -160,6 +160,26 @@ def test_a_split_segment_cannot_be_given_back_but_an_expandable_one_can_lose_its
     assert allocator.reserved_bytes == 100 * MIB
 
 
+def test_an_expandable_segment_needs_room_for_all_of_a_block_even_where_part_of_it_is_mapped():
+    allocator = ExpandableAllocator(120 * MIB)
+    allocator.allocate(0, 80 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 10 * MIB)
+    allocator.allocate(2, 90 * MIB)  # 80 MiB and 20 more would do, but 80 and 100 are compared with the limit
+    assert (allocator.retries, allocator.reserved_bytes) == (1, 100 * MIB)
+
+
+@pytest.mark.parametrize(("device", "place"), [(80 * MIB, 70 * MIB), (800 * MIB, 0)], ids=["short", "long"])
+def test_a_block_at_the_end_of_an_expandable_segment_is_as_large_as_the_addresses_left(device, place):
+    allocator = ExpandableAllocator(device_bytes=device)
+    allocator.allocate(0, 60 * MIB)
+    start = allocator.blocks()[0].address
+    allocator.allocate(1, 10 * MIB)
+    allocator.free(0)  # 60 MiB in front, 10 MiB behind and 20 or 820 more that can be mapped
+    allocator.allocate(2, 8 * MIB)
+    assert start + place in [block.address for block in allocator.blocks() if not block.free]
+
+
 @pytest.mark.parametrize(("kind", "taken"), [(CachingAllocator, 0), (FallingAllocator, 1)], ids=["rising", "falling"])
 def test_of_equal_free_blocks_the_one_with_the_lowest_address_is_taken(kind, taken):
     allocator = kind()
