@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
-from batchtune.probe.throughput import SECONDS_PER_POINT
+from batchtune.probe.timing.throughput import SECONDS_PER_POINT
 
 
 @dataclass(frozen=True, kw_only=True)

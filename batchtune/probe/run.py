@@ -14,9 +14,9 @@ from batchtune.estimate.calibration import record
 from batchtune.estimate.prior import Foresight
 from batchtune.files import load_result
 from batchtune.observer import Forwarder, Observer
-from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
+from batchtune.probe.timing.input_pipeline import measure_input_pipeline
 from batchtune.probe.warnings import MOVED, allocator_warnings, sharing_warnings
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.ranks.group import RankLauncher

@@ -10,7 +10,6 @@ from typing import Any
 from batchtune.document import Attempt, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.curve import add_flops, measure_curve
 from batchtune.probe.final_check import (
     Check,
     cut_short,
@@ -21,9 +20,10 @@ from batchtune.probe.final_check import (
 )
 from batchtune.probe.memory_model import Prior
 from batchtune.probe.options import ProbeOptions
-from batchtune.probe.scaling import Times, data_parallel, measure_times
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
-from batchtune.probe.throughput import SECONDS_PER_POINT, fit_step_time, sizes_to_time
+from batchtune.probe.timing.curve import add_flops, measure_curve
+from batchtune.probe.timing.ranks import Times, data_parallel, measure_times
+from batchtune.probe.timing.throughput import SECONDS_PER_POINT, fit_step_time, sizes_to_time
 from batchtune.probe.warnings import (
     attempt_warnings,
     busy_warnings,

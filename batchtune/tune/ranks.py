@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchtune.document import ProbeResult, Recommendation, Scaling
 from batchtune.observer import Observer
-from batchtune.probe.scaling import time_group
+from batchtune.probe.timing.ranks import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.plan.opening import worker_settings

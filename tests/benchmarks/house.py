@@ -45,7 +45,12 @@ def imports(path: Path) -> int:
 def longest(kind: type[ast.AST]) -> Counter[str]:
     """Lines of every function, or of every class."""
     return Counter(
-        {f"{name_of(path)}:{name}": lines for path in MODULES for found, name, lines in definitions(path) if found is kind}
+        {
+            f"{name_of(path)}:{name}": lines
+            for path in MODULES
+            for found, name, lines in definitions(path)
+            if found is kind
+        }
     )
 
 

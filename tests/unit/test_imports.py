@@ -24,6 +24,7 @@ FLOORS = (
     ("estimate.memory",),
     ("child",),
     ("estimate.tracing",),
+    ("probe.timing",),
     ("probe",),
     ("tune.plan",),
     ("tune.storage", "tune.verdict"),

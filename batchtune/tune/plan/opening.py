@@ -9,7 +9,7 @@ from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
-from batchtune.probe.throughput import MAX_POINTS, SECONDS_PER_POINT
+from batchtune.probe.timing.throughput import MAX_POINTS, SECONDS_PER_POINT
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
 from batchtune.protocol.commands import Opened, OpenTask

@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from batchtune.document import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
-from batchtune.probe.throughput import with_flops
+from batchtune.probe.timing.throughput import with_flops
 from batchtune.probe.warnings import (
     allocator_warnings,
     attempt_warnings,

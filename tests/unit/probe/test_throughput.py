@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.document import ThroughputPoint
-from batchtune.probe.throughput import MAX_POINTS, fit_step_time, sizes_to_time
+from batchtune.probe.timing.throughput import MAX_POINTS, fit_step_time, sizes_to_time
 
 
 def timed(steps):

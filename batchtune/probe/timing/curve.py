@@ -8,7 +8,7 @@ from batchtune.device.gpus import peak_flops
 from batchtune.document import ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.throughput import with_flops
+from batchtune.probe.timing.throughput import with_flops
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import CountFlops, TimeSteps
 

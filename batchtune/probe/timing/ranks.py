@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchtune.document import Attempt, DataParallel
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.throughput import SECONDS_PER_POINT
+from batchtune.probe.timing.throughput import SECONDS_PER_POINT
 from batchtune.processes.ranks.group import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, OpenTask, TimeSteps

@@ -1,0 +1,1 @@
+"""How fast each size trains: steps, the data loader, and several ranks."""
