@@ -1,4 +1,4 @@
-"""The numbers of the package as a house: `python tests/benchmarks/house.py` prints the table, and what leads each row."""
+"""The package in numbers: `python tests/benchmarks/house.py` prints the table, and what leads each row."""
 
 from __future__ import annotations
 

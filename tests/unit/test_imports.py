@@ -100,7 +100,7 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 
 PURE = [
-    *("probe/search.py", "probe/final_check.py", "probe/throughput.py", "probe/warnings.py"),
+    *("probe/search.py", "probe/final_check.py", "probe/timing/throughput.py", "probe/warnings.py"),
     *("tune/verdict/recommend.py", "tune/verdict/intervals.py", "tune/verdict/warnings.py", "tune/plan/steps.py"),
     "processes/assignment.py",
 ]
