@@ -13,6 +13,7 @@ from batchtune.estimate.memory.scratch import Gpu
 
 LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
+_LONGEST_STRIDE = 64  # of the size: blocks fall into place at some sizes and not at smaller ones
 _STEPS_PER_DOUBLING = 4
 
 
@@ -44,16 +45,17 @@ class Search:
         """The largest batch size whose replay stays within the capacity; 0 where 1 does not fit."""
         bound = largest_allocated(self._step, capacity_bytes)
         gap = finest = max(1, bound // self._resolution)
+        longest = max(gap, bound // _LONGEST_STRIDE)
         fitting, failing = 0, bound + 1
         size = bound if bound == LARGEST else min(bound, max(1, round(bound * self._share)))
-        while fitting < size < failing:  # away from the first look in ever larger strides, until the limit is passed
+        while fitting < size < failing:  # away from the first look in larger strides, until the limit is passed
             if self._fits(size, capacity_bytes):
                 fitting, size = size, size + gap
             else:
                 failing, size = size, size - gap
             if fitting and failing <= bound:
                 break
-            gap *= 2
+            gap = min(2 * gap, longest)
         while failing - fitting > finest:
             middle = (fitting + failing) // 2
             if self._fits(middle, capacity_bytes):

@@ -203,18 +203,21 @@ def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[
     """The events of the third step and of the fourth; none where the second left more or other storages than it found.
 
     What the second step leaves behind, such as the last batch, takes the place of what it frees of the first. In the
-    third, those numbers change places, and in the fourth they do so again.
+    third, those numbers change places, and in the fourth they do so again. Gradients are freed late in turn, as in an
+    attempt: the first step's in the second, the second's at its end, the third's in the fourth.
     """
     first = next((place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND), None)
     second = events[first:] if first is not None else []
     born = {event for event in second if event > 0}
     died = {-event for event in second if event < 0}
-    before, after = sorted(died - born), sorted(born - died)
-    if [sizes[each - 1] for each in before] != [sizes[each - 1] for each in after]:
+    gradients = {event for event in born | died if births[event - 1].category == "gradients"}
+    old, new = sorted(gradients & died - born), sorted(gradients & born & died)
+    before, after = sorted(died - born - gradients), sorted(born - died)
+    if [sizes[each - 1] for each in before + old] != [sizes[each - 1] for each in after + new]:
         return []
-    places = dict(zip(before + after, after + before, strict=True))
-    swapped = [places.get(event, event) if event > 0 else -places.get(-event, -event) for event in second]
-    return [swapped, second]
+    places = dict(zip(before + after + new, after + before + old, strict=True))
+    places |= {-one: -other for one, other in places.items()}
+    return [[places.get(event, event) for event in second if -event not in gradients], second]
 
 
 @dataclass(frozen=True)

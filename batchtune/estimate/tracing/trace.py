@@ -126,7 +126,7 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision:
                     loss = trainer.forward_backward(batch, micro_batches)  # noqa: F841 - it lives as long as in a loop
                     roles.backward_done(trainer)
                 recorder.moment = f"optimizer {step + 1}"
-                trainer.update()
+                trainer.update(free_late=step == 0)  # in turn, as an attempt does
                 roles.updated(trainer)
         roles.finish(trace)
         recorder.forget()

@@ -49,7 +49,8 @@ def _forward(args: Any) -> Steps:
 def _backward(args: Any) -> Steps:
     """convolution_backward, and cudnn_convolution_backward, whose two halves each make the gradient contiguous.
 
-    A gradient that suggests another format than the input is converted before, once for both.
+    A gradient that suggests another format than the input is converted before, once for both; a transposed convolution
+    makes any gradient contiguous then (cudnn_convolution_transpose_backward).
     """
     gradient, tensor, weight, _, _, _, _, transposed, _, groups, mask = args[:11]
     sums: Steps = ()
@@ -64,8 +65,8 @@ def _backward(args: Any) -> Steps:
     layout = _format(tensor, weight)
     before = contiguous(tensor, memory_format=layout) if mask[_WEIGHT] else ()
     converted = suggest_memory_format(gradient) != layout
-    again = () if converted else contiguous(gradient, memory_format=layout)
-    first = (copy_of(gradient),) if converted else ()
+    copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
+    first, again = (copied, ()) if converted or transposed else ((), copied)
     halves: list[Steps] = []
     if mask[_INPUT]:
         halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout)))
