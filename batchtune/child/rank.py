@@ -7,18 +7,18 @@ import os
 import platform
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from batchtune.child.server import Child, serve
-from batchtune.device.sharing import usable_now
+from batchtune.child.training.parallel import Parallel
+from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import UsageError
 from batchtune.protocol.channel import Channel, give_standard_streams_away
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
 from batchtune.protocol.messages import Command
 from batchtune.protocol.rendezvous import Rendezvous
-
-if TYPE_CHECKING:
-    from batchtune.device.sharing import Sharing
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
@@ -49,8 +49,6 @@ class RankChild(Child):
 
     def _open_device(self, name: str) -> Sharing | None:
         """Makes the group, too: what its connections take is not in the memory limit."""
-        from batchtune.child.training.parallel import Parallel
-
         seen = super()._open_device(name)
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         strategy: Any = self._rendezvous.strategy
@@ -73,8 +71,6 @@ class RankChild(Child):
 
 def _own_device(device: str) -> str:
     """The device of this rank: on a machine with several, that of its local number."""
-    import torch
-
     if ":" in device:
         raise UsageError(f"--device {device}: each rank has a device of its own; name the kind alone, e.g. cuda")
     if device == "auto":

@@ -15,20 +15,34 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from batchtune.child.commands.attempt import attempt
+from batchtune.child.commands.count_flops import flops_per_sample
+from batchtune.child.commands.noise_scale import noise_scale
+from batchtune.child.commands.range_test import range_test
+from batchtune.child.commands.time_loader import time_loader
+from batchtune.child.commands.time_steps import time_steps
+from batchtune.child.commands.train import train
 from batchtune.child.training import heartbeat
-from batchtune.device.sharing import usable_now
-from batchtune.document import Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
+from batchtune.child.training.evaluate import require_metric
+from batchtune.child.training.parallel import Parallel
+from batchtune.child.training.precision import choose, every_precision
+from batchtune.device._base import DeviceMemory
+from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.memory import count_devices, find_device, open_device
+from batchtune.device.sharing import Sharing, usable_now
+from batchtune.device.telemetry import Sensors
+from batchtune.document import Environment
 from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.messages import Command
 from batchtune.protocol.run_spec import RunEnd
-
-if TYPE_CHECKING:
-    from batchtune.child.training.parallel import Parallel
-    from batchtune.device.sharing import Sharing
+from batchtune.task.contract import Task
+from batchtune.task.load import describe_user_error, load_task
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
@@ -44,9 +58,9 @@ class Child:
     def __init__(self, channel: Channel, parallel: Parallel | None = None) -> None:
         self._channel = channel
         self._parallel = parallel
-        self._task: Any = None
-        self._memory: Any = None
-        self._sensors: Any = None
+        self._task: Task
+        self._memory: DeviceMemory
+        self._sensors: Sensors
 
     def answer(self, command: Command[Any]) -> Any:  # noqa: C901, PLR0911 - one case for each command
         """Does what it is asked for; the answer is of the type that the command names."""
@@ -59,17 +73,21 @@ class Child:
             case commands.OpenTask():
                 return self.open(command)
             case commands.TryBatchSize():
-                return self._try(command)
+                return attempt(self._task, self._memory, command, self._parallel)
             case commands.TimeSteps():
-                return self._time_steps(command)
+                with self._memory.timing():
+                    parallel = self._parallel if command.communicate else None
+                    return time_steps(self._task, self._memory, command, parallel)
             case commands.CountFlops():
-                return self._count_flops(command)
+                with self._memory.timing():  # counting takes memory of its own
+                    return flops_per_sample(self._task, self._memory, command)
             case commands.TimeLoader():
-                return self._time_loader(command)
+                with self._memory.timing():
+                    return time_loader(self._task, self._memory, command)
             case commands.RunRangeTest():
-                return self._range_test(command)
+                return range_test(self._task, self._memory, command)
             case commands.MeasureNoiseScale():
-                return self._noise_scale(command)
+                return noise_scale(self._task, self._memory, command)
             case commands.Train():
                 return self._train(command)
         raise TypeError(f"no child knows {type(command).__name__}")
@@ -83,10 +101,6 @@ class Child:
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
-        from batchtune.child.training.precision import choose, every_precision
-        from batchtune.device.memory import count_devices
-        from batchtune.task.load import load_task
-
         seen = self._open_device(command.device)
         _require_device(self._memory, command.device_name)
         wanted = list(command.precision)
@@ -110,8 +124,6 @@ class Child:
             optimizer=type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
         )
         if command.metric is not None:
-            from batchtune.child.training.evaluate import require_metric
-
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
             self._memory.release()
         heartbeat.start(lambda: self._channel.send(alive=True))
@@ -128,55 +140,10 @@ class Child:
 
     def _default_limit(self, margin: float) -> int | None:
         """The memory limit where the user names none."""
-        limit: int | None = self._memory.default_limit(margin)
-        return limit
-
-    def _try(self, command: commands.TryBatchSize) -> commands.Tried:
-        from batchtune.child.commands.attempt import attempt
-
-        result, usable = attempt(self._task, self._memory, parallel=self._parallel, **dict(command))
-        return commands.Tried(attempt=result, usable=usable)
-
-    def _time_steps(self, command: commands.TimeSteps) -> ThroughputPoint:
-        from batchtune.child.commands.time_steps import time_steps
-
-        with self._memory.timing():
-            return time_steps(
-                self._task,
-                self._memory,
-                batch_size=command.batch_size,
-                precision=command.precision,
-                seconds=command.seconds,
-                accumulation_steps=command.accumulation_steps,
-                parallel=self._parallel if command.communicate else None,
-            )
-
-    def _count_flops(self, command: commands.CountFlops) -> commands.Flops:
-        with self._memory.timing():  # counting takes memory of its own
-            from batchtune.child.commands.count_flops import flops_per_sample
-
-            return commands.Flops(per_sample=flops_per_sample(self._task, self._memory, **dict(command)))
-
-    def _time_loader(self, command: commands.TimeLoader) -> LoaderPoint:
-        from batchtune.child.commands.time_loader import time_loader
-
-        with self._memory.timing():
-            return time_loader(self._task, self._memory, **dict(command))
-
-    def _range_test(self, command: commands.RunRangeTest) -> RangeTest:
-        from batchtune.child.commands.range_test import range_test
-
-        return range_test(self._task, self._memory, **dict(command))
-
-    def _noise_scale(self, command: commands.MeasureNoiseScale) -> NoiseScale:
-        from batchtune.child.commands.noise_scale import noise_scale
-
-        return noise_scale(self._task, self._memory, **dict(command))
+        return self._memory.default_limit(margin)
 
     def _train(self, command: commands.Train) -> RunEnd:
         """Every evaluation is sent, and the parent's `go_on` is waited for."""
-        from batchtune.child.commands.train import train
-
         run = train(self._task, self._memory, command.spec, self._sensors.joules)
         go_on: bool | None = None
         try:
@@ -189,18 +156,15 @@ class Child:
             return found
 
 
-def _open(name: str) -> tuple[Any, Any, Sharing | None]:
+def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
     """The device's memory, its sensors, and who held memory of it before this process had a context there."""
-    from batchtune.device.memory import find_device, open_device
-    from batchtune.device.telemetry import Sensors
-
     sensors = Sensors(find_device(name))
     seen = sensors.sharing()
     with usable_now(name, seen):
         return open_device(name), sensors, seen
 
 
-def _require_device(memory: Any, wanted: str | None) -> None:
+def _require_device(memory: DeviceMemory, wanted: str | None) -> None:
     """Raises DeviceError where a study would go on on another kind of device."""
     name = memory.describe()[0]
     if wanted not in {None, name}:
@@ -220,15 +184,11 @@ def _set_libraries_apart() -> None:
 
 
 def _load_libraries() -> None:
-    import torch
-
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
 
 
-def environment(memory: Any, sensors: Any, seen: Any = None) -> Environment:
+def environment(memory: DeviceMemory, sensors: Sensors, seen: Sharing | None) -> Environment:
     """Versions and device, as the result document has them."""
-    import torch
-
     name, total, free = memory.describe()
     variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return Environment(
@@ -271,9 +231,6 @@ def _require_clocks() -> None:
 
 
 def _unexpected(error: Exception) -> dict[str, Any]:
-    from batchtune.device.failures import classify, leaves_device_usable
-    from batchtune.task.load import describe_user_error
-
     innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if classify(error) == "oom":
         return {"outcome": "oom", "error": str(error).split("\n")[0][:300], "usable": leaves_device_usable(error)}

@@ -90,7 +90,7 @@ class OpenTask(Command[Opened]):
 
     task: str
     device: str = "auto"
-    purpose: str = "probe"
+    purpose: Literal["probe", "tune"] = "probe"
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     device_name: str | None = None

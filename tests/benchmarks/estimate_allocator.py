@@ -39,6 +39,7 @@ from batchtune.child.commands.attempt import attempt
 from batchtune.estimate.memory.capacity import LARGEST
 from batchtune.estimate.tracing import answer as product
 from batchtune.estimate.tracing import trace
+from batchtune.protocol.commands import TryBatchSize
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
@@ -184,7 +185,7 @@ def attempted(
     if limit is not None:
         memory.enforce(limit)
     how = {"precision": case.precision, "accumulation_steps": case.accumulation_steps}
-    found, _ = attempt(with_model(case, model), memory, batch_size=size, steps=steps, **how)
+    found = attempt(with_model(case, model), memory, TryBatchSize(batch_size=size, steps=steps, **how)).attempt
     if found.outcome not in ("fit", "oom"):
         raise RuntimeError(f"{found.outcome} at {size}: {found.message}")
     return {"fits": found.fits, "peaks": (found.peak_allocated_bytes, found.peak_reserved_bytes)}

@@ -32,6 +32,7 @@ from batchtune.child.commands.train import EVALUATION_GROWTH
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches, seed_everything
 from batchtune.device.memory import open_device
+from batchtune.protocol.commands import MeasureNoiseScale
 from batchtune.task.contract import Task
 from batchtune.tune.plan.prepare import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
@@ -252,9 +253,7 @@ def record_times(task: ReplayTask) -> dict[str, Any]:
 
 def record_noise_scale(task: ReplayTask) -> float:
     """The gradient noise scale as batchtune measures it before a study, in samples."""
-    found = noise_scale(
-        Task(task, task.name),
-        open_device("cpu"),
+    command = MeasureNoiseScale(
         small=BASELINE_BATCH_SIZE,
         large=LARGE_FACTOR * BASELINE_BATCH_SIZE,
         precision="fp32",
@@ -263,6 +262,7 @@ def record_noise_scale(task: ReplayTask) -> float:
         draws=DRAWS,
         seconds=60.0,
     )
+    found = noise_scale(Task(task, task.name), open_device("cpu"), command)
     return float(f"{found.samples:.4g}")
 
 

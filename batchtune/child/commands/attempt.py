@@ -22,6 +22,7 @@ from batchtune.device._base import DeviceMemory, Peaks
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
+from batchtune.protocol.commands import Tried, TryBatchSize
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 
@@ -109,71 +110,44 @@ def _higher(left: int | None, right: int | None) -> int | None:
     return right if left is None else left if right is None else max(left, right)
 
 
-def attempt(
-    task: Task,
-    memory: DeviceMemory,
-    *,
-    batch_size: int,
-    steps: int,
-    precision: str,
-    verify: bool = False,
-    accumulation_steps: int = 1,
-    parallel: Parallel | None = None,
-) -> tuple[Attempt, bool]:
-    """Trains `steps` full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
+def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Parallel | None = None) -> Tried:
+    """Trains full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
 
     Args:
         task: the user's code.
         memory: the device, its limit already enforced.
-        batch_size: the micro-batch size to try.
-        steps: optimizer steps.
-        precision: bf16, fp16, fp32 or tf32.
-        verify: also evaluate once and save the state, as training does sooner or later.
-        accumulation_steps: micro-batches of one optimizer step; from the second on, gradients are there already.
+        command: what to try.
         parallel: the ranks that train together; each calls this at the same time.
-
-    Returns:
-        What came of it, and whether the process may be used for another attempt.
     """
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     outcome, message, usable = "fit", None, True
     before = after = None
     try:
-        with memory.attempt(batch_size):
+        with memory.attempt(command.batch_size):
             before = _held_bytes(memory)
             try:
-                _train(
-                    task,
-                    memory,
-                    tracker,
-                    times,
-                    batch_size=batch_size,
-                    steps=steps,
-                    precision=precision,
-                    verify=verify,
-                    accumulation_steps=accumulation_steps,
-                    parallel=parallel,
-                )
+                _train(task, memory, tracker, times, command, parallel)
             except (NonFiniteLossError, UsageError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-                outcome, message, usable = _explain(error, batch_size)
+                outcome, message, usable = _explain(error, command.batch_size)
         after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
         if outcome == "fit":
-            outcome, message, _ = _explain(error, batch_size)
+            outcome, message, _ = _explain(error, command.batch_size)
         usable = False
     if before is not None and after is not None and after - before > _LEFT_BYTES:
         usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
     found = Attempt(
-        batch_size=batch_size,
+        batch_size=command.batch_size,
         outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
         seconds=round(time.perf_counter() - started, 4),
-        purpose="verify" if verify else "search",
+        purpose="verify" if command.verify else "search",
         message=message,
     )
-    return found.model_copy(update=_figures(tracker, times, fits=outcome == "fit")), usable
+    figures = _figures(tracker, times, fits=outcome == "fit")
+    return Tried(attempt=found.model_copy(update=figures), usable=usable)
 
 
 def _held_bytes(memory: DeviceMemory) -> int | None:
@@ -214,17 +188,12 @@ def _train(
     memory: DeviceMemory,
     tracker: PeakTracker,
     times: StepTimes,
-    *,
-    batch_size: int,
-    steps: int,
-    precision: str,
-    verify: bool,
-    accumulation_steps: int,
+    command: TryBatchSize,
     parallel: Parallel | None,
 ) -> None:
-    trainer = Trainer(task, memory.device, precision, parallel=parallel, loss_scale=1.0)
-    batch = task.worst_batch(batch_size)
-    most = steps if verify else _MOST_STRAINED * steps
+    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    batch, accumulation_steps = task.worst_batch(command.batch_size), command.accumulation_steps
+    steps, most = command.steps, command.steps if command.verify else _MOST_STRAINED * command.steps
     agree = parallel.agree if parallel else bool
     for number in range(most):
         memory.synchronize()
@@ -234,7 +203,7 @@ def _train(
             loss = trainer.forward_backward(batch, accumulation_steps)
         tracker.end_phase(forward_backward=True)
         if number == 0:
-            require_finite(loss, batch_size)
+            require_finite(loss, command.batch_size)
         tracker.start_phase()
         trainer.update(free_late=(most - number) % 2 == 1)  # in turn, and so before evaluation
         memory.synchronize()
@@ -242,10 +211,10 @@ def _train(
         times.add(time.perf_counter() - started)
         if steps <= number + 1 < most and agree(not tracker.retries):
             break  # else memory is full and cut up anew from step to step: the end may come in one of the next
-    if verify:
+    if command.verify:
         heartbeat.beat(at_once=True)
         tracker.start_phase()
-        _evaluate_and_save(trainer, batch_size)
+        _evaluate_and_save(trainer, command.batch_size)
         for _ in range(_STEPS_AFTER_EVALUATION):
             trainer.step(itertools.repeat(batch), accumulation_steps)
         memory.synchronize()

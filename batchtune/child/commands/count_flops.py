@@ -13,18 +13,19 @@ from torch.utils import flop_counter
 
 from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
+from batchtune.protocol.commands import CountFlops, Flops
 from batchtune.task.contract import Task
 
 _FORWARD: Any = flop_counter.sdpa_flop_count
 _BACKWARD: Any = flop_counter.sdpa_backward_flop_count
 
 
-def flops_per_sample(task: Task, memory: DeviceMemory, *, batch_size: int, precision: str) -> float | None:
-    """Floating-point operations of one sample in forward and backward; None where torch cannot count them."""
+def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
+    """Floating-point operations of one sample in forward and backward."""
     memory.release()
-    trainer, batch = Trainer(task, memory.device, precision), task.worst_batch(batch_size)
+    trainer, batch = Trainer(task, memory.device, command.precision), task.worst_batch(command.batch_size)
     flops = count_flops(lambda: trainer.forward_backward(batch))
-    return None if flops is None else flops / batch_size
+    return Flops(per_sample=None if flops is None else flops / command.batch_size)
 
 
 def count_flops(work: Callable[[], object]) -> int | None:

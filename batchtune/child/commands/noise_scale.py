@@ -12,6 +12,7 @@ import torch
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.device._base import DeviceMemory
 from batchtune.document import NoiseScale
+from batchtune.protocol.commands import MeasureNoiseScale
 from batchtune.task.contract import Task
 
 SMALL_PER_LARGE = 4  # draws: small batches are cheap, and their norms scatter more
@@ -21,44 +22,26 @@ _FEWEST_DRAWS = 4
 
 
 def noise_scale(
-    task: Task,
-    memory: DeviceMemory,
-    *,
-    small: int,
-    large: int,
-    precision: str,
-    learning_rate: float,
-    warm_up_steps: int,
-    draws: int,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
+    task: Task, memory: DeviceMemory, command: MeasureNoiseScale, clock: Callable[[], float] = time.perf_counter
 ) -> NoiseScale:
     """Measures squared gradient norms at two batch sizes, on a model that has trained for a few steps.
 
-    Freshly initialised weights have a much smaller noise scale than trained ones, hence the steps before.
-
-    Args:
-        task: the user's code.
-        memory: the device.
-        small: micro-batch size of the noisier gradients, and of the steps before.
-        large: micro-batch size of the others.
-        precision: bf16, fp16, fp32 or tf32.
-        learning_rate: of the steps before.
-        warm_up_steps: of these steps.
-        draws: of large batches; there are four small ones to each.
-        seconds: after which it ends in any case.
-        clock: for the seconds.
+    Freshly initialised weights have a much smaller noise scale than trained ones, hence the steps before, which are
+    those of the smaller size. There are four small batches to each large one.
     """
+    small, large = command.small, command.large
     memory.release()
     started = clock()
-    trainer = Trainer(task, memory.device, precision, learning_rate=learning_rate, samples_per_step=small)
+    trainer = Trainer(
+        task, memory.device, command.precision, learning_rate=command.learning_rate, samples_per_step=small
+    )
     few, many = TrainingBatches(task, small, 1), TrainingBatches(task, large, 2)
-    for _ in range(warm_up_steps):
+    for _ in range(command.warm_up_steps):
         trainer.step(few)
-        if clock() - started > seconds / 2:
+        if clock() - started > command.seconds / 2:
             break
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < draws and clock() - started < seconds:
+    while len(pairs) < command.draws and clock() - started < command.seconds:
         norms = [_squared_norm(trainer, next(few)) for _ in range(SMALL_PER_LARGE)]
         pairs.append((statistics.fmean(norms), _squared_norm(trainer, next(many))))
     samples, low, high = estimate(pairs, small, large)

@@ -1,4 +1,4 @@
-"""The range test: at which learning rate, rising from step to step, training comes apart (Smith 2017).
+"""The range test: at which learning rate, rising from step to step, training diverges (Smith 2017).
 
 It finds the edge of stability and, below it, where the loss was least. Neither is the best rate, but both bound it.
 """
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.device._base import DeviceMemory
 from batchtune.document import RangeTest
+from batchtune.protocol.commands import RunRangeTest
 from batchtune.task.contract import Task
 
-APART = 2.0  # times the least smoothed loss: so high, and above the start, training has come apart
+_DIVERGED = 2.0  # times the least smoothed loss: so high, and above the start, training has diverged
 _FIRST = 5  # losses that say where training starts; the rate is still harmless there
 _CLEAR = 4.0  # standard deviations of them: a smoothed loss that is as far below has been learned
 _SMOOTHING = 0.7  # weight of the past: about three steps, a fifth of a decade of the rate
@@ -35,7 +36,7 @@ class Edge:
         self.lowest_at: float | None = None
 
     def is_past(self, loss: float, rate: float) -> bool:
-        """Takes in the next step's loss; returns whether training has come apart."""
+        """Takes in the next step's loss; returns whether training has diverged."""
         if not math.isfinite(loss):
             return True
         self._weighted = _SMOOTHING * self._weighted + (1 - _SMOOTHING) * loss
@@ -53,47 +54,30 @@ class Edge:
         start = sum(self._first) / _FIRST
         noise = _CLEAR * statistics.pstdev(self._first)
         if self._least > noise:
-            return max(APART * self._least, start)
+            return max(_DIVERGED * self._least, start)
         return start if start - self._least > noise else start + noise
 
 
 def range_test(
-    task: Task,
-    memory: DeviceMemory,
-    *,
-    batch_size: int,
-    precision: str,
-    lowest_rate: float,
-    highest_rate: float,
-    steps: int,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
+    task: Task, memory: DeviceMemory, command: RunRangeTest, clock: Callable[[], float] = time.perf_counter
 ) -> RangeTest:
     """Trains a new model for some steps while the learning rate rises by the same factor each time.
 
-    Args:
-        task: the user's code; the rates of all groups of parameters rise together.
-        memory: the device.
-        batch_size: the micro-batch size.
-        precision: bf16, fp16, fp32 or tf32.
-        lowest_rate: of the first step.
-        highest_rate: of the last.
-        steps: optimizer steps from one to the other.
-        seconds: after which it ends in any case.
-        clock: for the seconds.
+    The rates of all groups of parameters rise together.
     """
+    batch_size, steps, rate = command.batch_size, command.steps, command.lowest_rate
     memory.release()
     started = clock()
-    trainer = Trainer(task, memory.device, precision, learning_rate=lowest_rate, samples_per_step=batch_size)
+    trainer = Trainer(task, memory.device, command.precision, learning_rate=rate, samples_per_step=batch_size)
     batches, edge = TrainingBatches(task, batch_size, 0), Edge()
-    ratio = (highest_rate / lowest_rate) ** (1 / max(1, steps - 1))
-    found, rate, taken = None, lowest_rate, 0
+    ratio = (command.highest_rate / rate) ** (1 / max(1, steps - 1))
+    found, taken = None, 0
     while taken < steps:
         taken += 1
         if edge.is_past(float(trainer.step(batches)), rate):
             found = rate
             break
-        if clock() - started > seconds:
+        if clock() - started > command.seconds:
             break
         rate *= ratio
         for group in trainer.optimizer.param_groups:
@@ -102,7 +86,7 @@ def range_test(
         batch_size=batch_size,
         edge_learning_rate=found,
         lowest_loss_learning_rate=edge.lowest_at,
-        highest_learning_rate=min(rate, highest_rate),
+        highest_learning_rate=min(rate, command.highest_rate),
         steps=taken,
         seconds=clock() - started,
     )

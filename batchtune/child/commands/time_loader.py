@@ -15,22 +15,16 @@ from torch.utils.data import DataLoader
 from batchtune.child.training.trainer import move, training_loader
 from batchtune.device._base import DeviceMemory
 from batchtune.document import LoaderPoint
+from batchtune.protocol.commands import TimeLoader
 from batchtune.task.contract import Task
 
 _SEED = 0
 
 
 def time_loader(
-    task: Task,
-    memory: DeviceMemory,
-    *,
-    batch_size: int,
-    num_workers: int,
-    pin_memory: bool,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
+    task: Task, memory: DeviceMemory, command: TimeLoader, clock: Callable[[], float] = time.perf_counter
 ) -> LoaderPoint:
-    """Brings batches from the training set to the device for about `seconds`.
+    """Brings batches from the training set to the device for about as long as asked.
 
     The clock starts once every worker has delivered a batch, so that neither their start nor what they had prepared
     counts; epochs follow one another, as in training. Workers are gone when this returns.
@@ -38,19 +32,16 @@ def time_loader(
     Returns:
         Samples a second, or the message of what the loader or the user's data set raised.
     """
+    num_workers, pin_memory = command.num_workers, command.pin_memory
     batches: Generator[Any, None, None] | None = None
     try:
-        batches = _epochs(
-            training_loader(
-                task,
-                batch_size,
-                _SEED,
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                context=_start_method(num_workers),
-            )
+        context = _start_method(num_workers)
+        loader = training_loader(
+            task, command.batch_size, _SEED, num_workers=num_workers, pin_memory=pin_memory, context=context
         )
-        rate = _rate(batches, lambda batch: _deliver(batch, memory), max(1, num_workers), batch_size, seconds, clock)
+        batches = _epochs(loader)
+        del loader
+        rate = _rate(batches, lambda batch: _deliver(batch, memory), command, clock)
     except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
         message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
         return LoaderPoint(num_workers=num_workers, pin_memory=pin_memory, message=message)
@@ -63,27 +54,22 @@ def time_loader(
 
 
 def _rate(
-    batches: Iterator[Any],
-    deliver: Callable[[Any], None],
-    warm_up: int,
-    batch_size: int,
-    seconds: float,
-    clock: Callable[[], float],
+    batches: Iterator[Any], deliver: Callable[[Any], None], command: TimeLoader, clock: Callable[[], float]
 ) -> float:
     first = clock()
-    for batch in itertools.islice(batches, warm_up):
+    for batch in itertools.islice(batches, max(1, command.num_workers)):
         deliver(batch)
-        if clock() - first > seconds:  # slow: what has come since the first says enough
+        if clock() - first > command.seconds:  # slow: what has come since the first says enough
             break
     began, count = clock(), 0
     for batch in batches:
         deliver(batch)
         count += 1
-        if clock() - began >= seconds:
+        if clock() - began >= command.seconds:
             break
     if not count:
         raise ValueError("train_dataset yields too few samples to time")
-    return count * batch_size / (clock() - began)
+    return count * command.batch_size / (clock() - began)
 
 
 def _epochs(loader: DataLoader[Any]) -> Generator[Any, None, None]:

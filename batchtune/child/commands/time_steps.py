@@ -15,6 +15,7 @@ from batchtune.device._base import DeviceMemory
 from batchtune.device.host_load import watching_others
 from batchtune.device.telemetry import Readings, Sensors
 from batchtune.document import ThroughputPoint
+from batchtune.protocol.commands import TimeSteps
 from batchtune.task.contract import Task
 
 
@@ -34,23 +35,20 @@ class _Timed:
 def time_steps(
     task: Task,
     memory: DeviceMemory,
-    *,
-    batch_size: int,
-    precision: str,
-    seconds: float,
-    accumulation_steps: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    command: TimeSteps,
     parallel: Parallel | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> ThroughputPoint:
-    """Times training steps at one size for about `seconds`, the device's sensors sampled meanwhile.
+    """Times training steps at one size for about as long as asked, the device's sensors sampled meanwhile.
 
     Compiling is no part of it: steps are taken until nothing is left to compile, and one that compiles nevertheless is
     left out. Ranks that train together (`parallel`) all call this, and take the same number of steps.
     """
     forget_compiled()
     memory.release()
-    trainer = Trainer(task, memory.device, precision, parallel=parallel, loss_scale=1.0)
-    batch, agree = task.worst_batch(batch_size), parallel.agree if parallel else bool
+    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    accumulation_steps, agree = command.accumulation_steps, parallel.agree if parallel else bool
+    batch = task.worst_batch(command.batch_size)
     watch = CompileWatch()
 
     def step() -> float:
@@ -63,8 +61,8 @@ def time_steps(
 
     warm_up(step, watch, agree)
     with Sensors(memory.device).sampling() as readings, watching_others() as load:
-        timed = _time(step, watch, seconds, clock, agree)
-    point = _point(batch_size, batch_size * accumulation_steps, timed, readings)
+        timed = _time(step, watch, command.seconds, clock, agree)
+    point = _point(command.batch_size, command.batch_size * accumulation_steps, timed, readings)
     point["processors_used_by_others"] = load.others
     return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
 

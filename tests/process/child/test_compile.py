@@ -18,7 +18,7 @@ from batchtune.child.training import heartbeat
 from batchtune.child.training.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
 from batchtune.device._base import Peaks
 from batchtune.processes.worker import Worker, WorkerDied
-from batchtune.protocol.commands import OpenTask, TryBatchSize
+from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 from batchtune.task.contract import Task
 
 
@@ -76,7 +76,7 @@ def _nothing_compiled_before():
 
 
 def run(task, batch_size=8, steps=6):
-    return attempt(task, FakeMemory(), batch_size=batch_size, steps=steps, precision="fp32")[0]
+    return attempt(task, FakeMemory(), TryBatchSize(batch_size=batch_size, steps=steps, precision="fp32")).attempt
 
 
 SLOW = """
@@ -181,12 +181,12 @@ def test_every_size_is_compiled_for_itself():
 
 
 def test_timed_steps_start_when_compiling_is_over():
-    point = time_steps(COMPILED, FakeMemory(), batch_size=8, precision="fp32", seconds=0.05)
+    point = time_steps(COMPILED, FakeMemory(), TimeSteps(batch_size=8, precision="fp32", seconds=0.05))
     assert point.recompiles == 0
 
 
 def test_timed_steps_of_a_plain_model_say_nothing_about_compiling():
-    point = time_steps(PLAIN, FakeMemory(), batch_size=8, precision="fp32", seconds=0.05)
+    point = time_steps(PLAIN, FakeMemory(), TimeSteps(batch_size=8, precision="fp32", seconds=0.05))
     assert point.recompiles is None
 
 

@@ -45,7 +45,8 @@ class Once(IterableDataset):
 
 def rate_of(data, *, batch_size=4, num_workers=0, seconds=0.3):
     task = Task(SimpleNamespace(build_model=torch.nn.Identity, train_dataset=lambda: data), "model.py")
-    return time_loader(task, MEMORY, batch_size=batch_size, num_workers=num_workers, pin_memory=False, seconds=seconds)
+    command = TimeLoader(batch_size=batch_size, num_workers=num_workers, pin_memory=False, seconds=seconds)
+    return time_loader(task, MEMORY, command)
 
 
 def test_a_slow_data_set_gives_what_its_samples_take():

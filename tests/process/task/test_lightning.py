@@ -17,6 +17,7 @@ from batchtune.child.training import clock as clock_module
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
+from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.task.adapting.adapted import loader_parts, resized, set_learning_rate
 
@@ -314,8 +315,10 @@ class TestProgress:
         task = lit(self.TELLING)
         batches = task.model().batches
         usual = {"precision": "fp32", "seconds": 5.0}
-        range_test(task, self.MEMORY, batch_size=10, lowest_rate=1e-4, highest_rate=1e-3, steps=2, **usual)
-        noise_scale(task, self.MEMORY, small=4, large=8, learning_rate=1e-4, warm_up_steps=1, draws=1, **usual)
+        rising = RunRangeTest(batch_size=10, lowest_rate=1e-4, highest_rate=1e-3, steps=2, **usual)
+        range_test(task, self.MEMORY, rising)
+        drawn = MeasureNoiseScale(small=4, large=8, learning_rate=1e-4, warm_up_steps=1, draws=1, **usual)
+        noise_scale(task, self.MEMORY, drawn)
         assert batches == [2, 5]
 
     def test_an_epoch_has_as_many_batches_as_are_trained_in_it(self, lit):

@@ -12,6 +12,7 @@ from batchtune.child.commands.attempt import attempt
 from batchtune.child.commands.count_flops import count_flops, flops_per_sample
 from batchtune.child.commands.time_steps import time_steps
 from batchtune.device._base import Peaks
+from batchtune.protocol.commands import CountFlops, TimeSteps, TryBatchSize
 from batchtune.task.contract import Task
 
 
@@ -74,16 +75,19 @@ def test_what_cannot_be_counted_is_absent(work):
 
 
 def test_a_sample_of_a_task_costs_what_its_layers_do():
-    assert flops_per_sample(linear_task(), FakeMemory(), batch_size=4, precision="fp32") == 2 * 2 * 16 * 8
+    found = flops_per_sample(linear_task(), FakeMemory(), CountFlops(batch_size=4, precision="fp32"))
+    assert found.per_sample == 2 * 2 * 16 * 8
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_batch_on():
     seen = []
-    found, _ = attempt(linear_task(seen), FakeMemory(), batch_size=4, steps=2, precision="fp32", accumulation_steps=3)
+    command = TryBatchSize(batch_size=4, steps=2, precision="fp32", accumulation_steps=3)
+    found = attempt(linear_task(seen), FakeMemory(), command).attempt
     assert (found.outcome, found.steps) == ("fit", 2)
     assert seen == [False, True, True] * 2
 
 
 def test_samples_of_all_micro_batches_count_in_the_speed():
-    point = time_steps(linear_task(), FakeMemory(), batch_size=4, precision="fp32", seconds=0.01, accumulation_steps=5)
+    command = TimeSteps(batch_size=4, precision="fp32", seconds=0.01, accumulation_steps=5)
+    point = time_steps(linear_task(), FakeMemory(), command)
     assert point.samples_per_second == pytest.approx(20 / point.step_seconds)

@@ -14,9 +14,16 @@ from batchtune.child.commands.attempt import PeakTracker, attempt
 from batchtune.child.commands.time_steps import time_steps
 from batchtune.child.training import heartbeat
 from batchtune.child.training.trainer import NonFiniteLossError
+from batchtune.protocol.commands import TimeSteps, TryBatchSize
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
+
+
+def tried(task, device, **arguments):
+    """The attempt, and whether the process may be used for another."""
+    answer = attempt(task, device, TryBatchSize(**arguments))
+    return answer.attempt, answer.usable
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def wide(linear_task):
 def run(fake_device):
     def on_device(task, batch_size, *, limit=None, steps=3, precision="fp32", verify=False):
         with fake_device(limit) as device:
-            device.last = attempt(task, device, batch_size=batch_size, steps=steps, precision=precision, verify=verify)
+            device.last = tried(task, device, batch_size=batch_size, steps=steps, precision=precision, verify=verify)
         return device.last
 
     return on_device
@@ -104,9 +111,9 @@ class TestFits:
         task = wide(compute_loss=compute_loss, build_optimizer=build_optimizer)
         with fake_device() as device:
             if how == "tried":
-                assert attempt(task, device, batch_size=8, steps=3, precision="fp16")[0].fits
+                assert attempt(task, device, TryBatchSize(batch_size=8, steps=3, precision="fp16")).attempt.fits
             else:
-                time_steps(task, device, batch_size=8, precision="fp16", seconds=0.0)
+                time_steps(task, device, TimeSteps(batch_size=8, precision="fp16", seconds=0.0))
         states = optimizers[0].state.values()
         assert states
         assert {int(state["step"]) for state in states} == {len(steps)}
@@ -135,7 +142,7 @@ class TestOutOfMemory:
         with fake_device(limit) as device:
 
             def outcomes(size: int) -> str:
-                return attempt(task, device, batch_size=size, steps=2, precision="fp32")[0].outcome
+                return attempt(task, device, TryBatchSize(batch_size=size, steps=2, precision="fp32")).attempt.outcome
 
             assert [outcomes(size) for _ in range(10) for size in (500, 5000)] == ["fit", "oom"] * 10
             gc.collect()
@@ -149,14 +156,14 @@ class TestOutOfMemory:
             raise Broken(model(batch).square().mean())
 
         with fake_device() as device:
-            result, _ = attempt(wide(compute_loss=compute_loss), device, batch_size=500, steps=1, precision="fp32")
+            result, _ = tried(wide(compute_loss=compute_loss), device, batch_size=500, steps=1, precision="fp32")
             gc.collect()
             assert result.outcome == "user_error"
             assert sum(device.live.values()) == 0
 
     def test_memory_is_given_back_before_and_after(self, fake_device, wide):
         with fake_device() as device:
-            attempt(wide(), device, batch_size=4, steps=1, precision="fp32")
+            attempt(wide(), device, TryBatchSize(batch_size=4, steps=1, precision="fp32"))
         assert device.released == 2
 
     def test_numpy_that_finds_no_memory_is_an_oom(self, run, wide):
@@ -223,7 +230,7 @@ class TestADeviceThatFailed:
             poisoned.release()
 
         with poisoned:
-            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+            found, usable = tried(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
         assert (found.outcome, found.steps, usable) == ("kernel_limit", 0, False)
         assert found.message == "CUDA error: an illegal memory access was encountered"
 
@@ -233,7 +240,7 @@ class TestADeviceThatFailed:
             raise ValueError("expected 10 classes")
 
         with poisoned:
-            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+            found, usable = tried(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
         assert (found.outcome, usable) == ("user_error", False)
         assert "expected 10 classes" in found.message
 
@@ -243,7 +250,7 @@ class TestADeviceThatFailed:
             return model(batch).mean()
 
         with poisoned:
-            found, usable = attempt(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
+            found, usable = tried(wide(compute_loss=compute_loss), poisoned, batch_size=8, steps=1, precision="fp32")
         assert (found.outcome, found.steps, usable) == ("kernel_limit", 1, False)
 
 

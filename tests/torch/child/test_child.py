@@ -43,7 +43,7 @@ def done(monkeypatch):
         )
 
     monkeypatch.setattr(Sensors, "sharing", look)
-    monkeypatch.setattr("batchtune.device.memory.open_device", open_device)
+    monkeypatch.setattr("batchtune.child.server.open_device", open_device)
     monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
     monkeypatch.setattr(child, "_set_libraries_apart", lambda: None)
     monkeypatch.setattr(child.heartbeat, "start", lambda _: None)
@@ -93,7 +93,7 @@ def test_a_device_that_is_busy_is_said_to_be_with_those_who_hold_it(done, openin
     def refuse(_):
         raise RuntimeError(BUSY)
 
-    monkeypatch.setattr("batchtune.device.memory.open_device", refuse)
+    monkeypatch.setattr("batchtune.child.server.open_device", refuse)
     told = run_command(Child(None), opening if command == "open" else Describe(device="cpu"))
     assert told["exit_code"] == 5
     assert told["error"] == (

@@ -2,11 +2,13 @@
 
 import math
 import random
+import time
 
 import pytest
 import torch
 
 from batchtune.child.commands.noise_scale import estimate, noise_scale
+from batchtune.protocol.commands import MeasureNoiseScale
 
 SMALL, LARGE = 8, 128
 
@@ -57,7 +59,7 @@ def test_few_draws_say_nothing():
     assert estimate(pairs(1.0, 40.0, 3), SMALL, LARGE) == (None, None, None)
 
 
-def measured(task, device, **changes):
+def measured(task, device, clock=time.perf_counter, **changes):
     usual = {
         "small": 4,
         "large": 32,
@@ -67,7 +69,7 @@ def measured(task, device, **changes):
         "draws": 20,
         "seconds": 60.0,
     }
-    return noise_scale(task, device(), **usual | changes)
+    return noise_scale(task, device(), MeasureNoiseScale(**usual | changes), clock)
 
 
 def test_a_task_has_the_noise_scale_that_its_samples_gradients_have(linear_task, fake_device):

@@ -1,11 +1,13 @@
 """The range test: where a rising learning rate makes training come apart."""
 
 import math
+import time
 
 import pytest
 import torch
 
 from batchtune.child.commands.range_test import Edge, range_test
+from batchtune.protocol.commands import RunRangeTest
 
 
 def edge_of(losses):
@@ -63,7 +65,7 @@ class Slow:
         return self.now
 
 
-def run(task, device, **changes):
+def run(task, device, clock=time.perf_counter, **changes):
     usual = {
         "batch_size": 8,
         "precision": "fp32",
@@ -72,7 +74,7 @@ def run(task, device, **changes):
         "steps": 80,
         "seconds": 60.0,
     }
-    return range_test(task, device(), **usual | changes)
+    return range_test(task, device(), RunRangeTest(**usual | changes), clock)
 
 
 @pytest.mark.parametrize("curvature", [1.0, 10.0])
