@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from functools import cache
 from importlib import resources
@@ -24,7 +25,7 @@ _MOST_ROWS = 20  # of a table in a notebook
 def to_html(result: Document) -> str:
     """The whole report of one result as a self-contained page; figures without measurements are left out."""
     view, drawn = view_of(result), _figures(result)
-    titles = {name: figure["layout"].pop("title")["text"] for name, figure in drawn.items()}  # headings of the page
+    titles = {name: html.unescape(figure["layout"].pop("title")["text"]) for name, figure in drawn.items()}
     for figure in drawn.values():
         figure["layout"]["margin"]["t"] = 8
     scripts = [_script_text(text) for text in ([_plotly()] if drawn else []) + [_asset("report.js")]]

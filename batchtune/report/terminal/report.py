@@ -90,8 +90,6 @@ def _certificate(found: Certificate) -> Text:
 
 def _evidence(view: View) -> Iterator[RenderableType]:
     """Everything behind the answer, row by row."""
-    if view.precisions is not None:
-        yield from ("", FittedTable(view.precisions))
     for section in view.sections:
         if not section.detail:
             for table in section.tables:

@@ -249,7 +249,6 @@ class View:
         certificates: one for each precision probed.
         plots: the small figures of the probe that stands for the result.
         lines: what else belongs to the answer.
-        precisions: the certificates side by side, where there are several.
         sections: the evidence.
         settings: what to paste, by the library that takes it.
         warnings: what to know before relying on it.
@@ -270,7 +269,6 @@ class View:
     certificates: Sequence[Certificate]
     plots: Sequence[Plot]
     lines: Sequence[Fact]
-    precisions: Table | None
     sections: Sequence[Section]
     settings: Mapping[str, str]
     warnings: Sequence[str]

@@ -73,7 +73,7 @@ def precisions(probes: Sequence[ProbeResult], chosen: ProbeResult | None) -> Tab
         shares("MFU", [point.mfu if point else None for point in best], spare=4),
     ]
     marked = [row for row, probe in enumerate(probes) if chosen is not None and probe.precision == chosen.precision]
-    return table("precisions compared, each at its best speed", columns, marked=marked)
+    return table("precisions compared, each at its best speed", columns, marked=marked, summary=True)
 
 
 def throughput(probe: ProbeResult) -> Table:
