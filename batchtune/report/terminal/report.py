@@ -63,8 +63,8 @@ def _parts(view: View) -> Iterator[RenderableType]:
     if view.status != "complete":
         style = "bold yellow" if view.status == "interrupted" else "bold red"
         yield Text(view.status + (f": {view.problem}" if view.problem else ""), style=style)
-    if view.comparison is not None:
-        yield _Framed(view.title, [_Comparison(view.comparison), Text(view.reason)])
+    if view.comparison is not None and view.headline is not None:
+        yield _Framed(view.title, [_Comparison(view.comparison), Text(view.headline.reason)])
     certificates: list[RenderableType] = [_certificate(each) for each in view.certificates]
     yield from [_Framed(view.title, certificates)] if view.kind == "probe" and certificates else certificates
     yield Figures(view.plots)

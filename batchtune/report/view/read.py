@@ -33,7 +33,6 @@ def view_of(result: Document) -> View:
         headline=_headline(result),
         comparison=tune.comparison(result, found) if found else None,
         bars=tune.bars(result, found) if found else [],
-        reason=found.reason if found else "",
         certificates=[probe.certified(each) for each in probes],
         plots=[plot for plot in (memory([chosen]), throughput([chosen])) if plot] if chosen else [],
         lines=_lines(result),
