@@ -20,7 +20,7 @@ _SENSORS = {
     "mfu": ("model FLOPs utilisation", "%", 100.0),
     "power_watts": ("power", "W", 1.0),
     "temperature_celsius": ("temperature", "°C", 1.0),
-    "joules_per_sample": ("energy", "J per sample", 1.0),
+    "joules_per_sample": ("energy", "J/sample", 1.0),
 }
 
 
