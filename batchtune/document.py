@@ -271,10 +271,10 @@ class RangeTest(Record):
 
     batch_size: Size
     edge_learning_rate: Figure = Field(
-        default=None, description="Where training came apart; absent where it did not up to the highest rate."
+        default=None, description="Where training diverged; absent where it did not up to the highest rate."
     )
     lowest_loss_learning_rate: Figure = Field(
-        default=None, description="Where the smoothed loss was least before training came apart."
+        default=None, description="Where the smoothed loss was least before training diverged."
     )
     highest_learning_rate: Rate
     steps: Count

@@ -45,7 +45,7 @@ _LINES = {
 _BARS = {"bar": ("brisk", 0.62), "inner bar": ("accent", 0.34)}  # colour and width
 _SHADES = [[0, LIGHT["quick"]], [0.35, LIGHT["brisk"]], [0.7, LIGHT["slow"]], [1, LIGHT["slowest"]]]
 _RIGHT, _ABOVE = 1.04, 1.12  # room beyond the last point
-_LONGEST_LINE = 26
+_LONGEST_LINE, _BESIDE = 26, 18  # characters: of a GPU's name, of the name of a low figure's axis
 
 
 def draw(plot: Plot) -> go.Figure:
@@ -59,13 +59,10 @@ def draw(plot: Plot) -> go.Figure:
         for series in each.series:
             trace = _bars(series) if series.mark in _BARS else _scatter(series, max(xs) * _RIGHT)
             figure.add_trace(trace, row=row, col=1)
-        last = row == len(rows)
-        figure.update_xaxes(_axis(each.x, xs, _RIGHT, "" if not last else each.x.title), row=row, col=1)
-        figure.update_yaxes(
-            _axis(each.y, ys, _ABOVE, each.y.title.replace(", ", "<br>") if plot.below else each.y.title),
-            row=row,
-            col=1,
-        )
+        below = label(each.x.title) if row == len(rows) else ""
+        beside = _lines(each.y.title, _BESIDE) if plot.below else label(each.y.title)
+        figure.update_xaxes(_axis(each.x, xs, _RIGHT) | {"title.text": below}, row=row, col=1)
+        figure.update_yaxes(_axis(each.y, ys, _ABOVE) | {"title.text": beside}, row=row, col=1)
     named = any(each.name for each in plot.series) or plot.field is not None
     figure.update_layout(layout(label(plot.title), height=_height(plot), showlegend=named, barmode="overlay"))
     if plot.note:
@@ -85,21 +82,19 @@ def _height(plot: Plot) -> int:
     return 390
 
 
-def _lines(text: str) -> str:
+def _lines(text: str, width: int = _LONGEST_LINE) -> str:
     """Two lines rather than a short first one: what tells GPUs apart is often at the end of their names."""
-    return "<br>".join(map(label, textwrap.wrap(text, _LONGEST_LINE, max_lines=2, placeholder="…")))
+    return "<br>".join(map(label, textwrap.wrap(text, width, max_lines=2, placeholder="…")))
 
 
-def _axis(of: Axis, values: Sequence[float], room: float, title: str) -> dict[str, Any]:
-    name = "<br>".join(map(label, title.split("<br>")))
+def _axis(of: Axis, values: Sequence[float], room: float) -> dict[str, Any]:
     if of.ticks is not None:
-        texts = [_lines(text) for text in of.ticks.values()]
-        return axis(name, tickmode="array", tickvals=list(of.ticks), ticktext=texts)
+        return axis(tickmode="array", tickvals=list(of.ticks), ticktext=[_lines(text) for text in of.ticks.values()])
     if of.log:
         known = [value for value in values if value > 0]
-        return (batch_axis if of.whole else log_axis)(min(known), max(known), name)
-    more: dict[str, Any] = {"range": [0, of.end or max(values) * room], "nticks": 7} if of.from_zero else {}
-    return axis(name, tickformat=",d" if of.whole else None, **more)
+        return (batch_axis if of.whole else log_axis)(min(known), max(known))
+    ends: dict[str, Any] = {"range": [0, of.end or max(values) * room], "nticks": 7} if of.from_zero else {}
+    return axis(tickformat=",d" if of.whole else None, **ends)
 
 
 def _shared(series: Series) -> dict[str, Any]:

@@ -6,48 +6,28 @@ import html
 import math
 from typing import Any
 
-LIGHT = {
-    "page": "#f6f6f3",
-    "card": "#ffffff",
-    "ink": "#1c2024",
-    "muted": "#646b73",
-    "faint": "#9aa1a8",
-    "rule": "#e3e4df",
-    "accent": "#0b6e5f",
-    "tint": "#e4f1ee",
-    "baseline": "#b4580a",
-    "bad": "#b3261e",
-    "caution": "#fbf1da",
-    "second": "#3659b5",
-    "third": "#7b4bb0",
-    "quick": "#0c6b5d",
-    "brisk": "#63b59f",
-    "slow": "#edc36b",
-    "slowest": "#d2733a",
+_COLOURS = {
+    "page": ("#f6f6f3", "#0f1214"),
+    "card": ("#ffffff", "#171b1e"),
+    "ink": ("#1c2024", "#e7e9eb"),
+    "muted": ("#646b73", "#a0a8b0"),
+    "faint": ("#9aa1a8", "#6f7881"),
+    "rule": ("#e3e4df", "#2b3136"),
+    "accent": ("#0b6e5f", "#54cdb4"),
+    "tint": ("#e4f1ee", "#16302b"),
+    "baseline": ("#b4580a", "#f0a158"),
+    "bad": ("#b3261e", "#ff7a70"),
+    "caution": ("#fbf1da", "#33290f"),
+    "second": ("#3659b5", "#8aa8ff"),
+    "third": ("#7b4bb0", "#c59bf2"),
+    "quick": ("#0c6b5d", "#5fe0c5"),
+    "brisk": ("#63b59f", "#3a9c88"),
+    "slow": ("#edc36b", "#a9863c"),
+    "slowest": ("#d2733a", "#b5592a"),
 }
-"""Colours on a light ground, each its own value: the page finds them again by it to exchange them for DARK's."""
-
-DARK = {
-    "page": "#0f1214",
-    "card": "#171b1e",
-    "ink": "#e7e9eb",
-    "muted": "#a0a8b0",
-    "faint": "#6f7881",
-    "rule": "#2b3136",
-    "accent": "#54cdb4",
-    "tint": "#16302b",
-    "baseline": "#f0a158",
-    "bad": "#ff7a70",
-    "caution": "#33290f",
-    "second": "#8aa8ff",
-    "third": "#c59bf2",
-    "quick": "#5fe0c5",
-    "brisk": "#3a9c88",
-    "slow": "#a9863c",
-    "slowest": "#b5592a",
-}
-"""The same names on a dark ground."""
-
+"""On a light ground, each its own value, and on a dark one: the page finds the first again to exchange it."""
+LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
+DARK = {name: dark for name, (_, dark) in _COLOURS.items()}
 SERIES = [LIGHT["accent"], LIGHT["second"], LIGHT["third"], LIGHT["baseline"]]
 """One for each precision."""
 
@@ -86,10 +66,10 @@ def layout(title: str, *, height: int = 360, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
-    """One axis: thin rules, its name beside it."""
+def axis(**more: Any) -> dict[str, Any]:
+    """One axis: thin rules, and room for its name."""
     shared: dict[str, Any] = {
-        "title": {"text": title, "standoff": 8, "font": {"size": 12, "color": LIGHT["muted"]}},
+        "title": {"standoff": 8, "font": {"size": 12, "color": LIGHT["muted"]}},
         "gridcolor": LIGHT["rule"],
         "linecolor": LIGHT["faint"],
         "tickcolor": LIGHT["faint"],
@@ -100,21 +80,21 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def batch_axis(low: float, high: float, title: str) -> dict[str, Any]:
+def batch_axis(low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis over batch sizes, with powers of two for ticks."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
     ticks = [2**power for power in range(first, last + 1, math.ceil((last - first + 1) / _MOST_TICKS))]
     texts = [f"{tick:,}" for tick in ticks]
-    return axis(title, type="log", range=_padded(low, high), tickmode="array", tickvals=ticks, ticktext=texts)
+    return axis(type="log", range=_padded(low, high), tickmode="array", tickvals=ticks, ticktext=texts)
 
 
-def log_axis(low: float, high: float, title: str) -> dict[str, Any]:
+def log_axis(low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis with ticks at every digit of a decade, at 1, 2 and 5, or at the decades, as there is room."""
     decades = math.log10(high) - math.log10(low)
     ticks: dict[str, Any] = {"dtick": 1, "exponentformat": "power"}
     if decades < 3:  # noqa: PLR2004 - about six ticks each
         ticks = {"dtick": "D1" if decades < 0.9 else "D2", "tickformat": "~g"}  # noqa: PLR2004
-    return axis(title, type="log", range=_padded(low, high), **ticks)
+    return axis(type="log", range=_padded(low, high), **ticks)
 
 
 def _padded(low: float, high: float) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 from functools import cache
 from importlib import resources
@@ -16,7 +17,7 @@ from batchtune.document import Document
 from batchtune.report.figures.theme import DARK, LIGHT
 from batchtune.report.page.markdown import to_markdown
 from batchtune.report.view.read import view_of
-from batchtune.report.view.words import counted, sentence, stopped
+from batchtune.report.view.words import counted, stopped
 
 _MOST_ROWS = 20  # of a table in a notebook
 
@@ -24,7 +25,7 @@ _MOST_ROWS = 20  # of a table in a notebook
 def to_html(result: Document) -> str:
     """The whole report of one result as a self-contained page; figures without measurements are left out."""
     view, drawn = view_of(result), _figures(result)
-    titles = {name: figure["layout"].pop("title")["text"] for name, figure in drawn.items()}  # headings of the page
+    titles = {name: html.unescape(figure["layout"].pop("title")["text"]) for name, figure in drawn.items()}
     for figure in drawn.values():
         figure["layout"]["margin"]["t"] = 8
     scripts = [_script_text(text) for text in ([_plotly()] if drawn else []) + [_asset("report.js")]]
@@ -49,7 +50,7 @@ def notebook(result: Document) -> str:
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"sentence": sentence, "stopped": stopped, "counted": counted}
+    environment.globals |= {"stopped": stopped, "counted": counted}
     return environment.from_string(_asset("template.html.j2"))
 
 

@@ -15,8 +15,8 @@ def to_markdown(view: View) -> str:
     lines = [f"## batchtune {view.kind}: {_line(view.title)}", ""]
     if view.status != "complete":
         lines += [f"**{view.status}**" + (f": {_line(view.problem)}" if view.problem else ""), ""]
-    if view.comparison is not None:
-        lines += [*_table(view.comparison), "", _line(view.reason), ""]
+    if view.comparison is not None and view.headline is not None:
+        lines += [*_table(view.comparison), "", _line(view.headline.reason), ""]
     for found in view.certificates:
         largest = f"**{found.largest}**" + (f"; {found.proof}" if found.proof else "")
         lines += [sentence(_line(f"largest batch at {found.precision}: {largest}")), ""]

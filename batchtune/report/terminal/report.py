@@ -63,8 +63,8 @@ def _parts(view: View) -> Iterator[RenderableType]:
     if view.status != "complete":
         style = "bold yellow" if view.status == "interrupted" else "bold red"
         yield Text(view.status + (f": {view.problem}" if view.problem else ""), style=style)
-    if view.comparison is not None:
-        yield _Framed(view.title, [_Comparison(view.comparison), Text(view.reason)])
+    if view.comparison is not None and view.headline is not None:
+        yield _Framed(view.title, [_Comparison(view.comparison), Text(view.headline.reason)])
     certificates: list[RenderableType] = [_certificate(each) for each in view.certificates]
     yield from [_Framed(view.title, certificates)] if view.kind == "probe" and certificates else certificates
     yield Figures(view.plots)
@@ -90,8 +90,6 @@ def _certificate(found: Certificate) -> Text:
 
 def _evidence(view: View) -> Iterator[RenderableType]:
     """Everything behind the answer, row by row."""
-    if view.precisions is not None:
-        yield from ("", FittedTable(view.precisions))
     for section in view.sections:
         if not section.detail:
             for table in section.tables:

@@ -18,13 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name and what is known under it.
-
-    Attributes:
-        name: of the fact.
-        text: the figure or sentence.
-        about: where the figure is from, in a few words.
-    """
+    """A name and what is known under it; `about` is what a figure is of, in a few words."""
 
     name: str
     text: str
@@ -193,7 +187,6 @@ class Axis:
     """What an axis is called, its unit included, and how it runs.
 
     Attributes:
-        title: its name.
         log: equal distances are equal ratios.
         from_zero: begins at 0 where all values are positive.
         whole: its values are whole numbers, and so are its labels; where it is logarithmic, powers of two.
@@ -211,17 +204,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure.
-
-    Attributes:
-        title: what it shows.
-        x: the axis below.
-        y: the axis to the left.
-        series: its points, in the order of the legend.
-        note: what is too far off to be drawn.
-        field: what is predicted, under the points.
-        below: further figures with the same x axis.
-    """
+    """A figure; its note says what is too far off to be drawn, and those `below` share its x axis."""
 
     title: str
     x: Axis
@@ -237,24 +220,14 @@ class View:
     """A result as every report shows it, in the order in which it reads.
 
     Attributes:
-        kind: 'probe', 'tune' or 'estimate'.
-        title: what the report is about.
-        status: 'complete', or how it ended else.
         problem: why it is not complete.
         about: when and where it was measured.
-        headline: the answer; None where there is none.
-        comparison: the recommended configuration beside today's.
-        bars: the same as bars.
-        reason: why it is recommended.
+        comparison: the recommended configuration beside today's; `bars` draws the same.
         certificates: one for each precision probed.
         plots: the small figures of the probe that stands for the result.
         lines: what else belongs to the answer.
-        precisions: the certificates side by side, where there are several.
         sections: the evidence.
         settings: what to paste, by the library that takes it.
-        warnings: what to know before relying on it.
-        measured_on: device and versions.
-        environment: all that is known of the circumstances.
         version: of the batchtune that measured.
     """
 
@@ -266,11 +239,9 @@ class View:
     headline: Headline | None
     comparison: Table | None
     bars: Sequence[Bars]
-    reason: str
     certificates: Sequence[Certificate]
     plots: Sequence[Plot]
     lines: Sequence[Fact]
-    precisions: Table | None
     sections: Sequence[Section]
     settings: Mapping[str, str]
     warnings: Sequence[str]

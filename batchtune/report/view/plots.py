@@ -5,44 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from batchtune.document import ProbeResult
+from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.report.view.model import Axis, Mark, Plot, Series
-from batchtune.report.view.select import fitted_speeds, memory_range, peak_of
+from batchtune.report.view.select import peak_of
 from batchtune.report.view.words import OUTCOMES
 from batchtune.units import bytes_unit, duration, number, size
 
 _BATCH = "micro-batch size"
+_CURVE_POINTS = 80
+_FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 _SENSORS = {
     "gpu_utilization": ("GPU busy", "%", 100.0),
     "memory_controller_utilization": ("memory bus busy", "%", 100.0),
     "mfu": ("model FLOPs utilisation", "%", 100.0),
     "power_watts": ("power", "W", 1.0),
     "temperature_celsius": ("temperature", "°C", 1.0),
-    "joules_per_sample": ("energy", "J per sample", 1.0),
+    "joules_per_sample": ("energy", "J/sample", 1.0),
 }
 
 
 def memory(probes: Sequence[ProbeResult]) -> Plot | None:
     """Peak memory against batch size: every attempt, the limit, what fitted and what did not."""
     probes = [probe for probe in probes if probe.attempts]
-    reach = memory_range(probes)
-    if reach is None:
+    peaks = [peak for probe in probes for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
+    limit_bytes = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
+    if not peaks and not limit_bytes:
         return None
-    unit, scale = bytes_unit(reach.ceiling_bytes)
-    top, limit = reach.ceiling_bytes / scale, f"limit {size(reach.limit_bytes)}"
+    failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
+    near = limit_bytes > 0 and (failed or not peaks or limit_bytes <= _FAR_ABOVE * max(peaks))
+    highest = max([*peaks, limit_bytes if near else 0])
+    unit, scale = bytes_unit(highest)
+    top, limit = highest / scale, f"limit {size(limit_bytes)}"
     series = [
         each
         for group, (probe, name) in enumerate(_named(probes))
         for each in (*_fits(probe, group, name, scale), *_failures(probe, group, name, top))
     ]
-    if reach.near:
-        series.append(Series("limit", limit, [(0, reach.limit_bytes / scale)]))
+    if near:
+        series.append(Series("limit", limit, [(0, limit_bytes / scale)]))
     return Plot(
         "Peak memory against batch size",
         Axis(_BATCH, from_zero=True, whole=True),
         Axis(f"peak memory, {unit}", from_zero=True),
         [each for each in series if each.points],
-        note="" if reach.near or not reach.limit_bytes else limit,
+        note="" if near or not limit_bytes else limit,
     )
 
 
@@ -94,7 +100,7 @@ def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> I
     fit, measured = probe.throughput_fit, sorted(probe.throughput, key=lambda point: point.batch_size)
     knee = fit.batch_size_within_5_percent if fit else None
     speeds = [(float(point.batch_size), point.samples_per_second) for point in measured]
-    fitted = fitted_speeds(fit, low, high) if fit else []
+    fitted = _fitted_speeds(fit, low, high) if fit else []
     hover = [
         (f"batch {each.batch_size:,}", f"{number(each.samples_per_second)} samples/s", duration(each.step_seconds))
         for each in measured
@@ -103,6 +109,13 @@ def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> I
     yield Series("measured", f"{name}measured", speeds, hover, group)
     best = [(batch, speed) for batch, speed in speeds if batch == knee]
     yield Series("knee", f"{name}within 5% of best", best, [(f"from batch {knee:,}",)] if best else (), group)
+
+
+def _fitted_speeds(fit: ThroughputFit, low: float, high: float) -> list[tuple[float, float]]:
+    """Points (batch size, samples per second) of the fitted curve between two batch sizes, equal ratios apart."""
+    sizes = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
+    steps = [(batch, fit.alpha_seconds + fit.beta_seconds_per_sample * batch) for batch in sizes]
+    return [(batch, batch / seconds) for batch, seconds in steps if seconds > 0]
 
 
 def sensors(probe: ProbeResult) -> Plot | None:

@@ -13,6 +13,7 @@ from batchtune.report.view.words import (
     certificate_facts,
     counted,
     largest_batch,
+    nothing_does,
     ranks,
     sentence,
     step_time,
@@ -23,10 +24,8 @@ from batchtune.units import number, size
 
 def headline(probe: ProbeResult) -> Headline:
     """The largest batch, or that there is none."""
-    largest = largest_batch(probe)
     if probe.max_batch_size is None:
-        figure, rest = largest.split(" ", 1)
-        return Headline(figure, rest, reason=f"At {probe.precision}: the attempts below say why.")
+        return Headline("nothing", nothing_does(probe), reason=f"At {probe.precision}: the attempts below say why.")
     choice = [Fact("precision", probe.precision)]
     choice += [Fact("peak memory", size(probe.peak_reserved_bytes))] if probe.peak_reserved_bytes is not None else []
     best, fit = fastest(probe), probe.throughput_fit
@@ -34,7 +33,9 @@ def headline(probe: ProbeResult) -> Headline:
         choice.append(Fact("best speed", f"{number(best.samples_per_second)} samples/s at {best.batch_size:,}"))
     if fit is not None and fit.batch_size_within_5_percent is not None:
         choice.append(Fact("within 5 % of it", f"from batch {fit.batch_size_within_5_percent:,}"))
-    return Headline(largest, "is the largest micro-batch size that trains", choice, sentence(certificate(probe)))
+    return Headline(
+        largest_batch(probe), "is the largest micro-batch size that trains", choice, sentence(certificate(probe))
+    )
 
 
 def certified(probe: ProbeResult) -> Certificate:
@@ -73,7 +74,7 @@ def precisions(probes: Sequence[ProbeResult], chosen: ProbeResult | None) -> Tab
         shares("MFU", [point.mfu if point else None for point in best], spare=4),
     ]
     marked = [row for row, probe in enumerate(probes) if chosen is not None and probe.precision == chosen.precision]
-    return table("precisions compared, each at its best speed", columns, marked=marked)
+    return table("precisions compared, each at its best speed", columns, marked=marked, summary=True)
 
 
 def throughput(probe: ProbeResult) -> Table:

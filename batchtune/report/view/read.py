@@ -33,11 +33,9 @@ def view_of(result: Document) -> View:
         headline=_headline(result),
         comparison=tune.comparison(result, found) if found else None,
         bars=tune.bars(result, found) if found else [],
-        reason=found.reason if found else "",
         certificates=[probe.certified(each) for each in probes],
         plots=[plot for plot in (memory([chosen]), throughput([chosen])) if plot] if chosen else [],
         lines=_lines(result),
-        precisions=probe.precisions(probes, chosen) if len(probes) > 1 else None,
         sections=list(_sections(result)),
         settings=_settings(result),
         warnings=result.warnings,
@@ -67,6 +65,8 @@ def _lines(result: Document) -> list[Fact]:
 def _sections(result: Document) -> Iterator[Section]:
     """The evidence; a study's is its runs, and what its probe tried is a detail of it."""
     probes, detail = probes_of(result), result.kind != "probe"
+    if len(probes) > 1:
+        yield Section("Precisions", [probe.precisions(probes, chosen_probe(result))])
     if result.estimates:
         yield estimate.section(result.estimates)
     if result.details:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from batchtune.document import Attempt, Document, ProbeResult, Recommendation, ThroughputFit, ThroughputPoint, Trial
+from batchtune.document import Attempt, Document, ProbeResult, Recommendation, ThroughputPoint, Trial
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
 """What a study can want the best of: fields of trials, and of recommendations."""
 
 _BROKEN = {"diverged", "oom", "crash", "timeout", "user_error"}
-_CURVE_POINTS = 80
-_FAR_ABOVE = 2.5  # a limit so many times the highest peak would press the curve to the ground
 
 
 def probes_of(result: Document) -> list[ProbeResult]:
@@ -77,36 +73,3 @@ def peak_of(attempt: Attempt) -> int | None:
     if not attempt.fits:
         return None
     return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRange:
-    """How far up a figure of peak memory reaches.
-
-    Attributes:
-        limit_bytes: the highest limit; 0 where there is none.
-        near: the limit is near enough to the peaks to be drawn with them.
-        ceiling_bytes: the highest peak, or the limit where it is near.
-    """
-
-    limit_bytes: int
-    near: bool
-    ceiling_bytes: int
-
-
-def memory_range(probes: Sequence[ProbeResult]) -> MemoryRange | None:
-    """Peaks and limit of some probes together; None where neither is known."""
-    peaks = [peak for probe in probes for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
-    limit = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
-    if not peaks and not limit:
-        return None
-    failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
-    near = bool(limit) and (failed or not peaks or limit <= _FAR_ABOVE * max(peaks))
-    return MemoryRange(limit, near, max([*peaks, limit if near else 0]))
-
-
-def fitted_speeds(fit: ThroughputFit, low: float, high: float) -> list[tuple[float, float]]:
-    """Points (batch size, samples per second) of the fitted curve between two batch sizes, equal ratios apart."""
-    sizes = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
-    steps = [(batch, fit.alpha_seconds + fit.beta_seconds_per_sample * batch) for batch in sizes]
-    return [(batch, batch / seconds) for batch, seconds in steps if seconds > 0]

@@ -66,12 +66,15 @@ def named_values(values: Mapping[str, Value]) -> str:
 
 def largest_batch(probe: ProbeResult) -> str:
     """The largest batch of a probe, or that there is none: not always is it memory that was missing."""
-    if probe.max_batch_size is not None:
-        return f"{probe.max_batch_size:,}"
+    return f"nothing {nothing_does(probe)}" if probe.max_batch_size is None else f"{probe.max_batch_size:,}"
+
+
+def nothing_does(probe: ProbeResult) -> str:
+    """What no batch size does, where there is no largest."""
     if any(each.purpose == "verify" for each in probe.attempts):
-        return "nothing passed the final check"
+        return "passed the final check"
     raises = bool(probe.attempts) and all(each.outcome == "user_error" for each in probe.attempts)
-    return "nothing trains" if raises else "nothing fits"
+    return "trains" if raises else "fits"
 
 
 def batch_text(recommendation: Recommendation) -> str:

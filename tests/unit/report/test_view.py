@@ -1,0 +1,108 @@
+"""One reading of a result: what the view holds, every report shows, and the codes in it are put into words once."""
+
+import io
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from batchtune.document import ProbeResult
+from batchtune.report.export.settings import UNCHECKED, is_checked, to_train_with
+from batchtune.report.formats import to_markdown
+from batchtune.report.view.columns import byte_sizes, counts, numbers, table, words
+from batchtune.report.view.read import view_of
+
+
+class Cells(HTMLParser):
+    """The tables of a page: a list of rows each, the heading's first."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self._inside = [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self._inside = tag in {"td", "th"} or (self._inside and tag == "span")
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in {"td", "th"}:
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        self._inside = self._inside and tag not in {"td", "th"}
+
+    def handle_data(self, data):
+        if self._inside:
+            self.tables[-1][-1][-1] += data
+
+
+def rows_of(made):
+    return [
+        [column.name for column in made.columns],
+        *map(list, zip(*(each.cells for each in made.columns), strict=True)),
+    ]
+
+
+def test_the_page_has_every_row_of_every_table_of_the_view(any_result):
+    expected = [rows_of(made) for section in view_of(any_result).sections for made in section.tables]
+    assert Cells(any_result.to_html()).tables == expected
+
+
+def test_the_terminal_has_every_cell_of_the_same_tables_but_for_details(any_result):
+    page = io.StringIO()
+    Console(file=page, width=400).print(any_result)
+    shown = " ".join(page.getvalue().split())
+    for section in view_of(any_result).sections:
+        for made in section.tables if not section.detail else ():
+            for column in made.columns if not made.detail else ():
+                cells = column.lined_up or column.cells
+                told = [cell for cell in cells if not (column.detail or column.drawn)]
+                assert [cell for cell in told if " ".join(cell.split())[:90] not in shown] == []
+
+
+def test_markdown_has_the_tables_of_a_summary_and_no_others(any_result):
+    text = to_markdown(any_result)
+    titles = {made.title: made.summary for section in view_of(any_result).sections for made in section.tables}
+    for title, summary in titles.items():
+        assert (" ".join(title.split())[1:] in text) is summary
+
+
+@pytest.mark.parametrize("name", ["probe", "probe at two precisions", "tune", "interrupted in its probe"])
+def test_attempts_and_speeds_are_the_answer_of_a_probe_and_a_detail_of_a_study(result_of, name):
+    result = result_of(name)
+    details = {section.title: section.detail for section in view_of(result).sections}
+    assert details["Attempts"] is details["Throughput"] is (result.kind == "tune")
+
+
+def test_columns_in_which_nothing_is_known_are_no_columns():
+    made = table("rows", [words("name", ["a", "b"]), words("note", ["", "-"]), byte_sizes("peak", [None, None])])
+    assert [column.name for column in made.columns] == ["name"]
+
+
+def test_a_column_of_figures_has_them_alone_and_in_one_unit():
+    column = byte_sizes("peak", [3 << 20, None, 5 << 30])
+    assert (column.cells, column.unit, column.lined_up) == (
+        ["3 MiB", "-", "5.0 GiB"],
+        "GiB",
+        ["0.00293", "-      ", "5      "],
+    )
+    assert numbers("power", [88.0, None], unit="W").cells == ["88 W", "-"]
+    assert counts("batch", [1024, None]).cells == ["1,024", "-"]
+
+
+def test_settings_that_no_fresh_process_checked_say_so_whatever_the_words(result_of):
+    result = result_of("probe")
+    open_ended = result.probe.model_copy(update={"verified_in_fresh_process": False})
+    unchecked = result.model_copy(update={"probe": open_ended})
+    assert (is_checked(result), is_checked(unchecked)) == (True, False)
+    assert to_train_with(unchecked).reason == UNCHECKED
+    assert is_checked(result_of("tune").model_copy(update={"probe": open_ended}))
+
+
+def test_a_code_of_a_later_version_is_shown_as_it_is(result_of):
+    probe = ProbeResult(precision="fp8", max_batch_size=4)
+    (certificate,) = view_of(result_of("probe", probe=probe.model_dump())).certificates
+    assert (certificate.precision, certificate.largest) == ("fp8", "4")
+    assert certificate.proof == "not yet checked in a fresh process"
