@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 if TYPE_CHECKING:
     from batchtune.document import Document
 
 
+Setting = Literal["device", "memory_limit"]
+_FLAGS: dict[Setting, str] = {"device": "--device", "memory_limit": "--memory-limit"}
+_KEYS: dict[Setting, str] = {"device": "device", "memory_limit": "memory.limit"}
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
 _IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
 
@@ -27,6 +30,11 @@ def kind_of(value: object) -> str:
 class BatchtuneError(Exception):
     """Base of every error batchtune raises on purpose; its message shows no password of a URL.
 
+    Args:
+        detail: what is wrong.
+        setting: whose value is wrong, where that is what the message begins with: the command line's name of it, until
+            somebody else calls it by theirs.
+
     Attributes:
         exit_code: what the command line exits with.
         result: what was measured before the error, when anything was.
@@ -35,8 +43,13 @@ class BatchtuneError(Exception):
     exit_code: ClassVar[int] = 1
     result: Document | None = None
 
-    def __init__(self, message: str) -> None:
-        super().__init__(without_passwords(message))
+    def __init__(self, detail: str, *, setting: Setting | None = None) -> None:
+        self.detail, self.setting = detail, setting
+        super().__init__(without_passwords(f"{_FLAGS[setting]} {detail}" if setting else detail))
+
+    def in_configuration(self) -> Self:
+        """The same error for who has set the value in a configuration."""
+        return type(self)(f"{_KEYS[self.setting]} {self.detail}") if self.setting else self
 
 
 class UsageError(BatchtuneError):

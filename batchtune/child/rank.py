@@ -72,7 +72,9 @@ class RankChild(Child):
 def _own_device(device: str) -> str:
     """The device of this rank: on a machine with several, that of its local number."""
     if ":" in device:
-        raise UsageError(f"--device {device}: each rank has a device of its own; name the kind alone, e.g. cuda")
+        raise UsageError(
+            f"{device}: each rank has a device of its own; name the kind alone, e.g. cuda", setting="device"
+        )
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator else "cpu"

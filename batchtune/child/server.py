@@ -213,7 +213,8 @@ def run_command(child: Child, command: Command[Any]) -> dict[str, Any]:
         done = command.write(child.answer(command))
         _require_clocks()
     except BatchtuneError as error:
-        return {"error": str(error), "exit_code": error.exit_code, "frames": getattr(error, "frames", "")}
+        frames = getattr(error, "frames", "")
+        return {"error": error.detail, "setting": error.setting, "exit_code": error.exit_code, "frames": frames}
     except Exception as error:  # noqa: BLE001 - every failure becomes an answer
         return _unexpected(error)
     return {"done": done}

@@ -61,7 +61,9 @@ class AcceleratorMemory:
     def enforce(self, limit_bytes: int) -> None:
         total = self.describe()[1]
         if total is not None and limit_bytes > total:
-            raise UsageError(f"--memory-limit {limit_bytes} bytes is more than the {total} bytes of {self.device}")
+            raise UsageError(
+                f"{limit_bytes} bytes is more than the {total} bytes of {self.device}", setting="memory_limit"
+            )
         if total is not None and hasattr(self._module, "set_per_process_memory_fraction"):
             fraction = limit_bytes / total
             takes_device = self.device.type != "mps"

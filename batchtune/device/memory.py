@@ -23,16 +23,20 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: torch knows no such device; use auto, cpu, cuda, cuda:0 or mps") from None
+        raise UsageError(
+            f"{name}: torch knows no such device; use auto, cpu, cuda, cuda:0 or mps", setting="device"
+        ) from None
     if device.type == "cpu":
         return torch.device("cpu")
     available = torch.accelerator.current_accelerator(check_available=True)
     if available is None or available.type != device.type:
         here = f"{available.type} and cpu" if available else "cpu"
-        raise DeviceError(f"--device {name}: not available here (torch {torch.__version__} sees {here})")
+        raise DeviceError(f"{name}: not available here (torch {torch.__version__} sees {here})", setting="device")
     count = torch.accelerator.device_count()
     if (device.index or 0) >= count:
-        raise DeviceError(f"--device {name}: there are only {count} {device.type} devices, from {device.type}:0")
+        raise DeviceError(
+            f"{name}: there are only {count} {device.type} devices, from {device.type}:0", setting="device"
+        )
     return torch.device(device.type, device.index or 0)
 
 

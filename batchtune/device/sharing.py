@@ -61,7 +61,7 @@ def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -
         first = str(error).strip().split("\n")[0][:300]
         holders = name_processes(seen.processes) if seen else ""
         held = f"; its memory is held by other processes: {holders}" if holders else ""
-        raise DeviceError(f"--device {name}: cannot be used now: {first}{held}") from None
+        raise DeviceError(f"{name}: cannot be used now: {first}{held}", setting="device") from None
 
 
 def candidate_uuids(torch_uuid: str, index: int, visible: str | None) -> list[str]:

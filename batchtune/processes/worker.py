@@ -247,4 +247,4 @@ class Worker:
         if answer["exit_code"] == UserCodeError.exit_code:
             return UserCodeError(answer["error"], answer["frames"])
         kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}
-        return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"])
+        return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"], setting=answer.get("setting"))

@@ -42,10 +42,12 @@ def merge(command: Command[Any], answers: Mapping[int, Answer], world_size: int)
 
 
 def _as_told_by(answers: Mapping[int, Answer], rank: int, world_size: int) -> Answer:
-    """One rank's error; its number is told where the others did not say the same."""
+    """One rank's error; its number is told where the others did not say the same, unless it names a setting of all."""
     answer = answers[rank]
     alike = sum(each.get("error") == answer.get("error") for each in answers.values()) == world_size
-    return answer if alike or world_size == 1 else answer | {"error": f"rank {rank}: {answer['error']}", "rank": rank}
+    if alike or world_size == 1 or answer.get("setting"):
+        return answer
+    return answer | {"error": f"rank {rank}: {answer['error']}", "rank": rank}
 
 
 def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:

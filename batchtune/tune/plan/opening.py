@@ -47,10 +47,7 @@ def open_task(worker: Worker, config: Config) -> Opened:
     try:
         opened = worker.start()
     except (DeviceError, UsageError) as error:
-        text = str(error)
-        for flag, key in {"--device ": "device ", "--memory-limit ": "memory.limit "}.items():
-            text = key + text.removeprefix(flag) if text.startswith(flag) else text
-        raise type(error)(text) from None
+        raise error.in_configuration() from None
     require(config, opened)
     return opened
 

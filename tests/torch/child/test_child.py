@@ -96,7 +96,8 @@ def test_a_device_that_is_busy_is_said_to_be_with_those_who_hold_it(done, openin
     monkeypatch.setattr("batchtune.child.server.open_device", refuse)
     told = run_command(Child(None), opening if command == "open" else Describe(device="cpu"))
     assert told["exit_code"] == 5
+    assert told["setting"] == "device"
     assert told["error"] == (
-        "--device cpu: cannot be used now: CUDA error: CUDA-capable device(s) is/are busy or unavailable; "
+        "cpu: cannot be used now: CUDA error: CUDA-capable device(s) is/are busy or unavailable; "
         "its memory is held by other processes: pid 12 3.0 GiB, pid 99"
     )
