@@ -53,8 +53,8 @@ def describe_exit(code: int | None) -> str:
     """How a process ended, in words; negative codes are signals."""
     if code is None:
         return (
-            "the process lives but cannot be understood: the task's code has changed a standard module, "
-            "or has closed files that are not its own"
+            "the process is running but its messages cannot be read: the task's code has replaced a standard module, "
+            "or has closed file descriptors that it did not open"
         )
     if code >= 0:
         return f"the process ended with exit status {code}"
@@ -103,7 +103,7 @@ class Launcher(Protocol):
         """A new child.
 
         Raises:
-            BatchtuneError: there is no place for one.
+            BatchtuneError: there are no resources for one.
         """
 
     def sees(self, file: Path) -> bool:

@@ -68,7 +68,7 @@ def _end_if_closed(error: OSError) -> None:
     """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
     if error.errno == errno.EBADF:
         with contextlib.suppress(OSError):
-            os.write(2, b"the task's code has closed files that are not its own\n")
+            os.write(2, b"the task's code has closed file descriptors that it did not open\n")
         os._exit(1)
 
 

@@ -2,7 +2,7 @@
 
 To the parent it is a child like any other: one command after another comes on stdin, goes to every rank, and what the
 ranks answer comes out of stdout as one answer. It holds no device. A rank that fails gives the others a short time of
-grace, in which they may say how they fared: in a collective they would wait for the failed one for ever.
+grace, in which they may say how they fared: in a collective they would wait for the failed one forever.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RankCoordinator:
             self._said.put((rank, None))
 
     def _loss(self, answers: Mapping[int, Answer]) -> Answer | None:
-        """The answer where a rank's process ended, in the words of whoever saw it end; None where none did."""
+        """The answer where a rank's process ended, as told by whoever saw it end; None where none did."""
         lost = [rank for rank, answer in answers.items() if "lost" in answer]
         if not lost:
             return None
@@ -178,7 +178,7 @@ class RankCoordinator:
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
 
     def _rejoined(self) -> bool:
-        """Whether all ranks have found together again after a failure."""
+        """Whether all ranks have rejoined after a failure."""
         ranks = range(self._settings.world_size)
         answers = self._ask(Rejoin(), ranks, _REJOIN_SECONDS)
         return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())

@@ -33,7 +33,7 @@ class Host:
         self._printed: list[str] = []
 
     def there(self) -> None:
-        """Answers as soon as Ray has found a place."""
+        """Answers as soon as Ray has scheduled it."""
 
     def start(self) -> int:
         """Starts a child, in place of an earlier one; returns its process number."""
@@ -83,7 +83,7 @@ class Actor:
         self._arriving = self._handle.there.remote()
 
     def is_there(self) -> bool:
-        """Whether Ray has found it a place.
+        """Whether Ray has scheduled it.
 
         Raises:
             DeviceError: it cannot be started at all.
@@ -114,7 +114,7 @@ class Actor:
             return ray.get(asked)
         except (RayActorError, ChildlessError) as error:
             self._arriving = self._handle.there.remote()
-            raise NodeLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
+            raise NodeLost(f"its Ray node was lost: {_in_a_line(error)}") from None
 
     def kill(self) -> None:
         """Ends the child, and does not wait for that."""

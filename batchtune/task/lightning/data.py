@@ -52,7 +52,7 @@ class LightningData:
             self.module.setup("fit")
 
     def _found(self) -> Any:
-        """The DataModule of the user's file; one that is defined there goes before those that are imported."""
+        """The DataModule of the user's file; one that is defined there takes precedence over imported ones."""
         found = [each for each in vars(self._namespace).values() if _is_datamodule(each)]
         own = [each for each in found if getattr(each, "__module__", "") == self._namespace.__name__] or found
         if len(own) > 1:
@@ -89,7 +89,7 @@ class LightningData:
         return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
 
     def transferred(self, module: Any, batch: Any, loader: int) -> Any:
-        """The batch after the transfer hooks; those of a DataModule go before the module's."""
+        """The batch after the transfer hooks; those of a DataModule override the module's."""
         if not self._transfers:
             self._transfers = {
                 name: self.module is not None and overrides(self.module, name)

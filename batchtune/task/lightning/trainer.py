@@ -31,7 +31,7 @@ class TrainerView:
 
     Attributes:
         samples_per_epoch: of the training set; None where it does not tell.
-        total_steps: optimizer steps of the run; None where nothing is foreseen.
+        total_steps: optimizer steps of the run; None where it is not known.
     """
 
     world_size = num_devices = num_nodes = accumulate_grad_batches = check_val_every_n_epoch = 1
@@ -69,12 +69,12 @@ class TrainerView:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the run, as far as its time limit lets foresee."""
+        """Optimizer steps of the run, as predicted from its time limit."""
         return self.total_steps if self.total_steps is not None else self.num_training_batches
 
     @property
     def max_steps(self) -> int:
-        """As `estimated_stepping_batches`; -1 where nothing is foreseen."""
+        """As `estimated_stepping_batches`; -1 where it is not known."""
         return self.total_steps if self.total_steps is not None else -1
 
     @property
