@@ -14,9 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from batchtune.device.host_kills import describe_kill, oom_kills
+from batchtune.protocol.messages import Json
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _TAIL_LINES = 40
@@ -69,10 +70,10 @@ class Process(Protocol):
     def pid(self) -> int:
         """As its own machine counts processes."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Json) -> None:
         """Gives it a message; its death is told by the answer that is missing."""
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Json | None:
         """Its next message; None once it has ended.
 
         Raises:
@@ -151,7 +152,7 @@ class LocalProcess:
         self, command: Sequence[str], environment: Mapping[str, str], echo: Callable[[str], None] | None = None
     ) -> None:
         self._echo = echo
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._answers: queue.Queue[Json | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._sessions: list[int] = []
         self._kills_before = oom_kills()
@@ -190,13 +191,13 @@ class LocalProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Json) -> None:
         assert self._process.stdin is not None  # noqa: S101 - opened above
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Json | None:
         """As of any process; what it started may hold its end of the line open, so that its life is looked at, too."""
         deadline, ended = time.monotonic() + seconds, False
         while True:

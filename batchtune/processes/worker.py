@@ -6,15 +6,15 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
 from batchtune.processes.local import Launcher, LocalLauncher, Process
 from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Train, Tried
-from batchtune.protocol.messages import Answer, Command
+from batchtune.protocol.messages import Answer, Command, Json
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
@@ -230,7 +230,7 @@ def ask(
             raise _error(answer)
 
 
-def _error(answer: Mapping[str, Any]) -> BatchtuneError:
+def _error(answer: Json) -> BatchtuneError:
     if "outcome" in answer:
         return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
     if answer["exit_code"] == UserCodeError.exit_code:
