@@ -17,7 +17,7 @@ from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import UsageError
 from batchtune.protocol.channel import Channel, give_standard_streams_away
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
-from batchtune.protocol.messages import Command
+from batchtune.protocol.messages import AnyCommand
 from batchtune.protocol.rendezvous import Rendezvous
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
@@ -35,7 +35,7 @@ class RankChild(Child):
         super().__init__(channel)
         self._rendezvous = rendezvous
 
-    def answer(self, command: Command[Any]) -> Any:
+    def answer(self, command: AnyCommand) -> Any:
         return self._rejoin() if isinstance(command, Rejoin) else super().answer(command)
 
     def open(self, command: OpenTask) -> Opened:

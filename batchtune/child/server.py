@@ -39,7 +39,7 @@ from batchtune.document import Environment
 from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
-from batchtune.protocol.messages import Command
+from batchtune.protocol.messages import AnyCommand, Command, Json
 from batchtune.protocol.run_spec import RunEnd
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error, load_task
@@ -62,7 +62,7 @@ class Child:
         self._memory: DeviceMemory
         self._sensors: Sensors
 
-    def answer(self, command: Command[Any]) -> Any:  # noqa: C901, PLR0911 - one case for each command
+    def answer(self, command: AnyCommand) -> Any:  # noqa: C901, PLR0911 - one case for each command
         """Does what it is asked for; the answer is of the type that the command names."""
         match command:
             case commands.Describe():
@@ -207,7 +207,7 @@ def environment(memory: DeviceMemory, sensors: Sensors, seen: Sharing | None) ->
     )
 
 
-def run_command(child: Child, command: Command[Any]) -> dict[str, Any]:
+def run_command(child: Child, command: AnyCommand) -> Json:
     """The answer to one command: what it came to, or what went wrong and whose fault it is."""
     try:
         done = command.write(child.answer(command))
@@ -231,7 +231,7 @@ def _require_clocks() -> None:
             raise UserCodeError(f"the task replaces time.{name}, which times its steps; leave that clock as it is")
 
 
-def _unexpected(error: Exception) -> dict[str, Any]:
+def _unexpected(error: Exception) -> Json:
     innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if classify(error) == "oom":
         return {"outcome": "oom", "error": str(error).split("\n")[0][:300], "usable": leaves_device_usable(error)}

@@ -45,8 +45,7 @@ class AcceleratorMemory:
         if hasattr(self._module, "get_device_name"):
             return str(self._module.get_device_name(self.device))
         if self.device.type == "mps":
-            with contextlib.suppress(AttributeError, RuntimeError):  # torch before 2.8
-                return str(torch.backends.mps.get_name())
+            return str(torch.backends.mps.get_name())
         return str(self.device)
 
     def default_limit(self, margin: float) -> int | None:

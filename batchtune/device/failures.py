@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-_ACCELERATOR_ERROR: type[BaseException] = getattr(torch, "AcceleratorError", RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
 _ALLOCATION_FAILED = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
@@ -76,7 +75,7 @@ def leaves_device_usable(error: BaseException) -> bool:
     They do so whatever was made of them on their way here.
     """
     return not any(
-        isinstance(link, _ACCELERATOR_ERROR) or _POISONED.search(str(link))
+        isinstance(link, torch.AcceleratorError) or _POISONED.search(str(link))
         for link in _links(error)
         if not isinstance(link, torch.OutOfMemoryError | MemoryError)
     )
@@ -136,7 +135,7 @@ def _outcome(error: BaseException) -> Literal["oom", "kernel_limit"] | None:
     if isinstance(error, MemoryError) and not _raised_by_python(error):
         return "oom"
     # torch._dynamo's errors quote what they met, be it of the user's own: that itself is behind them
-    compiled = isinstance(error, RuntimeError | OSError | _ACCELERATOR_ERROR) and not _is_dynamos(error)
+    compiled = isinstance(error, RuntimeError | OSError | torch.AcceleratorError) and not _is_dynamos(error)
     if compiled and not _raised_by_python(error):
         if _ALLOCATION_FAILED.search(str(error)) or (_NO_ENGINE.search(str(error)) and _allocations_failed()):
             return "oom"

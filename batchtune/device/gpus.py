@@ -95,24 +95,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return rate * _TERA if rate is not None else None
 
 
-def step_seconds_roofline(flops: float, bytes_moved: float, gpu: Gpu, precision: str) -> float | None:
-    """An estimate, and a lower bound: the seconds a step takes if either arithmetic or memory is busy all the time.
-
-    Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009.
-
-    Args:
-        flops: floating-point operations of the step.
-        bytes_moved: bytes read from and written to device memory.
-        gpu: the part it would run on.
-        precision: one of `PRECISIONS`.
-
-    Returns:
-        Seconds; None where the part's rate at this precision is not known.
-    """
-    rate = gpu.tflops.get(precision)
-    return None if rate is None else max(flops / (rate * _TERA), bytes_moved / gpu.bandwidth_bytes_per_second)
-
-
 def _gpu(row: Mapping[str, str]) -> Gpu:
     major, _, minor = row["compute_capability"].partition(".")
     return Gpu(

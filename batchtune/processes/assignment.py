@@ -44,7 +44,7 @@ def count_workers(
 
 
 def assign_devices(device: str, count: int, *, devices: int, visible: str | None) -> list[DeviceAssignment]:
-    """A place for each worker, the first one's first.
+    """A device for each worker, the first one's first.
 
     Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
 

@@ -14,9 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from batchtune.device.host_kills import describe_kill, oom_kills
+from batchtune.protocol.messages import Json
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _TAIL_LINES = 40
@@ -53,8 +54,8 @@ def describe_exit(code: int | None) -> str:
     """How a process ended, in words; negative codes are signals."""
     if code is None:
         return (
-            "the process lives but cannot be understood: the task's code has changed a standard module, "
-            "or has closed files that are not its own"
+            "the process is running but its messages cannot be read: the task's code has replaced a standard module, "
+            "or has closed file descriptors that it did not open"
         )
     if code >= 0:
         return f"the process ended with exit status {code}"
@@ -69,10 +70,10 @@ class Process(Protocol):
     def pid(self) -> int:
         """As its own machine counts processes."""
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Json) -> None:
         """Gives it a message; its death is told by the answer that is missing."""
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Json | None:
         """Its next message; None once it has ended.
 
         Raises:
@@ -103,7 +104,7 @@ class Launcher(Protocol):
         """A new child.
 
         Raises:
-            BatchtuneError: there is no place for one.
+            BatchtuneError: there are no resources for one.
         """
 
     def sees(self, file: Path) -> bool:
@@ -151,7 +152,7 @@ class LocalProcess:
         self, command: Sequence[str], environment: Mapping[str, str], echo: Callable[[str], None] | None = None
     ) -> None:
         self._echo = echo
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._answers: queue.Queue[Json | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._sessions: list[int] = []
         self._kills_before = oom_kills()
@@ -190,13 +191,13 @@ class LocalProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Json) -> None:
         assert self._process.stdin is not None  # noqa: S101 - opened above
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Json | None:
         """As of any process; what it started may hold its end of the line open, so that its life is looked at, too."""
         deadline, ended = time.monotonic() + seconds, False
         while True:

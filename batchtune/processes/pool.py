@@ -63,7 +63,7 @@ class WorkerPool:
             opened: the task by the first one; all have its memory limit.
 
         Raises:
-            BatchtuneError: there is no place for so many.
+            BatchtuneError: there are not enough devices.
         """
         visible, device = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device
         count = count_workers(

@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
 from batchtune.processes.local import Launcher, LocalLauncher, Process
 from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Train, Tried
-from batchtune.protocol.messages import Answer, Command
+from batchtune.protocol.messages import Answer, Command, Json
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
@@ -39,14 +39,14 @@ class NodeLost(BatchtuneError):
     """The machine on which a child trained is gone: nothing that its work is to blame for."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A child process that trains; commands go to it one at a time.
 
     Args:
         settings: the task that each child opens first; None for a child that opens none.
         launcher: starts its children; None: on this machine.
         stopping: once it is set, every command is cut off; None: nobody else can do that.
-        note: told what is done again because a node was lost.
+        note: told what is retried because a node was lost.
 
     Attributes:
         opened: what the last child said of the task; None before the first has.
@@ -69,9 +69,6 @@ class Worker:
         self._process: Process | None = None
         self._spare: Process | None = None
         self._wants_spare = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -99,7 +96,8 @@ class Worker:
                     self._stopping.wait(_RETRY_SECONDS)
 
     def _open(self) -> None:
-        self._process = self._take_spare() or self._launcher.start()
+        spare, self._spare = self._spare, None
+        self._process = (_ready(spare) if spare else None) or self._launcher.start()
         if self._wants_spare:
             self.prepare()  # both load at once
         if self.settings is None:
@@ -176,75 +174,66 @@ class Worker:
         """Ends the child, its spare and everything they started, and forgets them."""
         self.kill()
         with self._starting:
-            spare, self._spare = self._spare, None
             self.renew()
-            if spare is not None:
-                spare.close()
-
-    def _take_spare(self) -> Process | None:
-        """The process that was prepared, once it is ready; None where there is none, or it has died."""
-        spare, is_ready = self._spare, False
-        if spare is None:
-            return None
-        with contextlib.suppress(TimeoutError):
-            is_ready = spare.answer(START_TIMEOUT_SECONDS) is not None
-        self._spare = None
-        if is_ready:
-            return spare
-        spare.close()
-        return None
+            if self._spare is not None:
+                self._spare.close()
+                self._spare = None
 
     def _ask(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
-        process = self._process
-        assert process is not None  # noqa: S101 - it was started
+        """The answer; after anything else the child is of no more use."""
+        assert self._process is not None  # noqa: S101 - it was started
         if self._stopping.is_set():
             raise RunInterrupted(STOPPED)
-        self._send(process, command.to_message())
-        while True:
-            answer = self._next_answer(process, timeout)
-            if "alive" in answer:  # whoever gets on is no hang, however long it takes
-                continue
-            if "event" in answer:
-                try:
-                    go_on = on_event is None or on_event(CurvePoint(**answer["event"]))
-                except BaseException:
-                    self.renew()  # it waits for an answer that nobody will give
-                    raise
-                self._send(process, {"go_on": go_on})
-            elif "done" in answer:
-                done = command.read(answer["done"])
-                if isinstance(done, Tried) and not done.usable:
-                    self.renew()
-                return done
-            else:
-                raise self._error(answer)
-
-    def _send(self, process: Process, message: dict[str, Any]) -> None:
         try:
-            process.send(message)
-        except BaseException:
-            self.renew()  # its node is lost, or an interruption has left half a message
+            answer = ask(self._process, command, timeout, on_event)
+        except BaseException as error:
+            self.renew()
+            if isinstance(error, WorkerDied) and self._stopping.is_set():
+                raise RunInterrupted(STOPPED) from None
             raise
+        if isinstance(answer, Tried) and not answer.usable:
+            self.renew()
+        return answer
 
-    def _next_answer(self, process: Process, timeout: float) -> dict[str, Any]:
+
+def _ready(spare: Process) -> Process | None:
+    """A process that was prepared, once it has loaded the libraries; None where it has died."""
+    with contextlib.suppress(TimeoutError):
+        if spare.answer(START_TIMEOUT_SECONDS) is not None:
+            return spare
+    spare.close()
+    return None
+
+
+def ask(
+    process: Process, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
+) -> Answer:
+    """A child's answer to one command.
+
+    Raises:
+        WorkerDied: it died or hung.
+        BatchtuneError: it answered with an error.
+    """
+    process.send(command.to_message())
+    while True:
         try:
             answer = process.answer(timeout)
-            if answer is not None:
-                return answer
-            died = WorkerDied("crash", process.last_output())
         except TimeoutError:
-            died = WorkerDied("timeout", f"no sign of life for {timeout:g} s")
-        except BaseException:
-            self.renew()
-            raise
-        self.renew()
-        raise RunInterrupted(STOPPED) if self._stopping.is_set() else died
+            raise WorkerDied("timeout", f"no sign of life for {timeout:g} s") from None
+        if answer is None:
+            raise WorkerDied("crash", process.last_output())
+        if "event" in answer:
+            process.send({"go_on": on_event is None or on_event(CurvePoint(**answer["event"]))})
+        elif "done" in answer:
+            return command.read(answer["done"])
+        elif "alive" not in answer:  # a child at work is no hang, however long it takes
+            raise _error(answer)
 
-    def _error(self, answer: dict[str, Any]) -> BatchtuneError:
-        self.renew()
-        if "outcome" in answer:
-            return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
-        if answer["exit_code"] == UserCodeError.exit_code:
-            return UserCodeError(answer["error"], answer["frames"])
-        kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}
-        return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"], setting=answer.get("setting"))
+
+def _error(answer: Json) -> BatchtuneError:
+    if "outcome" in answer:
+        return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
+    if answer["exit_code"] == UserCodeError.exit_code:
+        return UserCodeError(answer["error"], answer["frames"])
+    kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}
+    return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"], setting=answer.get("setting"))

@@ -15,6 +15,8 @@ import signal
 import threading
 from typing import IO, Any, Self
 
+from batchtune.protocol.messages import Json
+
 
 class Channel:
     """The line to the parent; when the parent is gone, so is this process with all that it started.
@@ -27,7 +29,7 @@ class Channel:
     def __init__(self, commands: IO[str], answers: IO[str]) -> None:
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
         self._answers, self._process = answers, os.getpid()
-        self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._commands: queue.Queue[Json] = queue.Queue()
         threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
 
     @classmethod
@@ -47,7 +49,7 @@ class Channel:
             os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Json:
         """The next command."""
         return self._commands.get()
 
@@ -68,7 +70,7 @@ def _end_if_closed(error: OSError) -> None:
     """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
     if error.errno == errno.EBADF:
         with contextlib.suppress(OSError):
-            os.write(2, b"the task's code has closed files that are not its own\n")
+            os.write(2, b"the task's code has closed file descriptors that it did not open\n")
         os._exit(1)
 
 

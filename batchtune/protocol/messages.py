@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 Answer = TypeVar("Answer")
+Json: TypeAlias = dict[str, Any]  # an object of JSON: one message on a line between processes
 
 
 class Message(BaseModel):
@@ -25,19 +25,19 @@ class Command(Message, Generic[Answer]):
     """
 
     first_rank_only: ClassVar[bool] = False
-    _by_name: ClassVar[dict[str, type[Command[Any]]]] = {}
+    _by_name: ClassVar[dict[str, type[AnyCommand]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         if "[" not in cls.__name__:
             Command._by_name[cls.__name__] = cls
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> Json:
         """As JSON has it."""
         return {"command": type(self).__name__, **self.model_dump()}
 
     @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Command[Any]:
+    def from_message(message: Json) -> AnyCommand:
         """What `to_message` made, in another process."""
         arguments = dict(message)
         return Command._by_name[arguments.pop("command")].model_validate(arguments)
@@ -64,3 +64,6 @@ class Command(Message, Generic[Answer]):
     def but(self, **changes: Any) -> Self:
         """The same with other arguments."""
         return self.model_copy(update=changes)
+
+
+AnyCommand: TypeAlias = Command[Any]

@@ -24,7 +24,7 @@ class RunSpec:
         target: metric value at which the run ends; None runs to the limit.
         evaluate_every: training seconds between evaluations; None for the automatic pace.
         evaluation_batch_size: samples in one forward pass of the default evaluation.
-        expected_step_seconds: an optimizer step as foretold from other runs; None where there were none.
+        expected_step_seconds: an optimizer step as predicted from other runs; None where there were none.
         optimizer_arguments: what else is handed to the user's build_optimizer, by name.
         limit_joules: energy in training after which the run ends; None for no such limit.
         horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.

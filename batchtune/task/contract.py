@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -57,7 +57,7 @@ class Task:
                 self._check_signature(name, value)
         self._need("build_model")
 
-    def _check_signature(self, name: str, function: Any) -> None:
+    def _check_signature(self, name: str, function: Callable[..., object]) -> None:
         """Raises UserCodeError where a function of the user's cannot be called as the contract says."""
         call, _, _ = NAMES[name].partition(" returning")
         arguments = [part for part in call.partition("(")[2].rstrip(")").split(", ") if part]
@@ -178,16 +178,16 @@ class Task:
         return loss
 
     @cached_property
-    def train_data(self) -> Dataset[Any]:
+    def train_data(self) -> Dataset[object]:
         """The training set, built once."""
         return self._dataset("train_dataset")
 
     @cached_property
-    def val_data(self) -> Dataset[Any] | None:
+    def val_data(self) -> Dataset[object] | None:
         """The validation set, built once; None where the task has none."""
         return self._dataset("val_dataset") if self.has("val_dataset") else None
 
-    def _dataset(self, name: str) -> Dataset[Any]:
+    def _dataset(self, name: str) -> Dataset[object]:
         with seeded(_SEEDS[name]):  # what is drawn at random is the same in every process, and not in both sets
             data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -195,7 +195,7 @@ class Task:
             raise UserCodeError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
         if isinstance(data, Sized) and len(data) == 0:
             raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
-        return cast("Dataset[Any]", data)
+        return cast("Dataset[object]", data)
 
     def train_size(self) -> int | None:
         """Samples in the training set; None where there is no set or it does not tell."""
@@ -203,15 +203,15 @@ class Task:
             return None
         return len(self.train_data) if isinstance(self.train_data, Sized) else None
 
-    def collate(self, samples: Sequence[Any]) -> Any:
+    def collate(self, samples: Sequence[object]) -> object:
         """A batch from samples, by the user's function or torch's."""
         return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
 
-    def sampler(self, batch_size: int) -> Sampler[Any] | None:
+    def sampler(self, batch_size: int) -> Sampler[int] | None:
         """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
         return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
 
-    def worst_batch(self, batch_size: int) -> Any:
+    def worst_batch(self, batch_size: int) -> object:
         """The batch that an attempt runs: the user's `make_batch`, or the largest of the first samples, repeated."""
         if self.has("make_batch"):
             return self.source.make_batch(batch_size)
@@ -253,7 +253,7 @@ class Task:
             ) from None
 
 
-def tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: object) -> int:
     """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts.
 
     Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.

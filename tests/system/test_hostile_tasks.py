@@ -71,7 +71,7 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
         "import os\nos.closerange(3, 200)\n",
         3,
         None,
-        "ended in crash: .*closed files that are not its own",
+        "ended in crash: .*closed file descriptors that it did not open",
     ),
     "replaces json": ("import json\njson.dumps = lambda *_, **__: 'x'\n", 3, None, "changed a standard module"),
     "stops the clock": ("import time\ntime.perf_counter = lambda: 0.0\n", 3, 3, "the task replaces time.perf_counter"),

@@ -33,7 +33,7 @@ def time_loader(
         Samples a second, or the message of what the loader or the user's data set raised.
     """
     num_workers, pin_memory = command.num_workers, command.pin_memory
-    batches: Generator[Any, None, None] | None = None
+    batches: Generator[object, None, None] | None = None
     try:
         context = _start_method(num_workers)
         loader = training_loader(
@@ -54,7 +54,7 @@ def time_loader(
 
 
 def _rate(
-    batches: Iterator[Any], deliver: Callable[[Any], None], command: TimeLoader, clock: Callable[[], float]
+    batches: Iterator[object], deliver: Callable[[object], None], command: TimeLoader, clock: Callable[[], float]
 ) -> float:
     first = clock()
     for batch in itertools.islice(batches, max(1, command.num_workers)):
@@ -72,7 +72,7 @@ def _rate(
     return count * command.batch_size / (clock() - began)
 
 
-def _epochs(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+def _epochs(loader: DataLoader[Any]) -> Generator[object, None, None]:
     """Batches without end, or until an epoch is empty (a data set that can be read once)."""
     more = True
     while more:
@@ -82,7 +82,7 @@ def _epochs(loader: DataLoader[Any]) -> Generator[Any, None, None]:
             yield batch
 
 
-def _deliver(batch: Any, memory: DeviceMemory) -> None:
+def _deliver(batch: object, memory: DeviceMemory) -> None:
     move(batch, memory.device)
     memory.synchronize()
 

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable
 
 SLOWED = 1.5  # a stretch this much slower than the usual pace was held up by something else on the machine
-_EXPECTATION_ERROR = 1.33  # how far off a step time foretold from other batch sizes may be
+_EXPECTATION_ERROR = 1.33  # how far off a step time predicted from other batch sizes may be
 _REMEMBERED = 200  # stretches of one shape
 _paces: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
@@ -19,7 +19,7 @@ class StepClock:
 
     Args:
         shape: what has a pace of its own: see `RunSpec.shape`.
-        expected_step_seconds: seconds of an optimizer step as foretold from other sizes; None: nothing is.
+        expected_step_seconds: seconds of an optimizer step as predicted from other sizes; None: nothing is.
     """
 
     def __init__(self, shape: Hashable, expected_step_seconds: float | None = None) -> None:

@@ -19,7 +19,7 @@ _NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own
 class Replica(Protocol):
     """What a rank trains."""
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
+    def loss(self, batch: object, *, synchronize: bool) -> Tensor:
         """The user's loss of one micro-batch; with `synchronize`, its backward pass leaves the ranks' mean gradient."""
 
 
@@ -97,7 +97,7 @@ class Parallel:
         fully_shard(model, mesh=mesh)
         return model
 
-    def replica(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Replica:
+    def replica(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> Replica:
         """A placed model with its loss, ready to train."""
         return _Replicated(model, loss) if self.strategy == "ddp" else _Sharded(model, loss)
 
@@ -105,32 +105,32 @@ class Parallel:
 class _LossOf(nn.Module):
     """The user's loss as a module: what they call of their model, and how, is inside of what DDP wraps."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> None:
         super().__init__()
         self._model, self._loss = model, loss
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: object) -> Tensor:
         return self._loss(self._model, batch)
 
 
 class _Replicated:
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         self._wrapped = DistributedDataParallel(_LossOf(model, loss))
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
+    def loss(self, batch: object, *, synchronize: bool) -> Tensor:
         self._wrapped.require_backward_grad_sync = synchronize  # what no_sync() does; backward comes after this returns
         loss: Tensor = self._wrapped(batch)
         return loss
 
 
 class _Sharded:
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> None:
         self._model: Any = model
         self._loss = loss
 
-    def loss(self, batch: Any, *, synchronize: bool) -> Tensor:
+    def loss(self, batch: object, *, synchronize: bool) -> Tensor:
         self._model.set_requires_gradient_sync(synchronize)
         return self._loss(self._model, batch)
 

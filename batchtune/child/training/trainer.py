@@ -84,7 +84,7 @@ class Trainer:
         self._last_loss: Tensor | None = None
         self._has_old_gradients = False
 
-    def forward_backward(self, batch: Any, accumulation_steps: int = 1) -> Tensor:
+    def forward_backward(self, batch: object, accumulation_steps: int = 1) -> Tensor:
         """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps.
 
         As with the variables `batch` and `loss` of a loop, the last ones live until the next are there: their memory
@@ -107,7 +107,7 @@ class Trainer:
         heartbeat.beat()
         return loss.detach()
 
-    def _loss(self, batch: Any, accumulation_steps: int) -> Tensor:
+    def _loss(self, batch: object, accumulation_steps: int) -> Tensor:
         if self._replica is None:
             return self.task.loss(self.model, batch)
         self._micro_batches += 1
@@ -133,7 +133,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._has_old_gradients = False
 
-    def step(self, batches: Iterator[Any], accumulation_steps: int = 1) -> Tensor:
+    def step(self, batches: Iterator[object], accumulation_steps: int = 1) -> Tensor:
         """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
         for batch in itertools.islice(batches, accumulation_steps):
             loss = self.forward_backward(batch, accumulation_steps)
@@ -179,7 +179,7 @@ def training_loader(
     )
 
 
-class TrainingBatches(Iterator[Any]):
+class TrainingBatches(Iterator[object]):
     """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out.
 
     Its place can be kept and found again without loading what was trained on already; a data set that can only be read
@@ -196,7 +196,7 @@ class TrainingBatches(Iterator[Any]):
     def __next__(self) -> Any:
         return next(self._batches)
 
-    def _epochs(self) -> Iterator[Any]:
+    def _epochs(self) -> Iterator[object]:
         for _epoch in itertools.count():
             batches = iter(self._loader)
             self._order, self._taken = self._generator.get_state(), 0  # the order is drawn with the first batch
@@ -205,7 +205,7 @@ class TrainingBatches(Iterator[Any]):
                 size = self._loader.batch_size
                 raise UserCodeError(f"{self._where}: train_dataset yields no batch of {size} samples in an epoch")
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:
             self._taken += 1
             yield batch

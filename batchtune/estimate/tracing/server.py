@@ -9,13 +9,13 @@ from batchtune.estimate.commands import EstimateMemory, ExpectMemory, LoadTracer
 from batchtune.estimate.tracing.answer import answer, foresee, warm_up
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.commands import Done
-from batchtune.protocol.messages import Command
+from batchtune.protocol.messages import AnyCommand
 
 
 class TracingChild(Child):
     """A child that never opens a device."""
 
-    def answer(self, command: Command[Any]) -> Any:
+    def answer(self, command: AnyCommand) -> Any:
         match command:
             case LoadTracer():
                 warm_up()

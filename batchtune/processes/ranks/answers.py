@@ -7,9 +7,9 @@ from typing import Any
 
 from batchtune.document import Attempt, DeviceProcess, LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import Opened, OpenTask, TimeLoader, TimeSteps, Tried, TryBatchSize
-from batchtune.protocol.messages import Command
+from batchtune.protocol.messages import AnyCommand, Json
 
-Answer = dict[str, Any]
+Answer = Json
 
 
 def failed(answer: Answer) -> bool:
@@ -17,7 +17,7 @@ def failed(answer: Answer) -> bool:
     return "done" not in answer or answer["done"].get("attempt", {}).get("outcome", "fit") != "fit"
 
 
-def merge(command: Command[Any], answers: Mapping[int, Answer], world_size: int) -> Answer:
+def merge(command: AnyCommand, answers: Mapping[int, Answer], world_size: int) -> Answer:
     """One answer out of the ranks'.
 
     Args:

@@ -2,7 +2,7 @@
 
 To the parent it is a child like any other: one command after another comes on stdin, goes to every rank, and what the
 ranks answer comes out of stdout as one answer. It holds no device. A rank that fails gives the others a short time of
-grace, in which they may say how they fared: in a collective they would wait for the failed one for ever.
+grace, in which they may say how they fared: in a collective they would wait for the failed one forever.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from batchtune.processes.ranks.answers import Answer, failed, merge
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.commands import Rejoin
-from batchtune.protocol.messages import Command
+from batchtune.protocol.messages import AnyCommand, Command
 from batchtune.protocol.rendezvous import Rendezvous
 
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -130,7 +130,7 @@ class RankCoordinator:
                 self._said.put((rank, json.loads(text)))
         self._said.put((rank, None))
 
-    def _answer(self, command: Command[Any]) -> Answer:
+    def _answer(self, command: AnyCommand) -> Answer:
         ranks = command.asked(self._settings.world_size)
         answers = self._ask(command, ranks, None)
         merged = self._loss(answers) or merge(command, answers, len(ranks))
@@ -139,7 +139,7 @@ class RankCoordinator:
             merged["done"]["usable"] = self._rejoined()
         return merged
 
-    def _ask(self, command: Command[Any], ranks: Sequence[int], seconds: float | None) -> dict[int, Answer]:
+    def _ask(self, command: AnyCommand, ranks: Sequence[int], seconds: float | None) -> dict[int, Answer]:
         """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
         for rank in ranks:
             self._send(rank, command)
@@ -161,14 +161,14 @@ class RankCoordinator:
                 deadline = grace if deadline is None else min(deadline, grace)
         return answers
 
-    def _send(self, rank: int, command: Command[Any]) -> None:
+    def _send(self, rank: int, command: AnyCommand) -> None:
         try:
             self._lines[rank].sendall((json.dumps(command.to_message()) + "\n").encode())
         except (OSError, KeyError):  # its end is told by the listener, or it never came
             self._said.put((rank, None))
 
     def _loss(self, answers: Mapping[int, Answer]) -> Answer | None:
-        """The answer where a rank's process ended, in the words of whoever saw it end; None where none did."""
+        """The answer where a rank's process ended, as told by whoever saw it end; None where none did."""
         lost = [rank for rank, answer in answers.items() if "lost" in answer]
         if not lost:
             return None
@@ -178,7 +178,7 @@ class RankCoordinator:
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
 
     def _rejoined(self) -> bool:
-        """Whether all ranks have found together again after a failure."""
+        """Whether all ranks have rejoined after a failure."""
         ranks = range(self._settings.world_size)
         answers = self._ask(Rejoin(), ranks, _REJOIN_SECONDS)
         return len(answers) == len(ranks) and not any(failed(answer) for answer in answers.values())

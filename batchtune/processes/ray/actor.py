@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.processes.local import LocalLauncher, Process
 from batchtune.processes.worker import STOPPED, NodeLost
+from batchtune.protocol.messages import Json
 
 _LOOK_SECONDS = 0.2
 _LISTENING_SECONDS = 5.0  # of one question to an actor
@@ -33,7 +34,7 @@ class Host:
         self._printed: list[str] = []
 
     def there(self) -> None:
-        """Answers as soon as Ray has found a place."""
+        """Answers as soon as Ray has scheduled it."""
 
     def start(self) -> int:
         """Starts a child, in place of an earlier one; returns its process number."""
@@ -47,7 +48,7 @@ class Host:
             raise ChildlessError("Ray has started it again elsewhere")
         return getattr(self._process, method)(*arguments)
 
-    def answer(self, seconds: float) -> tuple[dict[str, Any] | None, bool, list[str]]:
+    def answer(self, seconds: float) -> tuple[Json | None, bool, list[str]]:
         """What the child says, None once it has ended; whether it is silent instead; what it printed meanwhile."""
         answer, is_silent = None, False
         try:
@@ -76,14 +77,14 @@ class Actor:
         stopping: set when nobody waits for it any more.
     """
 
-    def __init__(self, resources: Mapping[str, Any], stopping: threading.Event) -> None:
+    def __init__(self, resources: Json, stopping: threading.Event) -> None:
         self._stopping = stopping
         options = {"max_restarts": -1, "max_concurrency": _CALLS_AT_ONCE, **resources}
         self._handle: Any = ray.remote(Host).options(**options).remote()
         self._arriving = self._handle.there.remote()
 
     def is_there(self) -> bool:
-        """Whether Ray has found it a place.
+        """Whether Ray has scheduled it.
 
         Raises:
             DeviceError: it cannot be started at all.
@@ -114,7 +115,7 @@ class Actor:
             return ray.get(asked)
         except (RayActorError, ChildlessError) as error:
             self._arriving = self._handle.there.remote()
-            raise NodeLost(f"its place in the Ray cluster was lost: {_in_a_line(error)}") from None
+            raise NodeLost(f"its Ray node was lost: {_in_a_line(error)}") from None
 
     def kill(self) -> None:
         """Ends the child, and does not wait for that."""
@@ -142,10 +143,10 @@ class RemoteProcess:
     def pid(self) -> int:
         return self._pid
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Json) -> None:
         self._actor.ask("do", "send", dict(message))
 
-    def answer(self, seconds: float) -> dict[str, Any] | None:
+    def answer(self, seconds: float) -> Json | None:
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -153,7 +154,7 @@ class RemoteProcess:
             for line in printed:
                 self._echo(line)
             if not is_silent:
-                found: dict[str, Any] | None = answer
+                found: Json | None = answer
                 return found
             if left <= 0:
                 raise TimeoutError

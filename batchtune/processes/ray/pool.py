@@ -1,4 +1,4 @@
-"""A pool on a Ray cluster: what each worker asks for, who gets a place, and what is done again when one is lost.
+"""A pool on a Ray cluster: what each worker asks for, which one has resources, and what becomes of a lost node's.
 
 The study stays in this process; only children and their actors are elsewhere. Their nodes need batchtune and the task's
 files at the same place as here: on a shared folder, in an image, or by `ray job submit --working-dir`.
@@ -48,7 +48,7 @@ def resources_of(asked: RayCluster, device: str, cluster: Mapping[str, float]) -
     return {"num_cpus": asked.num_cpus, "num_gpus": gpus, "resources": dict(asked.resources)}
 
 
-def places(resources: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> int:
+def room_for(resources: Mapping[str, Any], nodes: Sequence[Mapping[str, float]]) -> int:
     """How many such actors there is room for.
 
     Args:
@@ -89,15 +89,15 @@ class RayLauncher:
         return bool(self._actor.ask("sees", str(file)))
 
 
-_WAITING = "waiting for a place on the Ray cluster"
+_WAITING = "waiting for free resources on the Ray cluster"
 _NO_ROOM = (
-    f"the Ray cluster has had no room for a worker in {START_TIMEOUT_SECONDS / 60:g} minutes; see 'ray status', or ask "
-    "for less with ray.num_cpus, ray.num_gpus and ray.resources"
+    f"the Ray cluster has had no free resources for a worker for {START_TIMEOUT_SECONDS / 60:g} minutes; see "
+    "'ray status', or ask for less with ray.num_cpus, ray.num_gpus and ray.resources"
 )
 
 
 class RayPool(WorkerPool):
-    """A pool whose workers are wherever Ray has room; one that has lost its place waits while the others work.
+    """A pool whose workers are wherever Ray has room; one whose node was lost waits while the others work.
 
     Args:
         settings: as of any pool.
@@ -150,9 +150,9 @@ class RayPool(WorkerPool):
             self._prints.__exit__(None, None, None)
 
     def grow(self, opened: Opened) -> None:
-        """Adds the others, which start when there is work and a place for them."""
+        """Adds the others, which start when there is work and room for them."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        room = places(self._resources, nodes)
+        room = room_for(self._resources, nodes)
         count = max(1, room) if self._asked == "auto" else self._asked
         if count > room:
             self._observer.note(f"the Ray cluster has room for {room} of {count} workers; the others join as it grows")
@@ -161,7 +161,7 @@ class RayPool(WorkerPool):
         self._all += [self._worker(settings, {}) for _ in range(count - 1)]
 
     def warm_up(self) -> None:
-        """Each starts where and when Ray has a place for it."""
+        """Each starts where and when Ray schedules it."""
 
     def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:  # noqa: ARG002 - Ray's
         actor = Actor(self._resources, self._stopping)
@@ -171,13 +171,13 @@ class RayPool(WorkerPool):
         self._free.append(worker)
         return worker
 
-    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:  # noqa: ARG002 - whichever has a place
-        with self._placed() as placed:
-            return step(placed)
+    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:  # noqa: ARG002 - whichever has resources
+        with self._scheduled() as scheduled:
+            return step(scheduled)
 
     @contextlib.contextmanager
-    def _placed(self) -> Iterator[Worker]:
-        """A worker that has a place and nothing to do; while others work, there may be one soon."""
+    def _scheduled(self) -> Iterator[Worker]:
+        """An idle worker that has resources; while others work, there may be one soon."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while (worker := self._take()) is None:
             if self._stopping.wait(_LOOK_SECONDS):

@@ -8,13 +8,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from batchtune.errors import UsageError, kind_of
 
+Copied = TypeVar("Copied")
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 
@@ -44,17 +46,17 @@ class Adapted:
         """Sets up the data, and raises UsageError for what `purpose` lacks or cannot be honoured."""
         raise NotImplementedError
 
-    def train_sampler(self, batch_size: int) -> Sampler[Any] | None:
+    def train_sampler(self, batch_size: int) -> Sampler[int] | None:
         """The order of the training set where it is not simply shuffled."""
         del batch_size
         return None
 
-    def state(self, model: Any) -> dict[str, int]:
+    def state(self, model: nn.Module) -> dict[str, int]:
         """How far a model's training is, where the library tells it to the user's code."""
         del model
         return {}
 
-    def restore(self, model: Any, state: Mapping[str, int]) -> None:
+    def restore(self, model: nn.Module, state: Mapping[str, int]) -> None:
         """Goes to where `state` was, in a model of which the optimizer has been built."""
 
 
@@ -70,11 +72,11 @@ class LoaderParts:
     """
 
     dataset: Any
-    collate: Callable[[Sequence[Any]], Any]
-    sampler: Sampler[Any] | None
+    collate: Callable[[Sequence[object]], object]
+    sampler: Sampler[int] | None
     batch_size: int
 
-    def sampler_for(self, batch_size: int) -> Sampler[Any] | None:
+    def sampler_for(self, batch_size: int) -> Sampler[int] | None:
         """The sampler; one that sorts within batches is told their size."""
         if self.sampler is None or not hasattr(self.sampler, "batch_size"):
             return self.sampler
@@ -180,7 +182,7 @@ def _with_nested(schedulers: Iterable[Any]) -> Iterable[Any]:
         yield from _with_nested(getattr(scheduler, "_schedulers", ()))
 
 
-def real_copy(value: Any) -> Any:
+def real_copy(value: Copied) -> Copied:
     """A deep copy of modules with their data, also while `estimate` makes every new tensor a fake one.
 
     Buffers cannot be copied into fakes; a copy with data becomes fake when it is moved to the device.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
 from batchtune.task.lightning.data import LightningData, library_of, overrides
@@ -89,18 +89,18 @@ class LightningTask(Adapted):
         assert self._data.train is not None  # noqa: S101 - build_model reads it or raises
         return self._data.train
 
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> object:
         """What the train_dataloader reads."""
         return self._parts.dataset
 
-    def collate(self, samples: Sequence[Any]) -> Any:
+    def collate(self, samples: Sequence[object]) -> object:
         """A batch as the train_dataloader makes it."""
         return self._parts.collate(samples)
 
-    def train_sampler(self, batch_size: int) -> Any:
+    def train_sampler(self, batch_size: int) -> Sampler[int] | None:
         return self._parts.sampler_for(batch_size)
 
-    def compute_loss(self, module: Any, batch: Any) -> Tensor:
+    def compute_loss(self, module: Any, batch: object) -> Tensor:
         """`training_step`, with the hooks that Lightning calls before it and before backward."""
         view: TrainerView = module.trainer
         if not view.training:
@@ -143,11 +143,11 @@ class LightningTask(Adapted):
         view.optimizers, view.learning_rate = [optimizer], lr
         self._optimized = weakref.ref(module)
 
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             module.on_after_backward()
             module.on_before_optimizer_step(optimizer)
 
-        def after(*_: Any) -> None:
+        def after(*_: object) -> None:
             module.on_before_zero_grad(optimizer)
             view.step_ended(module)
 

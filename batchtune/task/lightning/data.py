@@ -35,7 +35,7 @@ class LightningData:
         self.val_loaders: list[DataLoader[Any]] = []
         self._transfers: dict[str, bool] = {}
 
-    def prepare(self, view: TrainerView, module: Any, given: Any) -> None:
+    def prepare(self, view: TrainerView, module: Any, given: object) -> None:
         """Finds the DataModule and downloads and splits the data, in Lightning's order.
 
         Args:
@@ -52,7 +52,7 @@ class LightningData:
             self.module.setup("fit")
 
     def _found(self) -> Any:
-        """The DataModule of the user's file; one that is defined there goes before those that are imported."""
+        """The DataModule of the user's file; one that is defined there takes precedence over imported ones."""
         found = [each for each in vars(self._namespace).values() if _is_datamodule(each)]
         own = [each for each in found if getattr(each, "__module__", "") == self._namespace.__name__] or found
         if len(own) > 1:
@@ -88,8 +88,8 @@ class LightningData:
         data = self.train.dataset if self.train else None
         return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
 
-    def transferred(self, module: Any, batch: Any, loader: int) -> Any:
-        """The batch after the transfer hooks; those of a DataModule go before the module's."""
+    def transferred(self, module: Any, batch: object, loader: int) -> Any:
+        """The batch after the transfer hooks; those of a DataModule override the module's."""
         if not self._transfers:
             self._transfers = {
                 name: self.module is not None and overrides(self.module, name)
@@ -101,7 +101,7 @@ class LightningData:
         return batch
 
 
-def library_of(owner: Any) -> str:
+def library_of(owner: object) -> str:
     """`lightning.pytorch` or `pytorch_lightning`, whichever a module or DataModule is written for."""
     bases = [
         each for each in inspect.getmro(type(owner)) if each.__name__ in {"LightningModule", "LightningDataModule"}
@@ -110,13 +110,13 @@ def library_of(owner: Any) -> str:
     return "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
 
 
-def overrides(owner: Any, name: str) -> bool:
+def overrides(owner: object, name: str) -> bool:
     """Whether a user's module or DataModule has a hook of its own."""
     helpers = importlib.import_module(f"{library_of(owner)}.utilities.model_helpers")
     return bool(helpers.is_overridden(name, owner))
 
 
-def _is_datamodule(value: Any) -> bool:
+def _is_datamodule(value: object) -> bool:
     kind = value if inspect.isclass(value) else type(value)
     names = [each.__name__ for each in inspect.getmro(kind)]
     return "LightningDataModule" in names[1:]

@@ -31,7 +31,7 @@ class TrainerView:
 
     Attributes:
         samples_per_epoch: of the training set; None where it does not tell.
-        total_steps: optimizer steps of the run; None where nothing is foreseen.
+        total_steps: optimizer steps of the run; None where it is not known.
     """
 
     world_size = num_devices = num_nodes = accumulate_grad_batches = check_val_every_n_epoch = 1
@@ -52,7 +52,7 @@ class TrainerView:
         self.total_steps: int | None = None
         self.learning_rate = 0.0
         self._samples = {"step": 0, "epoch": 0}
-        self._last: tuple[Any, Any] = (None, None)
+        self._last: tuple[object, object] = (None, None)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
         self.callbacks: list[Any] = []
@@ -69,12 +69,12 @@ class TrainerView:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the run, as far as its time limit lets foresee."""
+        """Optimizer steps of the run, as predicted from its time limit."""
         return self.total_steps if self.total_steps is not None else self.num_training_batches
 
     @property
     def max_steps(self) -> int:
-        """As `estimated_stepping_batches`; -1 where nothing is foreseen."""
+        """As `estimated_stepping_batches`; -1 where it is not known."""
         return self.total_steps if self.total_steps is not None else -1
 
     @property
@@ -90,7 +90,7 @@ class TrainerView:
 
     logged_metrics = progress_bar_metrics = callback_metrics
 
-    def saw(self, batch: Any, output: Any, samples: int) -> None:
+    def saw(self, batch: object, output: object, samples: int) -> None:
         """A micro-batch has been through the training step."""
         detached = tree_map_only(Tensor, Tensor.detach, output)
         self._last = (batch, detached)
@@ -148,7 +148,7 @@ class Logged:
         """Forgets the last validation."""
         self._validating, self._sums, self._metrics = True, {}, {}
 
-    def see_batch(self, batch: Any, loader: int | None = None) -> None:
+    def see_batch(self, batch: object, loader: int | None = None) -> None:
         """The batch that is logged for from now on, and the number of its loader where there are several."""
         self._batch_size, self._suffix = samples_in(batch), "" if loader is None else f"/dataloader_idx_{loader}"
 
@@ -177,11 +177,11 @@ class Logged:
         self,
         name: str,
         value: Any,
-        *flags: Any,
+        *flags: object,
         reduce_fx: Any = "mean",
         batch_size: int | None = None,
         add_dataloader_idx: bool = True,
-        **_: Any,
+        **_: object,
     ) -> None:
         """`LightningModule.log`."""
         del flags
@@ -214,7 +214,7 @@ class Logged:
             self._sums[name] = (how, getattr(both, how)(), 1.0)
 
 
-def samples_in(batch: Any) -> int | None:
+def samples_in(batch: object) -> int | None:
     """Samples of a batch: the first dimension of its first tensor; None where there is none."""
     sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, None)

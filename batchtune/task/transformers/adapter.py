@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import Sampler, Subset
 
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
 from batchtune.task.transformers.generated import GeneratedBatches
@@ -97,15 +97,15 @@ class TrainerTask(Adapted):
     def _parts(self) -> LoaderParts:
         return loader_parts(self._trainer.get_train_dataloader(), f"{self.where}: get_train_dataloader()")
 
-    def train_dataset(self) -> Any:
+    def train_dataset(self) -> object:
         """What the Trainer's data loader reads: without the columns that the model does not take."""
         return self._parts.dataset
 
-    def collate(self, samples: Sequence[Any]) -> Any:
+    def collate(self, samples: Sequence[object]) -> object:
         """A batch by the Trainer's collator."""
         return self._parts.collate(samples)
 
-    def train_sampler(self, batch_size: int) -> Any:
+    def train_sampler(self, batch_size: int) -> Sampler[int] | None:
         return self._parts.sampler_for(batch_size)
 
     def build_model(self) -> nn.Module:
@@ -146,17 +146,17 @@ class TrainerTask(Adapted):
         progress = self._trainer.state
         progress.global_step = 0
 
-        def after(*_: Any) -> None:
+        def after(*_: object) -> None:
             progress.global_step += 1
 
         optimizer.register_step_post_hook(after)
         return optimizer
 
-    def state(self, model: Any) -> dict[str, int]:
+    def state(self, model: nn.Module) -> dict[str, int]:
         del model
         return {"global_step": self._trainer.state.global_step}
 
-    def restore(self, model: Any, state: Mapping[str, int]) -> None:
+    def restore(self, model: nn.Module, state: Mapping[str, int]) -> None:
         del model
         self._trainer.state.global_step = state["global_step"]
 
@@ -220,7 +220,7 @@ def _checkpoint_activations(model: Any, args: Any) -> None:
 
 
 def _clipping(model: nn.Module, max_norm: float) -> Callable[..., None]:
-    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # fused optimizers take fp16's loss scale out themselves
         nn.utils.clip_grad_norm_(model.parameters(), max_norm if scale is None else max_norm * float(scale))
 

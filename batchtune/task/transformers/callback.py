@@ -60,7 +60,7 @@ class ApplyResult(TrainerCallback):  # type: ignore[misc]  # transformers is no 
     def __init__(self, result: str | os.PathLike[str]) -> None:
         self._found, self._path = recommended(result), os.fspath(result)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_init_end(self, args: Any, state: object, control: object, **_: object) -> None:
         """Before the optimizer is made; the batch size takes effect in versions that note it later than this."""
         del state, control
         found = self._found
@@ -69,7 +69,9 @@ class ApplyResult(TrainerCallback):  # type: ignore[misc]  # transformers is no 
         if found.learning_rate is not None:
             args.learning_rate = found.learning_rate
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: object, control: object, train_dataloader: Any = None, **_: object
+    ) -> None:
         """Checks what the run is about to train with.
 
         Raises:

@@ -71,12 +71,12 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.processes.ray.pool import places
+        from batchtune.processes.ray.pool import room_for
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
-        assert places(asked(), nodes) == 3
-        assert places(asked(num_gpus=0.1, num_cpus=2), nodes) == 4
-        assert places(asked("cpu"), nodes) == 73
+        assert room_for(asked(), nodes) == 3
+        assert room_for(asked(num_gpus=0.1, num_cpus=2), nodes) == 4
+        assert room_for(asked("cpu"), nodes) == 73
 
 
 @needs_ray
@@ -84,7 +84,7 @@ class TestWhatIsAskedFor:
 class TestAnActorThatRayHasStartedAgain:
     """It stands where the one with the child stood, and has none."""
 
-    def test_says_that_the_place_is_lost(self, monkeypatch):
+    def test_says_that_the_node_is_lost(self, monkeypatch):
         from batchtune.processes.ray import actor as actors
         from batchtune.processes.worker import NodeLost
 
@@ -95,7 +95,7 @@ class TestAnActorThatRayHasStartedAgain:
         actor._handle, actor._stopping = unittest.mock.MagicMock(), threading.Event()
         monkeypatch.setattr(actors.ray, "wait", lambda asked, **_: (asked, []))
         monkeypatch.setattr(actors.ray, "get", unittest.mock.Mock(side_effect=asked))
-        with pytest.raises(NodeLost, match="its place in the Ray cluster was lost: Ray has started it again elsewhere"):
+        with pytest.raises(NodeLost, match="its Ray node was lost: Ray has started it again elsewhere"):
             actor.ask("do", "send", {"command": "train"})
 
 
@@ -194,10 +194,10 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cl
         cluster.remove_node(nodes[0], allow_graceful=False)
         done = command.finish(400)
     assert done.code == 0, done.err
-    assert "is given back: its place in the Ray cluster was lost" in done.err
+    assert "is given back: its Ray node was lost" in done.err
     trials = trials_of(cli)
     retried = {trial.user_attrs["retry_of"]: trial for trial in trials if "retry_of" in trial.user_attrs}
-    lost = {trial.number: trial for trial in trials if "place in the Ray" in trial.user_attrs.get("message", "")}
+    lost = {trial.number: trial for trial in trials if "Ray node was lost" in trial.user_attrs.get("message", "")}
     assert lost.keys() == retried.keys()
     for number, again in retried.items():
         assert again.params == lost[number].params

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from batchtune.device.gpus import PRECISIONS, all_gpus, find_gpu, peak_flops, step_seconds_roofline
+from batchtune.device.gpus import PRECISIONS, all_gpus, find_gpu, peak_flops
 from batchtune.errors import UsageError
 
 GIB = 2**30
@@ -184,17 +184,6 @@ def test_peak_flops_are_absent_where_unknown_or_where_the_name_fits_different_ra
 
 def test_peak_flops_are_given_where_all_parts_of_that_name_agree():
     assert peak_flops("NVIDIA GeForce RTX 4060 Ti", "bf16") == pytest.approx(44.1e12)
-
-
-def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
-    gpu = find_gpu("A100-80GB")
-    assert step_seconds_roofline(312e12, 1e9, gpu, "bf16") == pytest.approx(1.0)
-    assert step_seconds_roofline(1e9, 2039e9, gpu, "bf16") == pytest.approx(1.0)
-    assert step_seconds_roofline(312e12, 1e9, gpu, "tf32") == pytest.approx(2.0)
-
-
-def test_the_roofline_is_absent_where_the_rate_is_not_known():
-    assert step_seconds_roofline(1e12, 1e9, find_gpu("T4"), "bf16") is None
 
 
 def test_a_part_can_be_hashed_copied_and_sent_to_another_process():
