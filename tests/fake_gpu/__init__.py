@@ -18,7 +18,7 @@ from pathlib import Path
 CARDS, PROCESSES, OTHERS, FAULTS = 32, 64, 8, 16
 EXCHANGES, RANKS, SAID_BYTES = 32, 16, 4096
 NVML = {"full": 0, "old driver": 1, "wsl": 2, "absent": 3}
-READS = {"known": 0, "zero": 1, "stored": 2}
+READS = {"known": 0, "zero": 1, "stored": 2, "false": 3}
 ASSERT, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 710, 700, 719  # the errors after which a CUDA context is lost
 ALWAYS = -1
 
@@ -222,7 +222,8 @@ def machine(*cards, nvml="full", reads="known", data=False, peers=True):
         cards: what its GPUs are; none: a machine with a driver and no GPU.
         nvml: "full", "old driver" (of 2021), "wsl" or "absent".
         reads: what comes back from the card. "known": what a copy put there and no kernel can have changed since, else
-            zeros, and 1 for a single byte, which is a flag; "zero": zeros; "stored": all copies are real.
+            zeros, and 1 for a single byte, which is a flag; "false": the same, but 0 for a flag; "zero": zeros;
+            "stored": all copies are real.
         data: short for reads="stored".
         peers: whether the ranks of a communicator hear each other, and wait for it, in collectives of up to 4 KiB;
             False: a rank is alone, and the others are taken to hold what it holds.

@@ -44,7 +44,7 @@
 
 enum { CARDS = 32, PROCESSES = 64, OTHERS = 8, FAULTS = 16 };
 enum { NVML_FULL, NVML_OLD, NVML_WSL, NVML_ABSENT };
-enum { READS_KNOWN, READS_ZERO, READS_STORED };
+enum { READS_KNOWN, READS_ZERO, READS_STORED, READS_FALSE }; /* the last: as the first, but flags as 0 */
 enum { EXCHANGES = 32, RANKS = 16, SAID_BYTES = 4096 };
 
 struct other { /* a process that is not ours: it only has memory */

@@ -1,4 +1,4 @@
-"""Memory inside layer and group normalization and softmax."""
+"""Memory inside layer, group and batch normalization and softmax."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from batchtune.estimate.memory.scratch.reductions import rows_summed
 
 aten = torch.ops.aten
 _WARP = 32
+_INDEXED = 2**31 - 1  # elements from which on torch takes 64 bits
 _WEIGHT, _BIAS = 1, 2  # places of the gradients
 _MANY_ROWS, _ROWS_PER_BLOCK, _MOST_BLOCKS = 64 << 10, 32, 32 << 10
 
@@ -61,6 +62,18 @@ def _semaphores(gpu: Gpu, rows: int, width: int, size: int) -> int:
     return rows_summed(gpu, blocks, width, size)[1] if blocks else 0
 
 
+def _batch_norm(args: Any) -> Steps:
+    """batch_norm_mean_var in Normalization.cu: what 32 bits do not index goes to var_mean_out, which casts bf16."""
+    tensor, training = args[0], args[5]
+    if not training or tensor.dtype != torch.bfloat16:
+        return (RESULTS,)
+    return (RESULTS, (Block(_cast, (tensor.numel(),)),))
+
+
+def _cast(gpu: Gpu, count: int) -> int:  # noqa: ARG001
+    return count * FLOAT if count >= _INDEXED else 0
+
+
 def _group_norm(args: Any) -> Steps:
     """GroupNormKernelImplInternal in group_norm_kernel.cu: a scale and an offset for each sample's channels."""
     _, weight, bias, samples, channels, inner = args[:6]
@@ -96,6 +109,7 @@ def _softmax_backward(args: Any) -> Steps:
 NORMALIZATIONS = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._softmax.default: _softmax,  # noqa: SLF001
