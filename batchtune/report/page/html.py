@@ -17,7 +17,7 @@ from batchtune.document import Document
 from batchtune.report.figures.theme import DARK, LIGHT
 from batchtune.report.page.markdown import to_markdown
 from batchtune.report.view.read import view_of
-from batchtune.report.view.words import counted, stopped
+from batchtune.report.view.words import counted, sentence, stopped
 
 _MOST_ROWS = 20  # of a table in a notebook
 
@@ -50,7 +50,7 @@ def notebook(result: Document) -> str:
 @cache
 def _template() -> Template:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"stopped": stopped, "counted": counted}
+    environment.globals |= {"sentence": sentence, "stopped": stopped, "counted": counted}
     return environment.from_string(_asset("template.html.j2"))
 
 

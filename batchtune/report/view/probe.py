@@ -15,7 +15,6 @@ from batchtune.report.view.words import (
     largest_batch,
     nothing_does,
     ranks,
-    sentence,
     step_time,
     tone,
 )
@@ -25,7 +24,7 @@ from batchtune.units import number, size
 def headline(probe: ProbeResult) -> Headline:
     """The largest batch, or that there is none."""
     if probe.max_batch_size is None:
-        return Headline("nothing", nothing_does(probe), reason=f"At {probe.precision}: the attempts below say why.")
+        return Headline("nothing", nothing_does(probe), reason=f"at {probe.precision}: the attempts below say why")
     choice = [Fact("precision", probe.precision)]
     choice += [Fact("peak memory", size(probe.peak_reserved_bytes))] if probe.peak_reserved_bytes is not None else []
     best, fit = fastest(probe), probe.throughput_fit
@@ -33,9 +32,7 @@ def headline(probe: ProbeResult) -> Headline:
         choice.append(Fact("best speed", f"{number(best.samples_per_second)} samples/s at {best.batch_size:,}"))
     if fit is not None and fit.batch_size_within_5_percent is not None:
         choice.append(Fact("within 5 % of it", f"from batch {fit.batch_size_within_5_percent:,}"))
-    return Headline(
-        largest_batch(probe), "is the largest micro-batch size that trains", choice, sentence(certificate(probe))
-    )
+    return Headline(largest_batch(probe), "is the largest micro-batch size that trains", choice, certificate(probe))
 
 
 def certified(probe: ProbeResult) -> Certificate:

@@ -6,7 +6,7 @@ from batchtune.document import Document, Interval, Recommendation, Scaling, Tria
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
 from batchtune.report.view.select import JOULES, SECONDS, VALUE, is_of, metric_of, objective, ran, score
-from batchtune.report.view.words import batch_text, named_values, ranks, sentence, tone
+from batchtune.report.view.words import batch_text, named_values, ranks, tone
 from batchtune.units import duration, interval, number, time_interval
 
 _MOST_RUNS = 12
@@ -18,16 +18,15 @@ def headline(found: Recommendation) -> Headline:
     facts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
     facts |= {"optimizer": named_values(found.optimizer_arguments), "precision": found.precision}
     choice = [Fact(name, text) for name, text in facts.items() if text not in {"", "-"}]
-    reason = sentence(found.reason)
     gain, words_ = found.speedup_over_baseline, "the speed of what you run today"
     if gain is None:
         gain, words_ = found.energy_saving_over_baseline, "less energy until the target than what you run today"
     if gain is None:
-        return Headline(f"{found.global_batch_size:,}", "is the batch size to train with", choice, reason)
+        return Headline(f"{found.global_batch_size:,}", "is the batch size to train with", choice, found.reason)
     if gain.at_least:
-        return Headline(f"≥ {number(gain.low)}×", words_, choice, reason)
+        return Headline(f"≥ {number(gain.low)}×", words_, choice, found.reason)
     figure, bounds = f"{number(gain.median)}×", f"({number(gain.low)} to {number(gain.high)})"
-    return Headline(figure, f"{words_} {bounds}", choice, reason)
+    return Headline(figure, f"{words_} {bounds}", choice, found.reason)
 
 
 def comparison(result: Document, found: Recommendation) -> Table:

@@ -78,7 +78,7 @@ def test_one_screen_holds_the_answer_its_proof_and_the_figures(result_of, name):
 def test_the_order_is_that_of_the_page_and_what_to_paste_stands_where_the_prompt_is(result_of):
     text = shown(result_of("tune", warnings=["the GPU was shared"]), 80)
     order = [
-        "train with", "3.0× (2.7 to 3.3)", "Reaches the target 3 times", "largest batch", "peak memory",
+        "train with", "3.0× (2.7 to 3.3)", "reaches the target 3 times", "largest batch", "peak memory",
         "why these batch sizes", "all runs", "batch_size = 128", "warning: the GPU was shared",
         "measured on NVIDIA H200",
     ]  # fmt: skip
@@ -128,7 +128,7 @@ def test_the_recommendation_stands_first_beside_what_is_run_today(tuned):
     assert row(text, "precision ")[1:] == ["bf16", "bf16"]
     assert row(text, "time to target  ")[1:] == ["41 s (39 to 44)", "127 s (120 to 130)"]
     assert row(text, "speed-up")[1:] == ["3.1× (2.8 to 3.4)", "1×"]
-    assert text.index("Reaches the target 3.10 times") < text.index("target val_loss at most 0.4123")
+    assert text.index("reaches the target 3.10 times") < text.index("target val_loss at most 0.4123")
 
 
 def test_an_interval_stays_in_one_piece_below_its_median_where_room_is_short(result_of):
