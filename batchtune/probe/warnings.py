@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from batchtune.device.sharing import name_processes
 from batchtune.document import Attempt, Environment, ProbeResult, ThroughputPoint
+from batchtune.protocol.commands import STEPS_AFTER_EVALUATION
 from batchtune.units import share, size
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
@@ -58,8 +59,9 @@ def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[
     text = f"memory grew by {size(worst.growth_bytes_per_step)} a step at batch size {worst.batch_size}"
     high = worst.peak_reserved_bytes or worst.peak_allocated_bytes
     if worst.fits and limit_bytes and high:
+        trained = worst.steps + (STEPS_AFTER_EVALUATION if worst.purpose == "verify" else 0)
         left = max(0, limit_bytes - high) // worst.growth_bytes_per_step
-        text += f": training would be out of memory some {worst.steps + left} steps from its start"
+        text += f": training would be out of memory some {trained + left} steps from its start"
     return [f"{text} ({_KEPT})"]
 
 

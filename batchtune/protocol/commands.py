@@ -8,6 +8,8 @@ from batchtune.document import Attempt, Environment, LoaderPoint, NoiseScale, Ra
 from batchtune.protocol.messages import Command, Message
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 
+STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
+
 
 class Done(Message):
     """There is nothing to tell."""
@@ -112,7 +114,7 @@ class TryBatchSize(Command[Tried]):
 
     Attributes:
         steps: optimizer steps.
-        verify: evaluates and saves a checkpoint, too.
+        verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION`.
     """
 
     batch_size: int

@@ -22,13 +22,12 @@ from batchtune.device._base import DeviceMemory, Peaks
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
-from batchtune.protocol.commands import Tried, TryBatchSize
+from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 
 _VERIFY_EVALUATION_BATCHES = 2
 _SETTLING_STEPS = 2  # of an attempt, in which torch.compile may compile and the optimizer makes its states
-_STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
 _LEAK_STEPS, _LEAK_BYTES = 4, 2**16  # so many rises in a row, each of so much and about the same, are a leak
@@ -215,7 +214,7 @@ def _train(
         heartbeat.beat(at_once=True)
         tracker.start_phase()
         _evaluate_and_save(trainer, command.batch_size)
-        for _ in range(_STEPS_AFTER_EVALUATION):
+        for _ in range(STEPS_AFTER_EVALUATION):
             trainer.step(itertools.repeat(batch), accumulation_steps)
         memory.synchronize()
         tracker.end_phase(forward_backward=False)

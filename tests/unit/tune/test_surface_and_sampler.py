@@ -217,8 +217,10 @@ def test_an_objective_may_say_infinity_where_training_came_apart():
     for rate, seconds in ((1e-3, 30.0), (0.9, math.inf), (3e-3, 20.0)):
         study.enqueue_trial({"batch_size": 16, "learning_rate": rate})
         study.tell(study.ask(SPACE), seconds)
-    proposed = study.ask(SPACE).params
-    assert proposed["learning_rate"] < 0.5
+    (apart,) = (run for _, run in study.sampler.runs(study.trials) if run.learning_rate == 0.9)
+    assert apart.censored
+    assert apart.seconds > 30.0
+    assert study.ask(SPACE).params["learning_rate"] < 0.5
 
 
 @few_particles
