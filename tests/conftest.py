@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from finished import Finished
 from typer.testing import CliRunner
 
 from batchtune.cli import app
@@ -83,20 +84,6 @@ def _machine(request, tmp_path_factory, worker_id):
         fcntl.flock(machine, wanted)
         fcntl.flock(queue_file, fcntl.LOCK_UN)
         yield
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-    seconds: float
-
-    @property
-    def document(self) -> dict:
-        return json.loads(self.out)
 
 
 class Running:

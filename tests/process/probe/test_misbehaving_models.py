@@ -1,5 +1,6 @@
 """Models that crash, hang, leak or fit nowhere, probed by the real command: what is said of each, and the exit code."""
 
+import functools
 import re
 
 import pytest
@@ -62,22 +63,16 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def probed(new_cli, pool):
-    """A function from a name in CASES to what its command came to; all begin at once, two at a time."""
+@pytest.fixture(scope="module")
+def probed(command_here):
+    """A function from a name in CASES to what its command came to."""
 
-    def probe(name):
+    @functools.cache
+    def finished(name):
         behaviour, options, limit = CASES[name]
-        cli = new_cli()
-        cli.write("task.py", WIDE + behaviour)
         limited = ("--memory-limit", limit) if limit else ()
         flags = ("--device", "cpu", *limited, *options, "--no-throughput", "--json", "-q")
-        return cli("probe", "task.py", *flags)
-
-    begun = {name: pool.submit(probe, name) for name in CASES}
-
-    def finished(name):
-        found = begun[name].result()
+        found = command_here({"task.py": WIDE + behaviour}, "probe", "task.py", *flags)
         assert "Traceback" not in found.err
         return found
 

@@ -254,6 +254,13 @@ def test_a_prior_that_is_far_off_costs_attempts_but_not_the_answer(factor: float
     assert len(attempts) <= 30
 
 
+@pytest.mark.parametrize("attempts", [[failure(400)], [fit(100), failure(400)]])
+def test_a_prior_that_an_out_of_memory_error_refutes_is_dropped(attempts: list[Attempt]) -> None:
+    assert next_size(attempts, Bounds(), LIMIT, lambda size: size * LIMIT // 1000) == next_size(
+        attempts, Bounds(), LIMIT
+    )
+
+
 def test_no_oom_stays_below_the_limit_of_a_plain_curve_and_comes_close() -> None:
     for size in (50, 500, 5000, 50_000):
         attempts = search(device(lambda tried, n=size: 0.2 + 0.8 * tried / n, waste=0.02), Bounds(no_oom=True))
