@@ -255,7 +255,7 @@ def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]
         batchtune.errors.BatchtuneError: what `tune` would stop at.
     """
     from batchtune.observer import Observer
-    from batchtune.tune.plan.opening import check as run_check
+    from batchtune.tune.plan.open_task import check as run_check
 
     return run_check(config, observer or Observer())
 

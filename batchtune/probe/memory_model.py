@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from batchtune.document import Attempt
 
-Prior = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
+PeakEstimate = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
 
 CEILING = 2**22  # samples; a search without a maximum ends here
 MAX_GROWTH = 128.0  # in one step: memory that hardly grows says nothing about sizes further away
@@ -71,7 +71,7 @@ def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
     return sorted(points)
 
 
-def guesses_of(points: list[Point], limit: int, prior: Prior | None) -> list[Guess]:
+def guesses_of(points: list[Point], limit: int, prior: PeakEstimate | None) -> list[Guess]:
     """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
     guesses: list[Guess] = []
     grown = growth(points) if len(points) > 1 else None
@@ -168,7 +168,7 @@ def _curve_guesses(grown: Growth, last: int, room: float, blur: float) -> list[G
     return guesses
 
 
-def prior_guess(points: list[Point], room: float, blur: float, prior: Prior) -> Guess:
+def prior_guess(points: list[Point], room: float, blur: float, prior: PeakEstimate) -> Guess:
     """The prior, shifted to the largest fit and scaled by the growth measured since the smallest."""
     last, first = points[-1], points[0]
     here, scale, scale_error = prior(last.size), 1.0, PRIOR_SCALE_ERROR
@@ -185,7 +185,7 @@ def prior_guess(points: list[Point], room: float, blur: float, prior: Prior) -> 
     return Guess(weight, size, min(1.0, math.hypot(blur, scale_error * room) / slope / size) + 1e-4)
 
 
-def prior_fit(prior: Prior, limit: float, floor: int, ceiling: int) -> int:
+def prior_fit(prior: PeakEstimate, limit: float, floor: int, ceiling: int) -> int:
     """Largest size, at least `floor`, that the prior puts within `limit` bytes, to within a thousandth."""
     low, high = floor, floor * 2
     while high < ceiling and prior(high) <= limit:

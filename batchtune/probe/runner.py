@@ -11,7 +11,7 @@ from batchtune.errors import UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import Check, size_below, steps_to_verify, timed_out_twice
 from batchtune.probe.findings import Findings
-from batchtune.probe.memory_model import Prior
+from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.search import Bounds, as_in_fresh_process, bracket, next_size
 from batchtune.probe.timing.curve import add_flops, measure_curve
@@ -44,7 +44,7 @@ class Probe:
         precision: str,
         observer: Observer,
         known: Sequence[Attempt] = (),
-        prior: Prior | None = None,
+        prior: PeakEstimate | None = None,
     ) -> None:
         self._worker, self._options, self._observer, self._prior = worker, options, observer, prior
         self._started = time.perf_counter()

@@ -15,8 +15,8 @@ from batchtune.probe.memory_model import (
     CEILING,
     MAX_GROWTH,
     Guess,
+    PeakEstimate,
     Point,
-    Prior,
     growth,
     guesses_of,
     measured_points,
@@ -92,7 +92,10 @@ def _lowered(attempt: Attempt, by_bytes: int) -> dict[str, int]:
 
 
 def next_size(
-    attempts: Sequence[Attempt], bounds: Bounds, memory_limit_bytes: int | None = None, prior: Prior | None = None
+    attempts: Sequence[Attempt],
+    bounds: Bounds,
+    memory_limit_bytes: int | None = None,
+    prior: PeakEstimate | None = None,
 ) -> Choice:
     """The size to try next: an untried multiple within the bounds, or None when the search is over.
 
@@ -232,7 +235,7 @@ def _affordable(wanted: float, low: int, high: int | None, gap: int, tried: int)
     return wanted
 
 
-def _safe(points: list[Point], limit: int, prior: Prior | None, low: int, high: int | None) -> tuple[float, str]:
+def _safe(points: list[Point], limit: int, prior: PeakEstimate | None, low: int, high: int | None) -> tuple[float, str]:
     """The largest size that every model of memory, taken at its worst, puts within the limit."""
     if high is not None or not points or points[-1].size != low:
         return 0, "and nothing larger is known to be safe"

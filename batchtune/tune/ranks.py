@@ -7,7 +7,7 @@ from batchtune.observer import Observer
 from batchtune.probe.timing.ranks import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.objective.cost import SECONDS, cost_of
-from batchtune.tune.plan.opening import worker_settings
+from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.scaling import can_scale, scaling, split
 

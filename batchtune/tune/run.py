@@ -12,7 +12,7 @@ from batchtune.observer import Observer
 from batchtune.result import Result
 from batchtune.run_folder import ROOT, RunFolder
 from batchtune.tune.plan.identity import identity_of
-from batchtune.tune.plan.opening import require_executor
+from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.progress import Progress
 from batchtune.tune.storage.shared import delete_study
 from batchtune.tune.storage.storage import open_storage

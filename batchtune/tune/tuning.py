@@ -13,9 +13,9 @@ from batchtune.processes.pool import OneAtATime, WorkerPool
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.identity import identity_of
-from batchtune.tune.plan.opening import open_task, probe_options, worker_settings
+from batchtune.tune.plan.measure_prior import measure_prior
+from batchtune.tune.plan.open_task import open_task, probe_options, worker_settings
 from batchtune.tune.plan.plan import make_plan
-from batchtune.tune.plan.prepare import prepare
 from batchtune.tune.progress import Progress, Recorder
 from batchtune.tune.ranks import scale
 from batchtune.tune.storage.shared import Agreement
@@ -103,7 +103,7 @@ class Tuning:
         progress.save("interrupted")
         progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
         if progress.prior is None:
-            progress.prior = prepare(self._config, progress.probe, opened, worker, self._observer)
+            progress.prior = measure_prior(self._config, progress.probe, opened, worker, self._observer)
         progress.probe, progress.prior = agreement.settle(progress.probe, progress.prior)
         progress.save("interrupted")
         progress.keep_identity()  # of another machine's probe, too

@@ -81,14 +81,14 @@ DEFECTS = [
     Defect(
         "a target that another seed meets before training is not noticed",
         "tune/objective/targets.py",
-        "starts = [trial.curve[0].value for trial in ledger.records() if trial.curve]",
-        "starts = [trial.curve[0].value for trial in ledger.records() if trial.curve][:1]",
+        "starts = [trial.curve[0].value for trial in history.records() if trial.curve]",
+        "starts = [trial.curve[0].value for trial in history.records() if trial.curve][:1]",
         f"{STUDY}::test_a_target_that_another_seed_meets_before_training_is_refused",
     ),
     Defect(
         "something is recommended though the target is met before training",
         "tune/study/study.py",
-        "if self.parts.targets.met_at_start(self.parts.ledger):",
+        "if self.parts.targets.met_at_start(self.parts.history):",
         "if False:",
         f"{STUDY}::test_where_a_target_is_met_before_training_nothing_is_recommended",
     ),
@@ -116,7 +116,7 @@ DEFECTS = [
     Defect(
         "a study ends where the task raised in three runs of the search, and confirms nothing",
         "tune/study/search.py",
-        'if not parts.ledger.finished("search") and not others:',
+        'if not parts.history.finished("search") and not others:',
         "if not others:",
         f"{STUDY}::test_a_task_that_raises_again_and_again_ends_the_search_and_what_got_there_is_confirmed",
     ),
@@ -137,7 +137,7 @@ DEFECTS = [
     Defect(
         "slow evaluation leaves no time for the confirmation",
         "tune/study/parts.py",
-        "needed += math.ceil(runs / self._at_once) * self._ledger.seconds_beside_training()",
+        "needed += math.ceil(runs / self._at_once) * self._history.seconds_beside_training()",
         "pass",
         f"{STUDY}::test_slow_evaluation_is_counted_in_what_confirmation_needs",
     ),

@@ -29,9 +29,9 @@ from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, Train
 from batchtune.protocol.messages import Command
 from batchtune.protocol.run_spec import RunEnd
-from batchtune.tune.plan import prepare as tune_prepare
+from batchtune.tune.plan import measure_prior as tune_prepare
+from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, candidates, measure_prior
 from batchtune.tune.plan.plan import Plan
-from batchtune.tune.plan.prepare import FORWARD_SHARE, SMALL_PER_LARGE, candidates, prepare
 from batchtune.tune.study import workers as tune_workers
 from batchtune.tune.study.study import TuneStudy
 
@@ -199,7 +199,7 @@ def batchtune_trials(
     worker, answers = ReplayWorker(record, clock, config.seed), Answers()
     with simulated_time(clock):
         task_opened = Opened.model_construct(device="cpu", train_size=None, optimizer=optimizer)
-        prior = prepare(config, probe, task_opened, worker, Observer())
+        prior = measure_prior(config, probe, task_opened, worker, Observer())
         plan = Plan(
             config=config,
             probe=probe,

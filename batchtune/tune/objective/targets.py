@@ -10,7 +10,7 @@ from batchtune.config.schema import Config
 from batchtune.document import CurvePoint, Target
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.tune.objective.cost import cost_of
-from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.history import StudyHistory
 from batchtune.tune.objective.records import is_cut_off, meets
 from batchtune.vocabulary import Goal
 
@@ -67,7 +67,7 @@ class Targets:
                 kept = (value, f"{reason}, where it diverged after {seconds:.3g} s", seconds) if diverged else found
                 self._study.set_user_attr("target", kept)
 
-    def check(self, ledger: Ledger) -> None:
+    def check(self, history: StudyHistory) -> None:
         """Refuses a study in which nothing could be compared.
 
         Raises:
@@ -76,19 +76,19 @@ class Targets:
             UsageError: the target is met before training.
         """
         if not self._counted:
-            self.check_start(ledger)
+            self.check_start(history)
             return
         metric = self._objective.metric
-        if not ledger.finished("baseline") and ledger.best_cost() is None:
-            failed = [trial for trial in ledger.records() if trial.role == "baseline" and trial.state == "fail"]
+        if not history.finished("baseline") and history.best_cost() is None:
+            failed = [trial for trial in history.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
-            if is_cut_off(ledger.last_attributes("baseline")):
+            if is_cut_off(history.last_attributes("baseline")):
                 total = f"budget.total ({self._config.budget.total:g} s)"
                 raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
-        self.check_start(ledger)
+        self.check_start(history)
         target = self.current
-        if target.value is None and ledger.last_outcome("baseline") == "diverged":
+        if target.value is None and history.last_outcome("baseline") == "diverged":
             raise NothingFitsError(
                 "the baseline diverged, so there is no target; lower baseline.learning_rate, or set objective.target"
             )
@@ -98,18 +98,18 @@ class Targets:
                 "no target; raise budget.run, mend the baseline, or set objective.target"
             )
 
-    def check_start(self, ledger: Ledger) -> None:
+    def check_start(self, history: StudyHistory) -> None:
         """Refuses a metric that no run could be judged by, once runs have begun: another seed may start elsewhere.
 
         Raises:
             UserCodeError: the metric is no number before training.
             UsageError: the target is met before training.
         """
-        curves = [trial.curve for trial in ledger.records() if trial.curve]
+        curves = [trial.curve for trial in history.records() if trial.curve]
         metric, target = self._objective.metric, self.current
         if curves and all(point.value is None for point in curves[0]):
             raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
-        if met := self.met_at_start(ledger):
+        if met := self.met_at_start(history):
             whose, remedy = "objective.target", "set a harder one, or check objective.goal"
             if self.is_automatic:
                 whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
@@ -118,18 +118,18 @@ class Targets:
             met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
 
-    def met_at_start(self, ledger: Ledger) -> list[float]:
+    def met_at_start(self, history: StudyHistory) -> list[float]:
         """Values before training that meet the target already: then no time to it means anything."""
         target = self.current
         if target.value is None:
             return []
-        starts = [trial.curve[0].value for trial in ledger.records() if trial.curve]
+        starts = [trial.curve[0].value for trial in history.records() if trial.curve]
         return [value for value in starts if value is not None and meets(value, target)]
 
-    def unmet(self, ledger: Ledger) -> str:
+    def unmet(self, history: StudyHistory) -> str:
         """Why a study that has run to its end has nothing to recommend."""
         target, seconds = self.current, self._config.budget.run
-        ended = [trial for trial in ledger.records() if trial.outcome is not None]
+        ended = [trial for trial in history.records() if trial.outcome is not None]
         if ended and all(trial.outcome == "diverged" for trial in ended):
             return "every run diverged; lower learning_rate.min and max, and baseline.learning_rate"
         if not any(trial.role == "search" for trial in ended):

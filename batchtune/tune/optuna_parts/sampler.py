@@ -15,7 +15,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.tune.objective.records import FAILED_FOR_GOOD
-from batchtune.tune.optuna_parts.surface import Array, Prior, Run, Surface
+from batchtune.tune.optuna_parts.surface import Array, Run, Surface, SurfacePrior
 
 LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
@@ -76,7 +76,7 @@ class TimeToTargetSampler(BaseSampler):
 
     def __init__(
         self,
-        prior: Prior | None = None,
+        prior: SurfacePrior | None = None,
         *,
         batch_size: str = "batch_size",
         learning_rate: str = "learning_rate",
@@ -246,10 +246,10 @@ def _lower_bound(trial: FrozenTrial, slowest: float | None) -> float | None:
     return trial.last_step / 1000 if trial.last_step else None
 
 
-def _plain_prior(runs: Sequence[Run]) -> Prior:
+def _plain_prior(runs: Sequence[Run]) -> SurfacePrior:
     """Little is known about the step: somewhere from 4 to 500 samples its fixed time is as long as theirs."""
     first = runs[0]
-    return Prior(
+    return SurfacePrior(
         saturation_batch_size=45.0,
         saturation_spread=1.2,
         anchor_batch_size=first.batch_size,

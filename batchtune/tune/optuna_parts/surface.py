@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Prior:
+class SurfacePrior:
     """What is believed before the first run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Surface:
         seed: makes the cloud reproducible.
     """
 
-    def __init__(self, prior: Prior, runs: Sequence[Run], seed: int) -> None:
+    def __init__(self, prior: SurfacePrior, runs: Sequence[Run], seed: int) -> None:
         self._prior = prior
         self._batch = np.array([run.batch_size for run in runs], dtype=float)
         self._x = np.log10(np.array([run.learning_rate for run in runs], dtype=float))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from batchtune.document import NoiseScale, ProbeResult, RangeTest
 from batchtune.errors import UsageError
-from batchtune.tune.optuna_parts.surface import Prior
+from batchtune.tune.optuna_parts.surface import SurfacePrior
 
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
@@ -141,11 +141,11 @@ def rate_belief(
 
 def surface_prior(
     probe: ProbeResult, *, batch_size: int, rate: float, spread_decades: float, noise: NoiseScale | None = None
-) -> Prior:
+) -> SurfacePrior:
     """The response surface's prior: the measured step time and noise scale, and the belief about the rate at a size."""
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
     critical = {} if noise is None or not noise.samples else {"critical_batch_size": noise.samples}
-    return Prior(
+    return SurfacePrior(
         saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
         saturation_spread=_MEASURED_SPREAD if saturation is not None else 1.2,
         anchor_batch_size=batch_size,

@@ -9,7 +9,7 @@ from batchtune.document import Landscape
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.records import to_record
 from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
-from batchtune.tune.optuna_parts.surface import Prior, Surface
+from batchtune.tune.optuna_parts.surface import Surface, SurfacePrior
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import rate_belief, surface_prior
 from batchtune.tune.study.parts import StudyParts
@@ -17,7 +17,7 @@ from batchtune.tune.verdict.landscape import landscape
 from batchtune.tune.verdict.recommend import Configuration, config_of
 
 
-def prior_of(plan: Plan) -> Prior:
+def prior_of(plan: Plan) -> SurfacePrior:
     """What the response surface starts from: what was measured before the study, or else what the baseline tells."""
     base, known = plan.config.baseline, plan.prior
     if known is None:

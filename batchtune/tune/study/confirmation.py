@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchtune.document import Trial
-from batchtune.tune.objective.ledger import over
+from batchtune.tune.objective.history import over
 from batchtune.tune.objective.records import FAILED_FOR_GOOD
 from batchtune.tune.study.belief import Belief
 from batchtune.tune.study.parts import StudyParts
@@ -33,7 +33,7 @@ class Confirmation:
         planned = self._finalists()
         if planned == [parts.space.baseline]:
             return
-        done = [(parts.space.of(trial), trial.seed) for trial in parts.ledger.records() if self._is_done(trial)]
+        done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
         at_once = len(parts.pool)
         for number in range(config.confirm.seeds):
             seed = config.seed + _CONFIRM_SEEDS + number
@@ -55,7 +55,7 @@ class Confirmation:
 
     def _is_taken(self, params: dict[str, Any], seed: int) -> bool:
         """Whether another machine has queued this run already, or runs it, or ran it."""
-        records, space = self._parts.ledger.records(), self._parts.space
+        records, space = self._parts.history.records(), self._parts.space
         same = [trial for trial in records if trial.seed == seed and space.of(trial) == params]
         return any(trial.state in {"waiting", "running"} or self._is_done(trial) for trial in same)
 
@@ -72,7 +72,7 @@ class Confirmation:
                 f"{count} of {config.confirm.top} contenders on fresh seeds: budget.total has room for no more"
             )
         chosen = finalists(
-            parts.ledger.records(), count, kind=objective.kind, goal=objective.goal, expected=self._belief.expected()
+            parts.history.records(), count, kind=objective.kind, goal=objective.goal, expected=self._belief.expected()
         )
         planned = [parts.space.of(trial) for trial in chosen] + [parts.space.baseline]
         parts.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchtune.protocol.run_spec import RunSpec, pace_kind
 from batchtune.tune.objective.cost import JOULES, SECONDS, cost_of
-from batchtune.tune.objective.ledger import Ledger, Role, over
+from batchtune.tune.objective.history import Role, StudyHistory, over
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.space import Space
 from batchtune.tune.plan.steps import split_batch
@@ -24,11 +24,11 @@ class Limits:
     Args:
         plan: configuration and probe.
         space: what the parameters mean.
-        ledger: the trials so far: the best time is what caps the others.
+        history: the trials so far: the best time is what caps the others.
     """
 
-    def __init__(self, plan: Plan, space: Space, ledger: Ledger) -> None:
-        self._plan, self._space, self._ledger = plan, space, ledger
+    def __init__(self, plan: Plan, space: Space, history: StudyHistory) -> None:
+        self._plan, self._space, self._history = plan, space, history
         self._cost = cost_of(plan.config.objective.kind)
 
     def spec(self, params: Mapping[str, Any], role: Role, seed: int, target: float | None) -> RunSpec:
@@ -44,7 +44,7 @@ class Limits:
         max_micro = probe.max_batch_size or 1
         chosen = self._plan.prior.micro_batch_size if self._plan.prior else None
         precision = self._space.precision(params)
-        too_large = self._ledger.out_of_memory(precision)
+        too_large = self._history.out_of_memory(precision)
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         micro, steps = split_batch(params["batch_size"], min(chosen or most, most))
         cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
@@ -62,10 +62,10 @@ class Limits:
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
-            expected_step_seconds=self._ledger.step_seconds(micro, steps, precision, fit, pace_kind(arguments)),
+            expected_step_seconds=self._history.step_seconds(micro, steps, precision, fit, pace_kind(arguments)),
             optimizer_arguments=arguments,
             horizon_seconds=config.budget.run,
-            total_steps=self._ledger.total_steps(params),
+            total_steps=self._history.total_steps(params),
         )
 
     def is_capped(self, spec: RunSpec, seconds: float) -> bool:
@@ -75,7 +75,7 @@ class Limits:
 
     def _cap(self, params: Mapping[str, Any], role: Role) -> float | None:
         """What a run may cost before it is not the answer; None where nothing says so."""
-        best = self._ledger.best_cost()
+        best = self._history.best_cost()
         if role == "search" and best is not None:
             return CAP_FACTOR * best
         if role == "confirm":
@@ -90,10 +90,10 @@ class Limits:
         The baseline is interleaved behind the contenders: with all of them far ahead it need not run to its end.
         """
         if params == self._space.baseline:
-            costs = [cost for trial, cost in self._ledger.costs("confirm") if trial.params != params]
-            best = max(costs, default=self._ledger.best_cost())
+            costs = [cost for trial, cost in self._history.costs("confirm") if trial.params != params]
+            best = max(costs, default=self._history.best_cost())
             return LOST_FACTOR * best if best is not None else None
-        own = [cost for trial, cost in self._ledger.costs("search") if trial.params == params]
-        ran = [trial for trial in self._ledger.records() if trial.role == "baseline" and over(trial)]
+        own = [cost for trial, cost in self._history.costs("search") if trial.params == params]
+        ran = [trial for trial in self._history.records() if trial.role == "baseline" and over(trial)]
         today = [cost for trial in ran if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
         return max([LOST_FACTOR * min(own), *today]) if own else None

@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.objective.cost import cost_of
-from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.history import StudyHistory
 from batchtune.tune.objective.targets import Targets
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.space import Space
@@ -40,7 +40,7 @@ class StudyParts:
     plan: Plan
     study: Study
     space: Space
-    ledger: Ledger
+    history: StudyHistory
     targets: Targets
     pool: WorkerPool
     machines: Machines
@@ -68,14 +68,14 @@ class StudyBudget:
 
     Args:
         plan: configuration and measurements before the study.
-        ledger: the trials so far.
+        history: the trials so far.
         at_once: how many runs train side by side.
         clock: seconds.
     """
 
-    def __init__(self, plan: Plan, ledger: Ledger, at_once: int, clock: Clock = time.perf_counter) -> None:
-        self._config, self._ledger, self._at_once, self._clock = plan.config, ledger, at_once, clock
-        before = plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0) + ledger.wall_seconds()
+    def __init__(self, plan: Plan, history: StudyHistory, at_once: int, clock: Clock = time.perf_counter) -> None:
+        self._config, self._history, self._at_once, self._clock = plan.config, history, at_once, clock
+        before = plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0) + history.wall_seconds()
         self._ends = clock() + self._config.budget.total - before
 
     def seconds_left(self) -> float:
@@ -91,12 +91,12 @@ class StudyBudget:
         searched: it is then cut short instead.
         """
         config, longest = self._config, self._config.budget.run
-        best = self._ledger.best_seconds() or longest
+        best = self._history.best_seconds() or longest
         one_baseline = min(LOST_FACTOR * best, longest)
         needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
-        runs = config.confirm.seeds * (1 + config.confirm.top) + (not self._ledger.finished("baseline")) + 1
-        needed += math.ceil(runs / self._at_once) * self._ledger.seconds_beside_training()
-        if not self._ledger.finished("baseline"):
+        runs = config.confirm.seeds * (1 + config.confirm.top) + (not self._history.finished("baseline")) + 1
+        needed += math.ceil(runs / self._at_once) * self._history.seconds_beside_training()
+        if not self._history.finished("baseline"):
             needed += longest
         return min(needed, MOST_RESERVED * config.budget.total)
 
@@ -105,6 +105,6 @@ class StudyBudget:
         config, most = self._config, self._config.confirm.top
         if cost_of(config.objective.kind) is not None:
             return most
-        round_seconds = config.confirm.seeds * (config.budget.run + self._ledger.seconds_beside_training())
+        round_seconds = config.confirm.seeds * (config.budget.run + self._history.seconds_beside_training())
         rounds = self.seconds_left() // max(round_seconds, 1e-9)  # of each seed, in which all workers train once
         return next((each for each in range(most, 1, -1) if math.ceil((each + 1) / self._at_once) <= rounds), 1)

@@ -8,7 +8,7 @@ from typing import Any
 from optuna.trial import TrialState
 
 from batchtune.processes.worker import Worker
-from batchtune.tune.objective.ledger import Role
+from batchtune.tune.objective.history import Role
 from batchtune.tune.storage.shared import requeue
 from batchtune.tune.study.parts import StudyParts
 from batchtune.tune.study.trials import Trials

@@ -13,7 +13,7 @@ from batchtune.tune.study.trials import Trials
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10
 USER_ERRORS = 3  # runs of the search in which the user's code raises (on a NaN, say) end it
-OPENING, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
+FIRST_RUNS, RETREAT = 3, 3.0  # first runs before the baseline is asked, and how far apart their learning rates lie
 _QUIET = 2  # such proposals in a row end the search: twice is no accident
 
 
@@ -38,14 +38,14 @@ class Search:
             return
         self._queue.drain()
         lowest, highest = parts.space.learning_rates
-        for number in range(parts.ledger.searched(), OPENING):
+        for number in range(parts.history.searched(), FIRST_RUNS):
             rate = float(f"{prior.learning_rate / RETREAT**number:.3g}")
             start = {"batch_size": prior.start_batch_size, "learning_rate": min(max(rate, lowest), highest)}
             seed = parts.plan.config.seed + len(parts.study.trials)
             self._queue.add(parts.space.baseline | start, "search", seed)
             self._queue.drain()
-            parts.targets.check_start(parts.ledger)
-            if parts.ledger.last_outcome("search") not in {"pruned", "diverged"}:
+            parts.targets.check_start(parts.history)
+            if parts.history.last_outcome("search") not in {"pruned", "diverged"}:
                 return  # it got there, or something else than its learning rate was in the way
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class Search:
             parts.observer.note(f"the search ends: less than {ENOUGH:.0%} improvement is expected of another run")
         elif len(raised) >= USER_ERRORS:
             parts.observer.note(f"the search ends: the task raised an error in {len(raised)} of its runs: {raised[-1]}")
-        elif parts.ledger.searched() < parts.plan.config.budget.trials:
+        elif parts.history.searched() < parts.plan.config.budget.trials:
             parts.observer.note("the search ends: what is left of budget.total is for confirmation")
         parts.study.set_user_attr("searched", parts.search_budget)
 
@@ -72,7 +72,7 @@ class Search:
         with self._parts.pool.lock:
             gain = self._belief.expected_improvement
             enough = gain is not None and gain < ENOUGH
-            enough = enough and len(self._parts.ledger.finished("search")) >= MIN_SEARCH_TRIALS
+            enough = enough and len(self._parts.history.finished("search")) >= MIN_SEARCH_TRIALS
             self._quiet = self._quiet + 1 if enough else 0
         return True
 
@@ -89,8 +89,8 @@ class Search:
             return False  # another machine has found that it was enough
         if len(raised := self._trials.raised) >= USER_ERRORS:
             others = not parts.machines.several and parts.has(TrialState.RUNNING, role="search")  # here
-            if not parts.ledger.finished("search") and not others:
+            if not parts.history.finished("search") and not others:
                 raise raised[-1]
             return False
         running = parts.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return parts.ledger.searched() + len(running) < parts.plan.config.budget.trials
+        return parts.history.searched() + len(running) < parts.plan.config.budget.trials

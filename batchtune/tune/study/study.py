@@ -14,7 +14,7 @@ from batchtune.document import Landscape, Recommendation, Target, Trial
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.objective.cost import SECONDS, cost_of
-from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.history import StudyHistory
 from batchtune.tune.objective.targets import Targets
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 from batchtune.tune.optuna_parts.sampler import RoundingSampler, TimeToTargetSampler
@@ -66,16 +66,16 @@ class TuneStudy:
             direction="minimize" if cost else config.objective.goal,
             load_if_exists=True,
         )
-        ledger = Ledger(study, cost)
+        history = StudyHistory(study, cost)
         self.parts = StudyParts(
             plan=plan,
             study=study,
             space=space,
-            ledger=ledger,
+            history=history,
             targets=Targets(study, config),
             pool=pool,
             machines=Machines(study),
-            budget=StudyBudget(plan, ledger, len(pool), clock),
+            budget=StudyBudget(plan, history, len(pool), clock),
             observer=observer,
         )
         paused = Paused(study, plan.checkpoints, pruner)
@@ -105,7 +105,7 @@ class TuneStudy:
         if not parts.has_searched:  # another machine may have, meanwhile
             parts.observer.stage("searching")
             self.search.open()
-            if parts.ledger.best_cost() is None:  # then its time is what there is to go by
+            if parts.history.best_cost() is None:  # then its time is what there is to go by
                 self._run_baseline()
             self.search.run()
         if parts.budget.seconds_left() > 0:
@@ -125,12 +125,12 @@ class TuneStudy:
 
     def _run_baseline(self) -> None:
         parts = self.parts
-        if not parts.ledger.finished("baseline"):
+        if not parts.history.finished("baseline"):
             parts.observer.stage("baseline")
             if not parts.has(TrialState.WAITING, TrialState.RUNNING, role="baseline"):
                 self.queue.add(parts.space.baseline, "baseline", parts.plan.config.seed)
             self.queue.drain(awaited="baseline")
-        parts.targets.check(parts.ledger)
+        parts.targets.check(parts.history)
 
     @property
     def target(self) -> Target:
@@ -139,18 +139,18 @@ class TuneStudy:
 
     def records(self) -> list[Trial]:
         """All trials, in the form of the result document."""
-        return self.parts.ledger.records()
+        return self.parts.history.records()
 
     def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
         """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
         objective = self.parts.plan.config.objective
-        if self.parts.targets.met_at_start(self.parts.ledger):
+        if self.parts.targets.met_at_start(self.parts.history):
             return None, None
         return recommend(self.records(), kind=objective.kind, goal=objective.goal, expected=self.expected())
 
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""
-        return self.parts.targets.unmet(self.parts.ledger)
+        return self.parts.targets.unmet(self.parts.history)
 
     def landscape(self) -> Landscape | None:
         """What the response surface predicts once all has run; None where the objective is no time."""

@@ -16,7 +16,7 @@ from batchtune.errors import UserCodeError
 from batchtune.processes.worker import NodeLost, Worker
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.tune.objective.cost import SECONDS, cost_of
-from batchtune.tune.objective.ledger import Role, over
+from batchtune.tune.objective.history import Role, over
 from batchtune.tune.objective.records import CUT_OFF, FAILED, curve_attribute, is_cut_off, measured, to_curve, to_record
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.storage.shared import requeue
@@ -66,7 +66,7 @@ class Trials:
             for key, value in _about(spec, role, earlier).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
-        parts.observer.trial_started(record, best_seconds=parts.ledger.best_seconds())
+        parts.observer.trial_started(record, best_seconds=parts.history.best_seconds())
         race = _Race(parts, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
         try:
             with parts.machines.sign_of_life(trial):
@@ -76,14 +76,14 @@ class Trials:
                 self.paused.tidy()
                 if role == "search" and run.error is not None:
                     self.raised.append(run.error)
-                parts.targets.check_start(parts.ledger)
+                parts.targets.check_start(parts.history)
         except UpdateFinishedTrialError:
             parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
         except NodeLost as lost:
             with parts.pool.lock:
                 self._give_back(trial, lost)
         else:
-            records = {each.number: each for each in parts.ledger.records()}  # once: a database is asked several times
+            records = {each.number: each for each in parts.history.records()}  # once: a database is asked several times
             done = sum(1 for each in records.values() if over(each))
             parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
         return True
@@ -97,7 +97,7 @@ class Trials:
             role == "baseline" and self._parts.targets.is_automatic
         )
         target = None if runs_through else self._parts.targets.current.value
-        spec = Limits(self._plan, self._parts.space, self._parts.ledger).spec(trial.params, role, seed, target)
+        spec = Limits(self._plan, self._parts.space, self._parts.history).spec(trial.params, role, seed, target)
         if earlier is not None:
             micro, steps = (earlier.user_attrs[name] for name in ("micro_batch_size", "gradient_accumulation_steps"))
             spec = replace(spec, micro_batch_size=micro, accumulation_steps=steps)  # its place in the data counts them
@@ -123,7 +123,7 @@ class Trials:
         outcome, cost, targets = run.outcome, self._cost, self._parts.targets
         if role == "baseline" and outcome not in FAILED and not no_time_left:
             targets.derive(run.curve, diverged=outcome == "diverged")
-        capped = Limits(self._plan, self._parts.space, self._parts.ledger).is_capped(spec, run.training_seconds)
+        capped = Limits(self._plan, self._parts.space, self._parts.history).is_capped(spec, run.training_seconds)
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
             outcome = "capped"
         attributes: dict[str, Any] = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
@@ -136,7 +136,7 @@ class Trials:
         }
         attributes |= {key: value for key, value in found.items() if value}
         if cost is not None:
-            best = self._parts.ledger.best_cost() if outcome == "pruned" else None
+            best = self._parts.history.best_cost() if outcome == "pruned" else None
             attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0
         if no_time_left and (role == "confirm" or (role == "baseline" and targets.is_automatic)):
             attributes |= CUT_OFF

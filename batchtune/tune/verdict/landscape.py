@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from batchtune.document import Landscape
-from batchtune.tune.optuna_parts.surface import Array, Prior, Run, Surface
+from batchtune.tune.optuna_parts.surface import Array, Run, Surface, SurfacePrior
 
 _RATES = 25
 _BAND = 0.9
@@ -15,7 +15,7 @@ _DIGITS = 4
 
 
 def landscape(
-    prior: Prior, runs: Sequence[Run], batch_sizes: Sequence[int], rates: tuple[float, float], *, seed: int
+    prior: SurfacePrior, runs: Sequence[Run], batch_sizes: Sequence[int], rates: tuple[float, float], *, seed: int
 ) -> Landscape | None:
     """Fits the surface to all runs once more and evaluates it.
 

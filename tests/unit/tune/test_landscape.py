@@ -3,10 +3,10 @@
 import law
 import pytest
 
-from batchtune.tune.optuna_parts.surface import Prior, Run
+from batchtune.tune.optuna_parts.surface import Run, SurfacePrior
 from batchtune.tune.verdict.landscape import landscape
 
-PRIOR = Prior(
+PRIOR = SurfacePrior(
     saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3
 )
 SIZES = (8, 16, 32, 64, 128, 256, 512)

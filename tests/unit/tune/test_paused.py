@@ -7,7 +7,7 @@ from batchtune.config.schema import Baseline, Budget, Config, Confirm, Objective
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
 from batchtune.tune.optuna_parts.sampler import TimeToTargetSampler
-from batchtune.tune.optuna_parts.surface import Prior
+from batchtune.tune.optuna_parts.surface import SurfacePrior
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.study.limits import Limits
@@ -120,7 +120,7 @@ def sampled(*, resumable, within=None):
         "batch_size": optuna.distributions.CategoricalDistribution((32, 64, 128)),
         "learning_rate": optuna.distributions.FloatDistribution(1e-4, 1.0, log=True),
     }
-    prior = Prior(
+    prior = SurfacePrior(
         saturation_batch_size=20.0,
         saturation_spread=0.3,
         anchor_batch_size=64,
@@ -163,7 +163,7 @@ def test_what_a_stopped_run_reported_last_is_no_time_by_which_it_is_confirmed(st
     assert stopped.outcome == "pruned"
     gone_on = run(study, 8, 0.001)
     params = study.parts.space.of(gone_on)
-    limits = Limits(study.parts.plan, study.parts.space, study.parts.ledger)
+    limits = Limits(study.parts.plan, study.parts.space, study.parts.history)
     assert limits.spec(params, "confirm", 0, 0.5).limit_seconds >= 60.0  # nothing says what it needs
     slow = run(study, 16, 0.02)
     assert slow.outcome == "reached"

@@ -17,7 +17,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.run_spec import pace_kind
 from batchtune.tune.objective.cost import SECONDS
-from batchtune.tune.objective.ledger import Ledger
+from batchtune.tune.objective.history import StudyHistory
 from batchtune.tune.objective.records import curve_attribute
 from batchtune.tune.optuna_parts import surface
 from batchtune.tune.plan.prior import Candidates
@@ -749,11 +749,11 @@ class TestPace:
     FIT = ThroughputFit(alpha_seconds=1e-3, beta_seconds_per_sample=1e-6, saturation_batch_size=1000.0)
 
     @pytest.fixture
-    def ledger(self):
+    def history(self):
         self.study = optuna.create_study()
-        return Ledger(self.study, SECONDS)
+        return StudyHistory(self.study, SECONDS)
 
-    def ran(self, ledger, micro, step_seconds, *, precision="bf16", steps=1, **arguments):
+    def ran(self, history, micro, step_seconds, *, precision="bf16", steps=1, **arguments):
         sizes = {
             "batch_size": optuna.distributions.IntDistribution(1, 10**6),
             "learning_rate": optuna.distributions.FloatDistribution(1e-5, 1.0, log=True),
@@ -768,31 +768,31 @@ class TestPace:
             trial.set_user_attr(key, value)
         self.study.tell(trial, 1.0)
 
-    def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, ledger):
-        self.ran(ledger, 64, 1e-3, decay=0.01)
-        assert ledger.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1e-3)
-        assert ledger.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
+    def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, history):
+        self.ran(history, 64, 1e-3, decay=0.01)
+        assert history.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1e-3)
+        assert history.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
         assert pace_kind({"kind": "sgd"}) != pace_kind({"kind": "shampoo"}) != pace_kind({"foreach": True})
 
-    def test_runs_of_another_precision_tell_nothing(self, ledger):
-        self.ran(ledger, 64, 1e-3)
-        assert ledger.step_seconds(64, 1, "fp32", self.FIT) is None
-        assert ledger.step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1e-3)
+    def test_runs_of_another_precision_tell_nothing(self, history):
+        self.ran(history, 64, 1e-3)
+        assert history.step_seconds(64, 1, "fp32", self.FIT) is None
+        assert history.step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1e-3)
 
-    def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, ledger):
+    def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, history):
         load = 1e-5  # seconds of a sample, which the fit does not know
-        self.ran(ledger, 32, 1e-3 + 32 * (1e-6 + load))
-        assert ledger.step_seconds(4096, 1, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
-        self.ran(ledger, 1024, 1e-3 + 1024 * (1e-6 + load))
-        assert ledger.step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
+        self.ran(history, 32, 1e-3 + 32 * (1e-6 + load))
+        assert history.step_seconds(4096, 1, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
+        self.ran(history, 1024, 1e-3 + 1024 * (1e-6 + load))
+        assert history.step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
 
-    def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, ledger):
-        self.ran(ledger, 1000, 4e-3)  # twice what the fit says
-        assert ledger.step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))
+    def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, history):
+        self.ran(history, 1000, 4e-3)  # twice what the fit says
+        assert history.step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))
 
-    def test_another_split_of_the_same_batch_has_a_pace_of_its_own(self, ledger):
-        self.ran(ledger, 256, 1e-3 + 256e-6)
-        assert ledger.step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(16 * (1e-3 + 16e-6))
+    def test_another_split_of_the_same_batch_has_a_pace_of_its_own(self, history):
+        self.ran(history, 256, 1e-3 + 256e-6)
+        assert history.step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(16 * (1e-3 + 16e-6))
 
 
 def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_nothing(tmp_path):

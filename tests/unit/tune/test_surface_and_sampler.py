@@ -8,9 +8,9 @@ import pytest
 
 from batchtune.tune.optuna_parts import surface
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND, RoundingSampler, TimeToTargetSampler
-from batchtune.tune.optuna_parts.surface import Prior, Run, Surface
+from batchtune.tune.optuna_parts.surface import Run, Surface, SurfacePrior
 
-PRIOR = Prior(
+PRIOR = SurfacePrior(
     saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3
 )
 SIZES = (8, 16, 32, 64, 128, 256, 512)

@@ -13,7 +13,7 @@ from batchtune.probe.timing.throughput import MAX_POINTS, SECONDS_PER_POINT
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
 from batchtune.protocol.commands import Opened, OpenTask
-from batchtune.tune.plan.prepare import require
+from batchtune.tune.plan.measure_prior import require
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it

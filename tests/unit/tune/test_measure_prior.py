@@ -8,11 +8,11 @@ from batchtune.document import ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
-from batchtune.tune.plan.prepare import (
+from batchtune.tune.plan.measure_prior import (
     PRIOR_SHARE,
     affordable_noise_scale,
     affordable_range_test,
-    prepare,
+    measure_prior,
     require,
 )
 from batchtune.tune.plan.steps import with_loading
@@ -75,7 +75,7 @@ def config(run=60.0, **changes):
 
 
 def prepared(worker, *, run=60.0, facts=None, largest=1024, **changes):
-    return prepare(config(run, **changes), probe(largest), opened(**FACTS | (facts or {})), worker, Observer())
+    return measure_prior(config(run, **changes), probe(largest), opened(**FACTS | (facts or {})), worker, Observer())
 
 
 def test_the_noise_scale_says_at_which_batch_size_to_start_and_the_range_test_at_which_rate():

@@ -20,7 +20,7 @@ Role = Literal["baseline", "search", "confirm"]
 _RECENT = 200  # runs, that say how fast the machine is
 
 
-class Ledger:
+class StudyHistory:
     """Questions to the trials of one study; it changes nothing.
 
     Args:

@@ -72,7 +72,7 @@ def _multiple_of(config: Config) -> int:
     return 1 if unit == "auto" else unit
 
 
-def prepare(config: Config, probe: ProbeResult, opened: Opened, worker: Worker, observer: Observer) -> Prior:
+def measure_prior(config: Config, probe: ProbeResult, opened: Opened, worker: Worker, observer: Observer) -> Prior:
     """Measures what the search starts from; what cannot be measured is left out, and the reason says so.
 
     Args:
