@@ -281,7 +281,7 @@ TRANSFORMERS = (
     _hf("BERT", lib.bert),
     _hf("BERT, padding mask, fp32, 2 micro-batches", lib.bert, lib.masked_text, "fp32", accumulation_steps=2),
     _hf("ALBERT, shared layers", lib.albert, precision="fp16"),
-    _hf("DeBERTa, relative attention", lib.deberta, lib.sentences),
+    _hf("DeBERTa, relative attention", lib.deberta),
     _hf("T5", lib.t5),
     _hf("BART, tf32", lib.bart, precision="tf32"),
     _hf("OPT", lib.opt, optimizer=fused),

@@ -39,10 +39,6 @@ def masked_text(size: int) -> dict[str, Tensor]:
     return text(size) | {"attention_mask": torch.ones(size, 256, dtype=torch.long)}
 
 
-def sentences(size: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.randint(3, WORDS, (size, 128)), "labels": torch.randint(0, 2, (size,))}
-
-
 def speech(size: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(size, 80, 3000), "labels": torch.randint(3, WORDS, (size, 64))}
 
@@ -134,7 +130,7 @@ def dinov2() -> nn.Module:
 
 def deberta() -> nn.Module:
     relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
-    return transformer("DebertaV2ForSequenceClassification", "DebertaV2Config", **_BERT, **relative)
+    return transformer("DebertaV2ForMaskedLM", "DebertaV2Config", **_BERT, **relative)
 
 
 def albert() -> nn.Module:

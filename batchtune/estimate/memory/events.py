@@ -103,6 +103,8 @@ def normalized(trace: Trace) -> Trace:
             if stands_for.get(dying, dying) == replaced and later not in dropped:
                 dropped |= {place, later}
                 stands_for[event - 1] = replaced
+                if trace.births[event - 1].category != "temporaries":  # a gradient that arrived in two parts
+                    trace.births[replaced].category = trace.births[event - 1].category
                 break
     kept = (event for place, event in enumerate(events) if place not in dropped)
     return renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))

@@ -98,13 +98,16 @@ def _sorted_indices(args: Any) -> Steps:
     count = math.prod(torch.broadcast_shapes(*(index.shape for index in indices)))
     each = bytes_of(count * LONG)
     replaced = math.prod(tensor.shape[side] for side, index in enumerate(args[1]) if index is not None)
-    bits = max(1, replaced.bit_length())
     first: Steps = ((each, Block(given, (count * LONG,), outlives=True)),)  # a remainder, and its product
     others: Steps = ((each, each),) * (len(indices) - 1)
     return (
-        (*first, *others, *contiguous(args[2]), each, each, each, (Block(radix_sort, (count, LONG, bits)),)),
+        (*first, *others, *contiguous(args[2]), each, each, each, (Block(_sorted_by_bits, (count, replaced)),)),
         RESULTS,
     )
+
+
+def _sorted_by_bits(gpu: Gpu, count: int, replaced: int) -> int:
+    return radix_sort(gpu, count, LONG, max(1, replaced.bit_length()))
 
 
 def _cumulative(args: Any) -> Steps:
