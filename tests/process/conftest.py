@@ -1,7 +1,6 @@
 """Commands whose children are quick: the command in the test's own process, its children forks of one server."""
 
 import contextlib
-import os
 import signal
 import time
 import warnings
@@ -22,22 +21,30 @@ def forked_children():
         yield
 
 
-@pytest.fixture(scope="module")
-def command_here(forked_children, tmp_path_factory):
-    """A function that runs a command in a new folder with these files, in this process."""
+class QuickCli:
+    """A command line like `cli`, whose commands run in this process."""
 
-    def run(files: dict[str, str], *arguments: object) -> Finished:
-        folder = tmp_path_factory.mktemp("work")
-        for name, text in files.items():
-            (folder / name).write_text(text)
+    def __init__(self, cli) -> None:
+        self.folder, self.write = cli.folder, cli.write
+
+    def __call__(self, *arguments: object) -> Finished:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        started, environment = time.perf_counter(), os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"}
-        with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            for name, value in environment.items():
-                patch.setenv(name, value)
+        started = time.perf_counter()
+        with contextlib.chdir(self.folder), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setenv("TERM", "dumb")
+            patch.setenv("OMP_NUM_THREADS", "1")
             done = CliRunner().invoke(app, [str(argument) for argument in arguments])
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return Finished(done.exit_code, done.stdout, done.stderr, time.perf_counter() - started)
 
-    return run
+
+@pytest.fixture
+def quick_cli(cli, forked_children):
+    return QuickCli(cli)
+
+
+@pytest.fixture(scope="module")
+def new_quick_cli(new_cli, forked_children):
+    """A function that makes a folder and its command line, for fixtures of wider scope."""
+    return lambda: QuickCli(new_cli())

@@ -487,33 +487,33 @@ class TestRefusals:
 
 
 class TestCommands:
-    """The real command on a module that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
+    """The command on a module that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
 
-    def test_it_is_probed(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS)
-        found = cli("probe", "linear.py:Lit", "--memory-limit", "500MiB", "--no-throughput", "--json", "-q")
+    def test_it_is_probed(self, quick_cli):
+        quick_cli.write("linear.py", MODULE + OWN_LOADERS)
+        found = quick_cli("probe", "linear.py:Lit", "--memory-limit", "500MiB", "--no-throughput", "--json", "-q")
         assert found.code == 0, found.err
         assert found.document["probe"]["max_batch_size"] == 20
         assert found.document["probe"]["limited_by"] == "dataset"
 
-    def test_it_is_estimated(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS)
-        found = cli("estimate", "linear.py:Lit", "--gpu", "T4", "--json", "-q")
+    def test_it_is_estimated(self, quick_cli):
+        quick_cli.write("linear.py", MODULE + OWN_LOADERS)
+        found = quick_cli("estimate", "linear.py:Lit", "--gpu", "T4", "--json", "-q")
         assert found.code == 0, found.err
         assert found.document["estimates"][0]["max_batch_size"] > 1000
 
-    def test_a_refusal_is_one_line_and_exit_code_2(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
-        found = cli("probe", "linear.py:Lit", "-q")
+    def test_a_refusal_is_one_line_and_exit_code_2(self, quick_cli):
+        quick_cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
+        found = quick_cli("probe", "linear.py:Lit", "-q")
         assert found.code == 2
         assert found.err == (
             "batchtune: linear.py:Lit: manual optimization (automatic_optimization = False) is not supported\n"
         )
 
-    def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(self, cli):
+    def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(self, quick_cli):
         text = (MODULE + OWN_LOADERS).replace("loss = self(", "self.trainer.strategy.barrier()\n        loss = self(")
-        cli.write("linear.py", text)
-        found = cli("probe", "linear.py:Lit", "-q")
+        quick_cli.write("linear.py", text)
+        found = quick_cli("probe", "linear.py:Lit", "-q")
         assert found.code == 2
         assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy: .* only\n", found.err)
 

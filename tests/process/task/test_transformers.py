@@ -360,19 +360,19 @@ class TestAModelAlone:
 
 
 class TestCommands:
-    """The real command on a script that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
+    """The command on a script that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
 
-    def test_a_trainer_is_probed(self, cli):
-        cli.write("train.py", SCRIPT)
-        found = cli("probe", "train.py:make", "--memory-limit", "1GiB", "--no-throughput", "--json", "-q")
+    def test_a_trainer_is_probed(self, quick_cli):
+        quick_cli.write("train.py", SCRIPT)
+        found = quick_cli("probe", "train.py:make", "--memory-limit", "1GiB", "--no-throughput", "--json", "-q")
         assert found.code == 0, found.err
         assert found.document["probe"]["max_batch_size"] == 40
         assert found.document["probe"]["limited_by"] == "dataset"
 
     @pytest.mark.parametrize("attribute", ["make", "bert"])
-    def test_both_are_estimated(self, cli, attribute):
-        cli.write("train.py", SCRIPT)
-        found = cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
+    def test_both_are_estimated(self, quick_cli, attribute):
+        quick_cli.write("train.py", SCRIPT)
+        found = quick_cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
         assert found.code == 0, found.err
         assert found.document["estimates"][0]["max_batch_size"] > 1000
 
