@@ -31,8 +31,8 @@ def task(tmp_path):
     return str(path)
 
 
-def test_where_nothing_fits_the_command_says_so_prints_its_rows_and_exits_with_4(cli, task):
-    found = cli("estimate", task, "--gpu", "T4", "--gpu", "4090", "--memory-limit", "4MiB", "--json", "-q")
+def test_where_nothing_fits_the_command_says_so_prints_its_rows_and_exits_with_4(quick_cli, task):
+    found = quick_cli("estimate", task, "--gpu", "T4", "--gpu", "4090", "--memory-limit", "4MiB", "--json", "-q")
     assert found.code == 4
     assert found.err.startswith("batchtune: nothing fits on any of 2 GPUs; RTX 4090 at bf16: a batch of 1 needs ")
     assert found.err.count("\n") == 1

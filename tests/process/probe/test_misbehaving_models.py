@@ -64,15 +64,16 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def probed(command_here):
+def probed(new_quick_cli):
     """A function from a name in CASES to what its command came to."""
 
     @functools.cache
     def finished(name):
         behaviour, options, limit = CASES[name]
+        cli = new_quick_cli()
+        cli.write("task.py", WIDE + behaviour)
         limited = ("--memory-limit", limit) if limit else ()
-        flags = ("--device", "cpu", *limited, *options, "--no-throughput", "--json", "-q")
-        found = command_here({"task.py": WIDE + behaviour}, "probe", "task.py", *flags)
+        found = cli("probe", "task.py", "--device", "cpu", *limited, *options, "--no-throughput", "--json", "-q")
         assert "Traceback" not in found.err
         return found
 

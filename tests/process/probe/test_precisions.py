@@ -19,12 +19,12 @@ def compute_loss(model, batch):
 """
 
 
-def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
-    cli.write("half.py", ONLY_IN_HALF)
+def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(quick_cli):
+    quick_cli.write("half.py", ONLY_IN_HALF)
     flags = ("--max", 2, "--memory-limit", "300MiB", "--precision", "all", "--device", "cpu", "--no-throughput", "-q")
-    found = cli("probe", "half.py", *flags, "--json", "-o", "half.json")
+    found = quick_cli("probe", "half.py", *flags, "--json", "-o", "half.json")
     assert found.code == 0, found.err
-    document = json.loads(found.out or (cli.folder / "half.json").read_text())
+    document = json.loads(found.out or (quick_cli.folder / "half.json").read_text())
     assert (document["status"], document["probe"]["precision"], document["probe"]["max_batch_size"]) == (
         "complete",
         "bf16",
@@ -33,9 +33,9 @@ def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(cli):
     (failed,) = (each for each in document["probes"] if "max_batch_size" not in each)
     assert failed["precision"] == "fp32"
     assert any(each.startswith("fp32: compute_loss raised ValueError") for each in document["warnings"])
-    shown = cli("report", "half.json", "--format", "table")
+    shown = quick_cli("report", "half.json", "--format", "table")
     assert "probe fp32: nothing trains" in shown.out
     assert "probe bf16 largest batch 2" in shown.out
-    page = cli("report", "half.json", "--format", "html", "-o", "half.html")
+    page = quick_cli("report", "half.json", "--format", "html", "-o", "half.html")
     assert (page.code, page.err) == (0, "")
-    assert "half precision only" in (cli.folder / "half.html").read_text()
+    assert "half precision only" in (quick_cli.folder / "half.html").read_text()

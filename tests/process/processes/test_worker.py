@@ -234,10 +234,10 @@ def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, 
 
 
 @pytest.fixture(scope="module")
-def fates(settings):
+def fates(settings, as_forks):
     """How children ended that were given a deadly batch."""
     sizes = (SEGFAULT, KILL, REAL_TIME, EXIT, HANG, QUIET_EXIT, ORPHAN)
-    with ThreadPoolExecutor(4) as pool:
+    with as_forks(), ThreadPoolExecutor(4) as pool:
         ends = pool.map(lambda size: fate_of(settings, size, 1.0 if size == HANG else 60.0), sizes)
         return dict(zip(sizes, ends, strict=True))
 
@@ -305,7 +305,7 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
+def refusals(tmp_path_factory, as_forks):
     def refusal(name: str) -> BaseException:
         text, changes, kind, _ = BAD[name]
         path = tmp_path_factory.mktemp("bad") / "model.py"
@@ -315,7 +315,7 @@ def refusals(tmp_path_factory):
             worker.start()
         return raised.value
 
-    with ThreadPoolExecutor(4) as pool:
+    with as_forks(), ThreadPoolExecutor(4) as pool:
         return dict(zip(BAD, pool.map(refusal, BAD), strict=True))
 
 

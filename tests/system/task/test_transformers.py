@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from fixtures.adapted import SCRIPT
 from torch.utils.data import SequentialSampler
 
 from batchtune.child.training import checkpoint
@@ -19,44 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of the libraries themselves
 ]
 CPU = torch.device("cpu")
-
-SCRIPT = """
-import torch
-import transformers as hf
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        if index >= self.count:
-            raise IndexError
-        return {"input_ids": [1 + index % 7] * (4 + index % 5), "labels": index % 7 % 2, "name": "not for the model"}
-
-def pad(samples):
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = [sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples]
-    return {"input_ids": torch.tensor(rows), "labels": torch.tensor([sample["labels"] for sample in samples])}
-
-def bert(**changes):
-    size = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    return hf.BertForSequenceClassification(hf.BertConfig(**size, max_position_embeddings=8, **changes))
-
-def accuracy(prediction):
-    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-def make(kind=hf.Trainer, model=None, **arguments):
-    trainer = {"data_collator": pad, "train_dataset": Rows(40), "eval_dataset": Rows(10), "compute_metrics": accuracy}
-    own = {name: arguments.pop(name) for name in [*arguments] if name in {*trainer, "optimizers", "model_init",
-           "compute_loss_func", "optimizer_cls_and_kwargs"}}
-    given = dict(output_dir="out", use_cpu=True, report_to=[], per_device_train_batch_size=4, disable_tqdm=True)
-    if "model_init" not in own:
-        own["model"] = model or bert()
-    return kind(args=hf.TrainingArguments(**given | arguments), **trainer | own)
-"""
 
 
 @pytest.fixture
@@ -357,24 +320,6 @@ class TestAModelAlone:
         task = load(f"import transformers as hf\nmodel = hf.{GPT2}\n", "model")
         with pytest.raises(UsageError, match="no data to tune on; name a function that returns a Trainer"):
             task.require("tune")
-
-
-class TestCommands:
-    """The real command on a script that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
-
-    def test_a_trainer_is_probed(self, cli):
-        cli.write("train.py", SCRIPT)
-        found = cli("probe", "train.py:make", "--memory-limit", "1GiB", "--no-throughput", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["probe"]["max_batch_size"] == 40
-        assert found.document["probe"]["limited_by"] == "dataset"
-
-    @pytest.mark.parametrize("attribute", ["make", "bert"])
-    def test_both_are_estimated(self, cli, attribute):
-        cli.write("train.py", SCRIPT)
-        found = cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["estimates"][0]["max_batch_size"] > 1000
 
 
 class TestApplyResult:

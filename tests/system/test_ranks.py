@@ -217,7 +217,7 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(__file__).resolve().parents[2])
     with subprocess.Popen(
         [sys.executable, program],
         stdout=subprocess.PIPE,

@@ -1,12 +1,12 @@
 """LightningModules as their users write them, under both names of the library, behind the task contract."""
 
 import importlib.util
-import re
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fixtures.adapted import MODULE, OWN_LOADERS
 from torch.utils.data import SequentialSampler
 
 from batchtune.child.commands import train as loop
@@ -31,41 +31,6 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 
-MODULE = """
-import lightning as L
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-class Lit(L.LightningModule):
-    def __init__(self, lr=0.1):
-        super().__init__()
-        self.save_hyperparameters()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.seen = []
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-    def training_step(self, batch, batch_idx):
-        loss = self(batch[0]).square().mean()
-        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log_dict({"val_loss": self(batch[0]).square().mean(), "size": float(len(batch[0]))})
-
-    def configure_optimizers(self):
-        groups = [{"params": self.body.parameters(), "lr": self.hparams.lr / 10}, {"params": self.head.parameters()}]
-        return torch.optim.SGD(groups, lr=self.hparams.lr)
-"""
-OWN_LOADERS = """
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(80.0).reshape(20, 4) / 80), batch_size=4, shuffle=True)
-
-    def val_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(10, 4)), batch_size=4)
-"""
 DATAMODULE = """
 class Data(L.LightningDataModule):
     def prepare_data(self):
@@ -484,38 +449,6 @@ class TestRefusals:
         task = lit("\n    def training_step(self, batch): ...\n")
         with pytest.raises(UsageError, match="training_step returned NoneType instead of a loss"):
             task.loss(task.model(), [torch.ones(2, 4)])
-
-
-class TestCommands:
-    """The real command on a module that is not rewritten; the recipe of this library is tuned in test_recipes.py."""
-
-    def test_it_is_probed(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS)
-        found = cli("probe", "linear.py:Lit", "--memory-limit", "500MiB", "--no-throughput", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["probe"]["max_batch_size"] == 20
-        assert found.document["probe"]["limited_by"] == "dataset"
-
-    def test_it_is_estimated(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS)
-        found = cli("estimate", "linear.py:Lit", "--gpu", "T4", "--json", "-q")
-        assert found.code == 0, found.err
-        assert found.document["estimates"][0]["max_batch_size"] > 1000
-
-    def test_a_refusal_is_one_line_and_exit_code_2(self, cli):
-        cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
-        found = cli("probe", "linear.py:Lit", "-q")
-        assert found.code == 2
-        assert found.err == (
-            "batchtune: linear.py:Lit: manual optimization (automatic_optimization = False) is not supported\n"
-        )
-
-    def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(self, cli):
-        text = (MODULE + OWN_LOADERS).replace("loss = self(", "self.trainer.strategy.barrier()\n        loss = self(")
-        cli.write("linear.py", text)
-        found = cli("probe", "linear.py:Lit", "-q")
-        assert found.code == 2
-        assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy: .* only\n", found.err)
 
 
 class TestApplyResult:

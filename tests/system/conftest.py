@@ -1,0 +1,3 @@
+"""Fixtures that several folders of tests share."""
+
+from fixtures.quick import as_forks, new_quick_cli, quick_cli  # noqa: F401

@@ -1,0 +1,60 @@
+"""Commands on modules and scripts of other libraries that are not rewritten; their recipes are tuned elsewhere."""
+
+import importlib.util
+import re
+
+import pytest
+from fixtures.adapted import MODULE, OWN_LOADERS, SCRIPT
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed")
+    for name in ("lightning", "transformers")
+]
+
+
+def test_a_module_of_lightnings_is_probed(quick_cli):
+    quick_cli.write("linear.py", MODULE + OWN_LOADERS)
+    found = quick_cli("probe", "linear.py:Lit", "--memory-limit", "500MiB", "--no-throughput", "--json", "-q")
+    assert found.code == 0, found.err
+    assert found.document["probe"]["max_batch_size"] == 20
+    assert found.document["probe"]["limited_by"] == "dataset"
+
+
+def test_a_module_of_lightnings_is_estimated(quick_cli):
+    quick_cli.write("linear.py", MODULE + OWN_LOADERS)
+    found = quick_cli("estimate", "linear.py:Lit", "--gpu", "T4", "--json", "-q")
+    assert found.code == 0, found.err
+    assert found.document["estimates"][0]["max_batch_size"] > 1000
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(quick_cli):
+    quick_cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
+    found = quick_cli("probe", "linear.py:Lit", "-q")
+    assert found.code == 2
+    assert found.err == (
+        "batchtune: linear.py:Lit: manual optimization (automatic_optimization = False) is not supported\n"
+    )
+
+
+def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(quick_cli):
+    text = (MODULE + OWN_LOADERS).replace("loss = self(", "self.trainer.strategy.barrier()\n        loss = self(")
+    quick_cli.write("linear.py", text)
+    found = quick_cli("probe", "linear.py:Lit", "-q")
+    assert found.code == 2
+    assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy: .* only\n", found.err)
+
+
+def test_a_trainer_is_probed(quick_cli):
+    quick_cli.write("train.py", SCRIPT)
+    found = quick_cli("probe", "train.py:make", "--memory-limit", "1GiB", "--no-throughput", "--json", "-q")
+    assert found.code == 0, found.err
+    assert found.document["probe"]["max_batch_size"] == 40
+    assert found.document["probe"]["limited_by"] == "dataset"
+
+
+@pytest.mark.parametrize("attribute", ["make", "bert"])
+def test_a_trainer_and_a_model_alone_are_estimated(quick_cli, attribute):
+    quick_cli.write("train.py", SCRIPT)
+    found = quick_cli("estimate", f"train.py:{attribute}", "--gpu", "T4", "--json", "-q")
+    assert found.code == 0, found.err
+    assert found.document["estimates"][0]["max_batch_size"] > 1000
