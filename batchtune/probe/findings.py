@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchtune.document import Attempt, ProbeResult, ThroughputPoint
@@ -24,6 +24,7 @@ from batchtune.probe.warnings import (
 )
 from batchtune.protocol.commands import Opened
 
+_NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
     "timeout": "raise --timeout if one attempt really takes that long",
@@ -68,6 +69,20 @@ class Findings:
     def limit(self) -> int | None:
         """Bytes that may be reserved."""
         return self.opened.memory_limit_bytes
+
+    def within_time(self, bounds: Bounds) -> Bounds:
+        """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
+        longest, self.too_slow_above = self.options.max_step_seconds, None
+        slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
+        if longest is None or slowest is None or not slowest.step_seconds:
+            return bounds
+        least = max(slowest.batch_size, self.options.useful_size)
+        useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
+        useful = least if least >= _NEAR * useful else useful
+        if bounds.maximum is not None and bounds.maximum <= useful:
+            return bounds
+        self.too_slow_above = useful
+        return replace(bounds, maximum=max(bounds.minimum, useful))
 
     def result(self, seconds: float) -> ProbeResult:
         """What is known so far, complete or not.

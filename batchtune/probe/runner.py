@@ -21,7 +21,6 @@ from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, TimeSteps, TryBatchSize
 
 _MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
-_NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
 
@@ -122,26 +121,12 @@ class Probe:
         found = self._found
         while True:
             counted = [each.attempt for each in found.checks] if verify else found.attempts
-            choice = next_size(counted, self._within_time(bounds), found.limit, self._prior)
+            choice = next_size(counted, found.within_time(bounds), found.limit, self._prior)
             if choice.batch_size is None:
                 self._observer.note(choice.reason)
                 return
             self._observer.attempting(choice.batch_size, choice.reason)
             self._attempt(choice.batch_size, self._options.steps, verify=verify)
-
-    def _within_time(self, bounds: Bounds) -> Bounds:
-        """The bounds, with a maximum where the slowest fit says that a step would take longer than is of use."""
-        longest, self._found.too_slow_above = self._options.max_step_seconds, None
-        slowest = max((each for each in self.attempts if each.fits), key=lambda each: each.batch_size, default=None)
-        if longest is None or slowest is None or not slowest.step_seconds:
-            return bounds
-        least = max(slowest.batch_size, self._options.useful_size)
-        useful = max(least, int(slowest.batch_size * longest / slowest.step_seconds))
-        useful = least if least >= _NEAR * useful else useful
-        if bounds.maximum is not None and bounds.maximum <= useful:
-            return bounds
-        self._found.too_slow_above = useful
-        return replace(bounds, maximum=max(bounds.minimum, useful))
 
     def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
         started, micro_batches = time.perf_counter(), self._options.accumulation_steps
@@ -201,7 +186,7 @@ class Probe:
         searched = as_in_fresh_process(self.attempts[:-1], found.verified, least)
         while searched is not None:
             checked = [each.attempt for each in found.checks]
-            choice = next_size([*searched, *checked], self._within_time(found.bounds), found.limit, self._prior)
+            choice = next_size([*searched, *checked], found.within_time(found.bounds), found.limit, self._prior)
             if choice.batch_size is None:
                 return
             self._verify_at(choice.batch_size)
