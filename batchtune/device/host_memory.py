@@ -144,21 +144,10 @@ class HostMemory:
     def _warm_up(self) -> None:
         """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
         with torch.enable_grad(), torch.device("cpu"):  # whatever the user's code has made the default
-            self._step_of_a_small_model()
+            _step_of_a_small_model()
         # Python takes memory for its objects a mebibyte at a time, and keeps it as long as one object is in it
         self._objects = [bytes(_OBJECT_BYTES) for _ in range(_OBJECTS_BYTES // _OBJECT_BYTES)][::256]
         self.release()
-
-    def _step_of_a_small_model(self) -> None:
-        layers = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
-        )
-        optimizer = torch.optim.AdamW(layers.parameters())
-        with torch.random.fork_rng(devices=[]):
-            images = torch.randn(256, 3, 8, 8)  # so many that every thread gets a part
-            torch.nn.functional.cross_entropy(layers(images), torch.zeros(256, dtype=torch.long)).backward()
-        optimizer.step()
-        torch.save(optimizer.state_dict(), io.BytesIO())
 
     def reset_peaks(self) -> None:
         try:
@@ -185,6 +174,18 @@ class HostMemory:
                 trim(0)
 
 
+def _step_of_a_small_model() -> None:
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
+    )
+    optimizer = torch.optim.AdamW(layers.parameters())
+    with torch.random.fork_rng(devices=[]):
+        images = torch.randn(256, 3, 8, 8)  # so many that every thread gets a part
+        torch.nn.functional.cross_entropy(layers(images), torch.zeros(256, dtype=torch.long)).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), io.BytesIO())
+
+
 def _leave_malloc_to_itself() -> None:
     """Glibc as the user's own training has it, once its thresholds have risen: only the largest blocks are mapped."""
     defaults = {"MALLOC_MMAP_THRESHOLD_": _MAPPED_BYTES, "MALLOC_TRIM_THRESHOLD_": _KEPT_FREE_BYTES}
@@ -202,23 +203,9 @@ def _set_malloc(mapped_from: int, kept_free: int, perturb: int = 0) -> None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What glibc's heap holds, in bytes or blocks; see mallinfo(3)."""
+    """What glibc's heap holds; `fordblks` are the bytes that are free in it, see mallinfo(3)."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    _fields_ = (("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
 def _used_bytes() -> int:

@@ -19,7 +19,7 @@ from batchtune.protocol.messages import Answer, Command, Json
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
 BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
-_TRIES = 3  # of what is no run of a study, where nodes are lost
+_RETRIES = 2  # of what is no run of a study, where nodes are lost
 STOPPED = "stopped with the others"
 
 
@@ -64,7 +64,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self.opened: Opened | None = None
         self._launcher = launcher or LocalLauncher()
         self._stopping = stopping or threading.Event()
-        self._note = note
+        self._note = note or (lambda _: None)
         self._starting = threading.RLock()
         self._process: Process | None = None
         self._spare: Process | None = None
@@ -77,8 +77,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         """Starts the child unless it runs; returns what it said of the task.
 
         Raises:
-            BatchtuneError: the task or the device cannot be used; the class says whose fault it is.
-            RunInterrupted: `stopping` is set.
+            BatchtuneError: the task or the device cannot be used, or `stopping` is set; the class says which.
         """
         self._run()
         assert self.opened is not None  # noqa: S101 - only who names a task asks for what is known of it
@@ -130,16 +129,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             BatchtuneError: the child answered with an error.
             RunInterrupted: `stopping` is set.
         """
-        for left in reversed(range(_TRIES)):
+        for _ in range(0 if isinstance(command, Train) else _RETRIES):
             try:
                 self._run()
                 return self._ask(command, timeout, on_event)
             except NodeLost as lost:
-                if isinstance(command, Train) or not left:
-                    raise
-                if self._note is not None:
-                    self._note(f"{type(command).__name__} is retried: {lost}")
-        raise AssertionError
+                self._note(f"{type(command).__name__} is retried: {lost}")
+        self._run()
+        return self._ask(command, timeout, on_event)
 
     def reaches(self, folder: Path) -> bool:
         """Whether the child sees this very folder, and not another of that name."""
@@ -155,10 +152,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self._process.kill()
 
     def prepare(self) -> None:
-        """Has another process load the libraries meanwhile, so that nobody waits for that when it is the next child.
-
-        Before the child has been started it does so as soon as that is.
-        """
+        """Has the next child load its libraries meanwhile; where there is none yet, as soon as there is."""
         self._wants_spare = self._process is None
         if self._spare is None and not self._wants_spare and self._launcher.has_spares:
             self._spare = self._launcher.start()
@@ -177,7 +171,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self.renew()
             if self._spare is not None:
                 self._spare.close()
-                self._spare = None
+            self._spare = None
 
     def _ask(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
         """The answer; after anything else the child is of no more use."""
