@@ -503,7 +503,7 @@ def test_a_bug_is_said_in_one_line_and_shown_with_debug(invoke, monkeypatch):
     def broken(device):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(batchtune, "environment", broken)
+    monkeypatch.setattr("batchtune.api.environment", broken)
     short = invoke("env")
     assert short.exit_code == 1
     assert short.stderr.startswith("batchtune: this is a bug in batchtune: RuntimeError: no such thing\n")

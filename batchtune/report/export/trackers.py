@@ -27,12 +27,11 @@ _LONGEST_TEXT = 5000  # MLflow's bound for a tag
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation: the optimizer steps, training seconds and samples before it, and the metric."""
+    """One evaluation: the optimizer steps and training seconds before it, and the figures seen there by their names."""
 
     step: int
     seconds: float
-    samples: int
-    value: float
+    seen: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Study:
     """What is logged of a result. `began` (seconds since 1970) is its date: a trial's own was not kept."""
 
     name: str
-    metric: str
     began: float
     runs: list[Run]
 
@@ -70,15 +68,11 @@ def study_of(result: Document) -> Study:
         began = datetime.fromisoformat(result.created_at).timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(f"--log-to dates runs by created_at, and {result.created_at[:40]!r} is no date") from None
-    return Study(
-        name=result.name or "batchtune",
-        metric=re.sub(r"[^\w./-]", "_", result.target.metric) if result.target else "value",
-        began=began,
-        runs=[_run(trial, result.name) for trial in over],
-    )
+    metric = re.sub(r"[^\w./-]", "_", result.target.metric) if result.target else "value"
+    return Study(result.name or "batchtune", began, [_run(trial, result.name, metric) for trial in over])
 
 
-def _run(trial: Trial, study: str) -> Run:
+def _run(trial: Trial, study: str, metric: str) -> Run:
     digest = hashlib.sha256(f"{study} {trial.model_dump_json(exclude_none=True)}".encode()).hexdigest()
     known = trial.model_dump(exclude_none=True)
     texts: dict[str, str] = {name: str(known[name])[:_LONGEST_TEXT] for name in _TEXTS if name in known}
@@ -90,7 +84,11 @@ def _run(trial: Trial, study: str) -> Run:
         figures={name: known[name] for name in _FIGURES if name in known},
         texts=texts,
         points=[
-            Point(point.samples // max(1, trial.batch_size), point.seconds, point.samples, point.value)
+            Point(
+                point.samples // max(1, trial.batch_size),
+                point.seconds,
+                {metric: point.value, "seconds": point.seconds, "samples": point.samples},
+            )
             for point in trial.curve
             if point.value is not None
         ],
@@ -113,9 +111,7 @@ def _to_mlflow(study: Study) -> tuple[int, str]:
         logged = client.create_run(experiment, start_time=began, run_name=run.name).info.run_id
         metrics = [Metric(key, value, ended, 0) for key, value in run.figures.items()]
         for point in run.points:
-            at = moments[point.seconds]
-            seen = {study.metric: point.value, "seconds": point.seconds, "samples": point.samples}
-            metrics += [Metric(key, value, at, point.step) for key, value in seen.items()]
+            metrics += [Metric(key, value, moments[point.seconds], point.step) for key, value in point.seen.items()]
         for start in range(0, len(metrics), 1000):  # the most that one call takes
             client.log_batch(logged, metrics=metrics[start : start + 1000])
         tags = [RunTag(key, value) for key, value in (run.texts | {"batchtune_id": run.id}).items()]
@@ -147,8 +143,7 @@ def _to_tensorboard(study: Study) -> tuple[int, str]:
 
         add(hparams_pb(run.parameters, trial_id=run.name, start_time_secs=study.began))
         for point in run.points:
-            seen = {study.metric: point.value, "seconds": point.seconds, "samples": point.samples}
-            add(scalars(seen), point.seconds, point.step)
+            add(scalars(point.seen), point.seconds, point.step)
         add(scalars(run.figures), run.points[-1].seconds if run.points else 0.0)
         for tag, text in run.texts.items():
             add(text_pb(tag, text))
@@ -175,8 +170,7 @@ def _to_wandb(study: Study) -> tuple[int, str]:
         )
         logged.define_metric("*", step_metric="seconds")
         for point in run.points:
-            seen = {study.metric: point.value, "samples": point.samples, "optimizer_steps": point.step}
-            logged.log(seen | {"seconds": point.seconds})
+            logged.log(point.seen | {"optimizer_steps": point.step})
         logged.summary.update(run.figures | run.texts)
         logged.finish(exit_code=int(run.texts["state"] == "fail"))
     return len(new), f"{below}; bring offline runs to the server with: wandb sync {below}/offline-run-*"
