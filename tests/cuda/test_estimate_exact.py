@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "estimate_allocator.py"
-CASES = ("MLP, AdamW", "transformer, bf16", "ResNet")
+CASES = ("MLP, AdamW", "transformer, bf16", "ResNet", "ResNet, bf16", "diffusion, bf16")
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -33,5 +33,6 @@ def test_the_largest_batch_trains_and_is_within_one_per_cent(records):
     for record in records:
         for guess, truth in zip(record["estimated"]["limits"], record["measured"]["limits"], strict=False):
             assert truth["trains_max"], record["case"]
+            assert truth.get("trains_expandable", True), record["case"]
             assert guess["max_batch_size"] == pytest.approx(truth["max"], rel=0.01), record["case"]
             assert guess["safe_max_batch_size"] <= guess["max_batch_size"], record["case"]

@@ -210,14 +210,15 @@ def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[
     second = events[first:] if first is not None else []
     born = {event for event in second if event > 0}
     died = {-event for event in second if event < 0}
-    gradients = {event for event in born | died if births[event - 1].category == "gradients"}
-    old, new = sorted(gradients & died - born), sorted(gradients & born & died)
+    gradients = {event for event in died if births[event - 1].category == "gradients"}
+    old = sorted(gradients - born)
+    new = sorted(gradients & born) if old else []
     before, after = sorted(died - born - gradients), sorted(born - died)
     if [sizes[each - 1] for each in before + old] != [sizes[each - 1] for each in after + new]:
         return []
     places = dict(zip(before + after + new, after + before + old, strict=True))
     places |= {-one: -other for one, other in places.items()}
-    return [[places.get(event, event) for event in second if -event not in gradients], second]
+    return [[places.get(event, event) for event in second if -event not in {*old, *new}], second]
 
 
 @dataclass(frozen=True)

@@ -148,3 +148,39 @@ def test_a_sum_whose_terms_live_on_keeps_its_own_memory():
     births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", replaces=0), Birth(7, "x")]
     trace = normalized(Trace(3, [1, 2, 3, 4, -1, -2, -3, -4], births))
     assert len(trace.births) == 4
+
+
+def stepped(late):
+    """Two steps of a batch, a gradient that arrives in two parts, and its end: late in the first step, or never so."""
+    births, events = [Birth(MIB, "empty", category="parameters")], [1]
+
+    def born(size, moment, category="temporaries", replaces=None):
+        births.append(Birth(size, "op", moment=moment, category=category, replaces=replaces))
+        events.append(len(births))
+        return len(births)
+
+    left = []
+    for step in (1, 2):
+        batch = born(30 * MIB, f"forward {step}")
+        events.extend(-number for number in left)
+        first = born(40 * MIB, f"backward {step}")
+        gradient = born(40 * MIB, f"backward {step}", "gradients", replaces=first - 1)
+        events.append(-first)
+        left = [batch, gradient] if late and step == 1 else [batch]
+        if gradient not in left:
+            events.append(-gradient)
+    return Trace(3, events, births)
+
+
+@pytest.mark.parametrize(("late", "held"), [(True, 71 * MIB), (False, 31 * MIB)], ids=["late", "early"])
+def test_a_third_step_frees_its_gradients_late_where_the_first_did(late, held):
+    trace = normalized(stepped(late=late))
+    step = fit(lambda size: Trace(size, trace.events, trace.births))
+    allocator = replay(step, 3, CachingAllocator())
+    assert allocator.allocated_bytes == held  # the parameter, the last batch, and the last gradient or none
+    assert allocator.peak_allocated_bytes == (101 if late else 71) * MIB  # with the next batch, and without it
+
+
+def test_a_gradient_in_two_parts_is_one_gradient():
+    (part,) = [birth for birth in normalized(stepped(late=False)).births if birth.moment == "backward 1"]
+    assert part.category == "gradients"

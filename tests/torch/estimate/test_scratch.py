@@ -1,0 +1,145 @@
+"""Memory inside CUDA kernels, as PyTorch's sources have it: what an operator takes beside its results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from batchtune.estimate.memory.scratch import RESULTS, Gpu, inside, workspaces
+from batchtune.estimate.memory.scratch.blocks import Block, Held
+
+aten = torch.ops.aten
+GPU = Gpu()
+FLOAT, LONG = 4, 8
+CONVOLUTION = ([1, 1], [0, 0], [1, 1])
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def flat(steps):
+    """Bytes of each block in order, and `result` for each place of one; blocks of no bytes are left out."""
+    found = []
+    for step in steps:
+        if isinstance(step, tuple):
+            found += flat(step)
+        elif isinstance(step, Block):
+            size = step.formula(GPU, *step.lengths)
+            found += [size] if size else []
+        else:
+            found.append(f"held {step.size_bytes}" if isinstance(step, Held) else "result")
+    return found
+
+
+def test_what_has_no_rule_has_results_only():
+    assert inside(aten.gelu.default, (meta(3),)) == (RESULTS,)
+
+
+@pytest.mark.parametrize(("transposed", "copies"), [(False, 2), (True, 1)], ids=["twice", "once"])
+def test_a_transposed_convolution_makes_its_gradient_contiguous_once(transposed, copies):
+    gradient = meta(2, 16, 8, 8)[:, :8]  # half of the channels: what comes back from a concatenation
+    arguments = (gradient, meta(2, 8, 8, 8), meta(8, 8, 1, 1), None, *CONVOLUTION, transposed, [0, 0], 1)
+    found = flat(inside(aten.convolution_backward.default, (*arguments, [True, True, False])))
+    assert found.count(2 * 8 * 8 * 8 * FLOAT) == copies
+    assert (found[0] == "result") is not transposed
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "bytes_"),
+    [
+        (1 << 15, torch.bfloat16, [(1 << 31) * FLOAT]),
+        ((1 << 15) - 1, torch.bfloat16, []),
+        (1 << 15, torch.float16, []),
+        (1 << 15, torch.float32, []),
+    ],
+)
+def test_batch_norm_casts_bf16_that_32_bits_do_not_index(rows, dtype, bytes_):
+    arguments = (meta(rows, 16, 64, 64, dtype=dtype), None, None, None, None)
+    assert flat(inside(aten.native_batch_norm.default, (*arguments, True, 0.1, 1e-5))) == ["result", *bytes_]
+    assert flat(inside(aten.native_batch_norm.default, (*arguments, False, 0.1, 1e-5))) == ["result"]
+
+
+def blocks(steps):
+    """Every block, in order."""
+    found = []
+    for step in steps:
+        found += blocks(step) if isinstance(step, tuple) else [step] if isinstance(step, Block) else []
+    return found
+
+
+def scattered(rows):
+    index = torch.empty(5000, dtype=torch.int64, device="meta")
+    return inside(aten.index_put.default, (meta(rows, 64), [index], meta(5000, 64), True))
+
+
+def test_scattered_sums_are_sorted_by_as_many_bits_as_the_rows_need():
+    few, many = (flat(scattered(rows))[-2] for rows in (200, 1 << 20))  # one pass of eight bits, and three
+    assert many > few
+
+
+def test_what_sorting_is_calculated_from_grows_linearly_with_the_batch():
+    lengths = [[each for block in blocks(scattered(rows)) for each in block.lengths] for rows in (3, 5, 8)]
+    assert all(3 * (second - first) == 2 * (third - second) for first, second, third in zip(*lengths, strict=True))
+
+
+@pytest.mark.parametrize(("operator", "held"), [(aten.mse_loss.default, True), (aten.huber_loss.default, False)])
+def test_a_loss_takes_memory_for_each_element_before_it_is_reduced(operator, held):
+    both = meta(100, 30), meta(100, 30)
+    size = 100 * 30 * FLOAT
+    found = flat(inside(operator, (*both, 1)))
+    assert (f"held {size}" if held else size) in found
+    assert flat(inside(operator, (*both, 0))) == ["result"]
+
+
+def test_an_embedding_copies_indices_that_do_not_lie_together():
+    indices = torch.empty(6, 9, dtype=torch.int64, device="meta")
+    assert flat(inside(aten.embedding.default, (meta(50, 4), indices[:, :-1]))) == [6 * 8 * LONG, "result"]
+    assert flat(inside(aten.embedding.default, (meta(50, 4), indices))) == ["result"]
+
+
+def test_few_embedding_gradients_are_added_without_sorting():
+    def taken(count):
+        gradient, indices = meta(count, 4), torch.empty(count, dtype=torch.int64, device="meta")
+        return [
+            each
+            for each in flat(inside(aten.embedding_dense_backward.default, (gradient, indices, 50, -1, False)))
+            if each != "result"
+        ]
+
+    assert taken(3072) == []
+    assert taken(3073).count(3073 * LONG) >= 4  # keys and places, before and after
+
+
+def test_cumulative_sums_of_flags_are_of_64_bits():
+    assert flat(inside(aten.cumsum.default, (meta(7, 9, dtype=torch.bool), 1))) == ["result", 7 * 9 * LONG]
+    assert flat(inside(aten.cumsum.default, (meta(7, 9), 1))) == ["result"]
+
+
+def test_a_roll_of_several_dimensions_rolls_one_after_the_other():
+    assert flat(inside(aten.roll.default, (meta(4, 5), [1, 2], [0, 1]))) == [4 * 5 * FLOAT, "result"]
+    assert flat(inside(aten.roll.default, (meta(4, 5), [1], [0]))) == ["result"]
+
+
+def test_a_softmax_copies_what_is_not_contiguous():
+    assert flat(inside(aten._softmax.default, (meta(6, 4).t(), -1, False))) == ["result", 6 * 4 * FLOAT]
+    assert flat(inside(aten._softmax.default, (meta(6, 4), -1, False))) == ["result"]
+
+
+def test_group_norm_scales_by_channel():
+    found = flat(inside(aten.native_group_norm.default, (meta(3, 8, 5), meta(8), meta(8), 3, 8, 5, 2, 1e-5)))
+    assert found == ["result", 3 * 8 * FLOAT, 3 * 8 * FLOAT]
+
+
+def test_flash_attention_keeps_row_sums_and_gradients_in_float():
+    query = meta(2, 4, 100, 48, dtype=torch.bfloat16)
+    arguments = (query.transpose(1, 2).contiguous().transpose(1, 2),) * 5
+    found = flat(inside(aten._scaled_dot_product_flash_attention_backward.default, arguments))
+    assert found == ["result", 2 * 4 * 128 * FLOAT, 2 * 4 * 128 * 64 * FLOAT]
+
+
+def test_products_take_workspaces_once_and_a_bias_takes_one_more():
+    left, right, bias = meta(8, 16), meta(16, 32), meta(32)
+    assert set(workspaces(aten.mm.default, (left, right))) == {"cublas"}
+    assert set(workspaces(aten.addmm.default, (bias, left, right))) == {"cublas", "cublaslt"}
+    assert workspaces(aten.gelu.default, (left,)) == {}
