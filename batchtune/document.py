@@ -259,9 +259,6 @@ class Trial(Record):
     total_steps: Count | None = Field(
         default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."
     )
-    continues: Count | None = Field(
-        default=None, description="The stopped run that this one took up where it was left."
-    )
     curve: list[CurvePoint] = []
     message: Text | None = None
 

@@ -51,9 +51,6 @@ class ScriptedLauncher:
         self.started.append(ScriptedProcess(self.answers))
         return self.started[-1]
 
-    def sees(self, file):
-        return file.exists()
-
 
 class ScriptedProcess:
     def __init__(self, answers):

@@ -2,7 +2,6 @@
 
 import math
 import random
-from pathlib import Path
 
 from fakes import FakeTrainer
 
@@ -55,14 +54,11 @@ def plan(**changes):
 class LawWorker(FakeTrainer):
     """Stands in for a child process: `train` follows the law, on a clock that takes no time.
 
-    Energy is counted as well; a run told to stop is kept where its spec says.
+    Energy is counted as well.
     """
 
     def __init__(self, noise=0.0, fail_at=(), slower=lambda arguments: 1.0):
         self.noise, self.fail_at, self.slower, self.specs = noise, set(fail_at), slower, []
-
-    def reaches(self, folder):
-        return True
 
     def train(self, *, timeout, on_event, **spec):
         assert timeout > spec["limit_seconds"]
@@ -73,8 +69,7 @@ class LawWorker(FakeTrainer):
         needed = seconds_to_target(batch, spec["learning_rate"], noise=self.noise, seed=spec["seed"])
         needed *= self.slower(spec["optimizer_arguments"])
         rate = 0.0 if math.isinf(needed) else math.log((START - FLOOR) / 0.4) / needed
-        file = Path(spec["checkpoint"]) if spec["checkpoint"] else None
-        seconds = self._next(float(file.read_text()), spec) if spec["resume"] else 0.0
+        seconds = 0.0
         while True:
             value = FLOOR + (START - FLOOR) * math.exp(-rate * seconds) if rate else START * (1 + seconds)
             steps = seconds / (ALPHA + BETA * batch)
@@ -86,10 +81,7 @@ class LawWorker(FakeTrainer):
             if seconds >= spec["limit_seconds"] or joules >= (spec["limit_joules"] or math.inf):
                 return {"outcome": "finished"}
             if not go_on:
-                if file:
-                    file.parent.mkdir(exist_ok=True)
-                    file.write_text(str(seconds))
-                return {"outcome": "pruned", "kept": file is not None}
+                return {"outcome": "pruned"}
             seconds = self._next(seconds, spec)
 
     def _next(self, seconds, spec):

@@ -107,9 +107,6 @@ class Launcher(Protocol):
             BatchtuneError: there are no resources for one.
         """
 
-    def sees(self, file: Path) -> bool:
-        """Whether a file of this machine is there for the children, too."""
-
 
 class LocalLauncher:
     """Starts children on this machine, each by itself.
@@ -132,9 +129,6 @@ class LocalLauncher:
 
     def start(self) -> Process:
         return LocalProcess(entry(self._program), child_environment() | self._environment, self._echo)
-
-    def sees(self, file: Path) -> bool:
-        return file.exists()
 
 
 class LocalProcess:

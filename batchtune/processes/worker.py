@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from batchtune.document import CurvePoint
@@ -137,14 +135,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 self._note(f"{type(command).__name__} is retried: {lost}")
         self._run()
         return self._ask(command, timeout, on_event)
-
-    def reaches(self, folder: Path) -> bool:
-        """Whether the child sees this very folder, and not another of that name."""
-        with contextlib.suppress(NodeLost, OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder.absolute()) as token:
-                return self._launcher.sees(Path(token.name))
-        return False
 
     def kill(self) -> None:
         """Ends the child and everything it started; whoever waits for its answer, in another thread, learns of it."""

@@ -29,8 +29,6 @@ class RunSpec:
         limit_joules: energy in training after which the run ends; None for no such limit.
         horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.
         total_steps: the same in steps, where an earlier run of the configuration has settled it.
-        checkpoint: the file in which the run is kept when it is told to stop; None: it is not.
-        resume: go on from `checkpoint`.
     """
 
     micro_batch_size: int
@@ -49,8 +47,6 @@ class RunSpec:
     limit_joules: float | None = None
     horizon_seconds: float | None = None
     total_steps: int | None = None
-    checkpoint: str | None = None
-    resume: bool = False
 
     @property
     def shape(self) -> Hashable:
@@ -76,13 +72,11 @@ class RunEnd:
     Attributes:
         outcome: `reached`, `finished`, `pruned` or `diverged`.
         total_steps: the horizon that the user's scheduler was given; None without one.
-        kept: the run can go on from its checkpoint.
         evaluation_seconds: what its evaluations took.
         optimizer: its class, where arguments of build_optimizer may have chosen it.
     """
 
     outcome: str
     total_steps: int | None = None
-    kept: bool = False
     evaluation_seconds: float | None = None
     optimizer: str | None = None

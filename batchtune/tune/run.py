@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.progress import Progress
 from batchtune.tune.storage.shared import delete_study
 from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.tuning import CHECKPOINTS, Tuning
+from batchtune.tune.tuning import Tuning
 
 _Kind = TypeVar("_Kind", bound=BaseException)
 
@@ -36,7 +35,6 @@ def run_tune(config: Config, *, fresh: bool, observer: Observer, root: Path = RO
             if config.storage is not None:
                 delete_study(open_storage(config.storage, folder.path), config.name)
             folder.clear()
-            shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
         folder.check_identity(identity_of(config))
         if folder.identity() is None:  # nothing but what failed, if anything: it may have been another task's
             folder.forget_attempts()

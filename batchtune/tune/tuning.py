@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 from batchtune.config.schema import Config
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError
@@ -22,8 +20,6 @@ from batchtune.tune.storage.shared import Agreement
 from batchtune.tune.storage.storage import open_storage
 from batchtune.tune.study.study import TuneStudy
 
-CHECKPOINTS = "checkpoints"  # of stopped runs, in the run folder
-
 
 class Tuning:
     """One start of `tune`.
@@ -37,7 +33,6 @@ class Tuning:
     def __init__(self, config: Config, observer: Observer, progress: Progress) -> None:
         self._config, self._progress = config, progress
         self._observer = OneAtATime(Recorder(progress, observer))
-        self._checkpoints = progress.folder.path.resolve() / CHECKPOINTS  # the user's code may change the folder
 
     def run(self) -> None:
         """Probe, then study.
@@ -51,10 +46,9 @@ class Tuning:
             storage = open_storage(config.storage, progress.folder.path)
             self._prepare(pool.first, opened, Agreement(storage, config, opened.device_name))
             assert progress.probe is not None and progress.prior is not None  # noqa: PT018, S101 - they are prepared
-            plan = make_plan(config, opened, progress.probe, progress.prior, self._checkpoints)
+            plan = make_plan(config, opened, progress.probe, progress.prior)
             progress.study = study = TuneStudy(plan, pool, storage, self._observer)
             study.run()
-            shutil.rmtree(self._checkpoints, ignore_errors=True)  # nobody goes on from them now
         if not any(trial.state in {"complete", "pruned"} for trial in study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
         found = study.recommendation()[0]

@@ -151,8 +151,7 @@ def shares(result: Result, watch: Stopwatch) -> dict[str, float]:
     assert watch.first_run is not None
     wall_seconds = watch.now
     seconds = [trial.measured_training_seconds or trial.training_seconds or 0.0 for trial in trials]
-    before = [seconds[trial.continues] for trial in trials if trial.continues is not None]  # counted in both
-    training = sum(seconds) - sum(before)
+    training = sum(seconds)
     evaluating = sum(trial.evaluation_seconds or 0.0 for trial in trials)
     around = watch.first_run + wall_seconds - watch.last_run
     steps = sum(attempt.seconds for attempt in probe.attempts)  # those of the prior are within what follows

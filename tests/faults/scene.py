@@ -227,6 +227,6 @@ def _lost_or_doubled(before: Kept, after: Kept, document: dict[str, Any]) -> lis
 
 
 def _identity(trial: FrozenTrial) -> tuple[Any, ...]:
-    """The same configuration with the same seed in the same role is the same run, unless one goes on with the other."""
+    """The same configuration with the same seed in the same role is the same run."""
     about = trial.user_attrs
-    return about["role"], about["seed"], about.get("continues", -1), *sorted(trial.params.items())
+    return about["role"], about["seed"], *sorted(trial.params.items())

@@ -37,9 +37,9 @@ def finished_trials(cli, copy):
 
 
 def identity(trial):
-    """The same configuration with the same seed in the same role is the same run, unless one goes on with the other."""
+    """The same configuration with the same seed in the same role is the same run."""
     about = trial.user_attrs
-    return about["role"], about["seed"], about.get("continues", -1), *sorted(trial.params.items())
+    return about["role"], about["seed"], *sorted(trial.params.items())
 
 
 def kill_again_and_again(cli, journal):

@@ -5,11 +5,8 @@ import os
 import pickle
 
 import pytest
-import torch
 
-from batchtune.child.training import checkpoint
 from batchtune.config.load import load_config
-from batchtune.errors import UsageError
 from batchtune.tune.plan.identity import identity_of
 from batchtune.tune.storage.storage import open_storage
 
@@ -48,22 +45,11 @@ def bomb(tmp_path):
     assert not marker.exists()
 
 
-def test_a_pickle_in_the_place_of_a_checkpoint_is_not_loaded(tmp_path, bomb):
-    (tmp_path / "plain.pt").write_bytes(pickle.dumps(bomb, protocol=2))
-    torch.save({"model": bomb}, tmp_path / "zip.pt")
-    for name in ("plain.pt", "zip.pt"):
-        with pytest.raises(
-            UsageError, match=r"\.pt: no run that can go on \(UnpicklingError\); delete it, or start over"
-        ):
-            checkpoint.load(tmp_path / name, None, None)
-
-
 def test_a_pickle_in_every_file_of_a_run_folder_is_not_loaded(tuned, cli, bomb):
     tuned.copy_to(cli)
     folder = cli.run_folder()
-    (folder / "checkpoints").mkdir()
     kept = [trial["number"] for trial in tuned.document["trials"]]
-    for name in ("study.log", "attempts.jsonl", *(f"checkpoints/{number}.pt" for number in kept)):
+    for name in ("study.log", "attempts.jsonl"):
         with (folder / name).open("ab") as stream:
             stream.write(pickle.dumps(bomb, protocol=0) + b"\n")
     (folder / "study.log.snapshot").write_bytes(pickle.dumps(bomb))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
-from batchtune.child.training import checkpoint
 from batchtune.child.training.clock import StepClock
 from batchtune.child.training.compiled import forget_compiled
 from batchtune.child.training.evaluate import metric_value
@@ -48,7 +46,7 @@ def train(
     """Trains one configuration, yielding each evaluation and being sent whether to go on.
 
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
-    checkpoints, not the warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something
+    the warm-up steps on a throwaway model that pay for lazy initialisation. A stretch that something
     else on the machine slowed down counts at the usual pace; a point then has its measured seconds, too.
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
@@ -62,8 +60,7 @@ def train(
         joules: the device's energy counter, None where it has none. Like seconds, energy is that of training alone.
 
     Returns:
-        `reached`, `finished` (the limit came first), `pruned` (sent False; its state is kept where `spec.checkpoint`
-        says) or `diverged`.
+        `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
     compiles = forget_compiled()
     memory.release()
@@ -73,19 +70,16 @@ def train(
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
     run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules)
-    if spec.resume:
-        run.restore()
-    outcome = None if spec.resume else (yield from run.evaluation())
+    outcome = yield from run.evaluation()
     while outcome is None:
         if run.advance():
             outcome = yield from run.evaluation()
         else:
             yield run.point(None)
             outcome = "diverged"
-    kept = outcome == "pruned" and run.keep()
     steps = total_steps if task.has("build_scheduler") else None
     optimizer = type(run.trainer.optimizer).__name__ if spec.optimizer_arguments else None
-    return RunEnd(outcome, steps, kept=kept, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
+    return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
 
 
 class _Run:
@@ -149,30 +143,6 @@ class _Run:
         return CurvePoint(
             seconds=clock.seconds, samples=self._samples, value=value, measured_seconds=measured, joules=clock.joules
         )
-
-    def keep(self) -> bool:
-        """Saves all that the run needs to go on later, if it was asked to; returns whether that was done."""
-        spec, clock = self._spec, self._clock
-        if spec.checkpoint is None:
-            return False
-        progress = {
-            "samples": self._samples,
-            "evaluation_seconds": self._last_evaluation_seconds,
-            "start_value": self._start_value,
-            "seconds": clock.seconds,
-            "measured_seconds": clock.measured_seconds,
-            "joules": clock.joules,
-        }
-        return checkpoint.save(Path(spec.checkpoint), self.trainer, self._batches, progress)
-
-    def restore(self) -> None:
-        """Takes up a run where `keep` left it."""
-        assert self._spec.checkpoint is not None  # noqa: S101 - to resume without one is a programming error
-        progress = checkpoint.load(Path(self._spec.checkpoint), self.trainer, self._batches)
-        self._samples, self._last_evaluation_seconds = progress["samples"], progress["evaluation_seconds"]
-        self._start_value = progress["start_value"]
-        for name in ("seconds", "measured_seconds", "joules"):
-            setattr(self._clock, name, progress[name])
 
     def _worse_for_long(self, value: float) -> bool:
         """Whether the run has been worse than before training for so long that it will hardly come back."""

@@ -180,65 +180,25 @@ def training_loader(
 
 
 class TrainingBatches(Iterator[object]):
-    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out.
-
-    Its place can be kept and found again without loading what was trained on already; a data set that can only be read
-    from its start is read up to there. Where the user's own sampler gives the order, that starts anew.
-    """
+    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
 
     def __init__(self, task: Task, micro_batch_size: int, seed: int) -> None:
         self._where = task.where
         self._loader = training_loader(task, micro_batch_size, seed)
-        self._generator = self._loader.generator or torch.Generator()
-        self._order, self._taken = self._generator.get_state(), 0
         self._batches = self._epochs()
 
     def __next__(self) -> Any:
         return next(self._batches)
 
     def _epochs(self) -> Iterator[object]:
-        for _epoch in itertools.count():
-            batches = iter(self._loader)
-            self._order, self._taken = self._generator.get_state(), 0  # the order is drawn with the first batch
-            yield from self._counted(batches)
-            if not self._taken:
+        while True:
+            empty = True
+            for batch in self._loader:
+                empty = False
+                yield batch
+            if empty:
                 size = self._loader.batch_size
                 raise UserCodeError(f"{self._where}: train_dataset yields no batch of {size} samples in an epoch")
-
-    def _counted(self, batches: Iterator[object]) -> Iterator[object]:
-        for batch in batches:
-            self._taken += 1
-            yield batch
-
-    def state(self) -> dict[str, Any]:
-        """The place: the state from which the epoch's order is drawn, and the batches taken of it."""
-        return {"order": self._order, "taken": self._taken}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a place that `state` gave."""
-        loader, taken = self._loader, int(state["taken"])
-        self._generator.set_state(state["order"])
-        if not taken:  # nothing was drawn yet
-            self._batches = self._epochs()
-            return
-        if isinstance(loader.dataset, IterableDataset):
-            rest = iter(loader)
-            for _ in itertools.islice(rest, taken):
-                pass
-        else:
-            order = list(loader.sampler)
-            rest = iter(
-                DataLoader(
-                    loader.dataset,
-                    batch_size=loader.batch_size,
-                    sampler=order[taken * (loader.batch_size or 1) :],
-                    drop_last=loader.drop_last,
-                    collate_fn=loader.collate_fn,
-                    generator=torch.Generator(),
-                )
-            )
-        self._order, self._taken = state["order"], taken
-        self._batches = itertools.chain(self._counted(rest), self._epochs())
 
 
 def require_finite(loss: Tensor, micro_batch_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
 from batchtune.processes.ranks.coordinator import GroupSettings
@@ -44,6 +43,3 @@ class RankLauncher:
         command = [*entry("batchtune.processes.ranks.coordinator"), group.to_argument()]
         threads = max(1, (os.cpu_count() or 1) // self._world_size)  # ranks that train on the host share its processors
         return LocalProcess(command, {"OMP_NUM_THREADS": str(threads)} | child_environment(), self._echo)
-
-    def sees(self, file: Path) -> bool:
-        return file.exists()

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -63,10 +62,6 @@ class Host:
         process, self._process = self._process, None
         if process is not None:
             process.close()
-
-    def sees(self, file: str) -> bool:
-        """Whether a file is on this node, too."""
-        return Path(file).exists()
 
 
 class Actor:

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -84,9 +83,6 @@ class RayLauncher:
             if time.monotonic() > deadline:
                 raise DeviceError(_NO_ROOM)
         return RemoteProcess(self._actor, self._observer.printed)
-
-    def sees(self, file: Path) -> bool:
-        return bool(self._actor.ask("sees", str(file)))
 
 
 _WAITING = "waiting for free resources on the Ray cluster"

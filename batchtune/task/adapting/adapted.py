@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from batchtune.errors import UsageError, kind_of
@@ -50,14 +49,6 @@ class Adapted:
         """The order of the training set where it is not simply shuffled."""
         del batch_size
         return None
-
-    def state(self, model: nn.Module) -> dict[str, int]:
-        """How far a model's training is, where the library tells it to the user's code."""
-        del model
-        return {}
-
-    def restore(self, model: nn.Module, state: Mapping[str, int]) -> None:
-        """Goes to where `state` was, in a model of which the optimizer has been built."""
 
 
 @dataclass(frozen=True)

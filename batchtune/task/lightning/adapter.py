@@ -165,14 +165,6 @@ class LightningTask(Adapted):
         view.lr_scheduler_configs = configs
         return Schedule(optimizer, twin, configs, view) if configs else None
 
-    def state(self, model: Any) -> dict[str, int]:
-        view: TrainerView = model.trainer
-        return view.state()
-
-    def restore(self, model: Any, state: Mapping[str, int]) -> None:
-        view: TrainerView = model.trainer
-        view.restore(state)
-
     def evaluate(self, module: Any, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.
 

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.errors import UsageError
 
-_COUNTS = ("global_step", "current_epoch", "batch_idx")
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
 
@@ -110,17 +109,6 @@ class TrainerView:
             self.logged.end_training_epoch()
             self.current_epoch, self.batch_idx, self._samples["epoch"] = self.current_epoch + 1, 0, 0
             module.on_train_epoch_start()
-
-    def state(self) -> dict[str, int]:
-        """How far the training is."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        return counts | {"samples_of_epoch": self._samples["epoch"]}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on from where `state` was."""
-        for name in _COUNTS:
-            setattr(self, name, state[name])
-        self._samples["epoch"] = state["samples_of_epoch"]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

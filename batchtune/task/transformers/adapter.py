@@ -152,14 +152,6 @@ class TrainerTask(Adapted):
         optimizer.register_step_post_hook(after)
         return optimizer
 
-    def state(self, model: nn.Module) -> dict[str, int]:
-        del model
-        return {"global_step": self._trainer.state.global_step}
-
-    def restore(self, model: nn.Module, state: Mapping[str, int]) -> None:
-        del model
-        self._trainer.state.global_step = state["global_step"]
-
     def build_scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         """What `create_scheduler` makes for so many steps."""
         try:

@@ -60,7 +60,7 @@ class StudyHistory:
     def seconds_beside_training(self) -> float:
         """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
         ran = [trial.user_attrs for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
-        whole = [run for run in ran if "wall_seconds" in run and "continues" not in run]
+        whole = [run for run in ran if "wall_seconds" in run]
         beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in whole]
         return max(0.0, statistics.median(beside)) if beside else 0.0
 

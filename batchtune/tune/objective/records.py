@@ -23,7 +23,7 @@ _OURS = {"batch_size", "learning_rate", "precision"}
 _KEPT = (  # attributes that have a field's name
     *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
     *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
-    *("evaluation_seconds", "total_steps", "optimizer", "continues", "message"),
+    *("evaluation_seconds", "total_steps", "optimizer", "message"),
 )
 FAILED = {"oom", "crash", "timeout", "user_error"}
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches

@@ -63,16 +63,6 @@ class TimeToValuePruner(BasePruner):
             return False
         return self._behind(best[1], trial) > self._factor
 
-    def behind(self, study: Study, trial: FrozenTrial) -> float:
-        """How many times as long as the best trial a run took for the best value that it reached; infinite if unknown.
-
-        Args:
-            study: of both.
-            trial: the run, stopped or not.
-        """
-        best = self._best(study)
-        return self._behind(best[1], trial) if best is not None else math.inf
-
     def _stalled(self, trial: FrozenTrial) -> bool:
         """Whether the second half of a run's time brought it hardly any further, and not fast enough."""
         steps = sorted(trial.intermediate_values)

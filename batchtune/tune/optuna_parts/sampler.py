@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -68,8 +68,6 @@ class TimeToTargetSampler(BaseSampler):
         learning_rate: the name of the learning-rate parameter (float, log).
         seed: makes proposals reproducible.
         independent: samples every other parameter, and these two before the first trial has finished.
-        resumable: the numbers of pruned trials that can go on where they were stopped. These alone may be proposed
-            again, in exactly their parameters; whoever runs the study then goes on with them.
         within: what of the study's distributions may be proposed of batch size and learning rate, by the name of the
             parameter; trials that were queued may lie elsewhere.
     """
@@ -82,7 +80,6 @@ class TimeToTargetSampler(BaseSampler):
         learning_rate: str = "learning_rate",
         seed: int | None = None,
         independent: BaseSampler | None = None,
-        resumable: Callable[[], Container[int]] = tuple,
         within: Mapping[str, BaseDistribution] | None = None,
     ) -> None:
         self.prior = prior
@@ -90,7 +87,6 @@ class TimeToTargetSampler(BaseSampler):
         self._batch_size, self._learning_rate = batch_size, learning_rate
         self._seed = 0 if seed is None else seed
         self._independent = independent or RandomSampler(seed=seed)
-        self._resumable = resumable
         self._within = within or {}
         self._space = IntersectionSearchSpace(include_pruned=True)
 
@@ -139,10 +135,6 @@ class TimeToTargetSampler(BaseSampler):
             expected = surface.predict(grid_batch, grid_rate).mean(axis=0)
             chosen = int(np.argmin(np.where(taken & ~taken.all(), np.inf, expected)))
         self.last_expected_improvement = float(gain[chosen])
-        resumed = self._most_promising(surface, finished, search_space)
-        if resumed is not None and resumed[0] >= max(float(gain[chosen]), _NOTHING):
-            self.last_expected_improvement = resumed[0]
-            return {name: resumed[1].params[name] for name in search_space}
         return {
             self._batch_size: int(grid_batch[chosen]),
             self._learning_rate: _nearest(search_space[self._learning_rate], _rounded(10 ** grid_rate[chosen])),
@@ -159,25 +151,6 @@ class TimeToTargetSampler(BaseSampler):
         failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
         again = [trial for trial in failed if trial.user_attrs.get("outcome") in FAILED_FOR_GOOD]
         return [self._run(trial.params, 1.0) for trial in again if self._has_place(trial)]
-
-    def _most_promising(
-        self, surface: Surface, finished: Sequence[FrozenTrial], search_space: dict[str, BaseDistribution]
-    ) -> tuple[float, FrozenTrial] | None:
-        """Of the stopped runs that can go on, the one that promises most, and how much."""
-        resumable = self._resumable()
-        chosen_here = search_space.keys()  # what another sampler chooses would not be the same again
-        stopped = [trial for trial in finished if trial.number in resumable and trial.params.keys() <= chosen_here]
-        stopped = [
-            trial
-            for trial in stopped
-            if all(_nearest(search_space[name], each) == each for name, each in trial.params.items())
-        ]
-        batches = np.array([float(trial.params[self._batch_size]) for trial in stopped])
-        rates = np.log10(np.array([float(trial.params[self._learning_rate]) for trial in stopped]))
-        if not stopped:
-            return None
-        gains = surface.expected_improvement(batches, rates)
-        return float(gains.max()), stopped[int(gains.argmax())]
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from batchtune.config.schema import Config
 from batchtune.document import Prior, ProbeResult, Value
@@ -25,7 +24,6 @@ class Plan:
         optimizer: the class of the user's optimizer.
         optimizer_defaults: what the arguments under `space` are today.
         prior: what the search starts from; None: what the baseline tells.
-        checkpoints: the folder in which stopped runs are kept; None: they are not.
     """
 
     config: Config
@@ -35,10 +33,9 @@ class Plan:
     optimizer: str
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     prior: Prior | None = None
-    checkpoints: Path | None = None
 
 
-def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior, checkpoints: Path) -> Plan:
+def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) -> Plan:
     """The plan of a study whose task was opened, probed and measured; `Plan` says what is what."""
     return Plan(
         config=config,
@@ -48,5 +45,4 @@ def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior, 
         optimizer=opened.optimizer,
         optimizer_defaults=opened.optimizer_defaults,
         prior=prior,
-        checkpoints=checkpoints,
     )

@@ -24,7 +24,6 @@ from batchtune.tune.storage.shared import Machines
 from batchtune.tune.study.belief import Belief, prior_of
 from batchtune.tune.study.confirmation import Confirmation
 from batchtune.tune.study.parts import Clock, StudyBudget, StudyParts
-from batchtune.tune.study.paused import Paused
 from batchtune.tune.study.queue import RunQueue
 from batchtune.tune.study.search import Search
 from batchtune.tune.study.trials import Trials
@@ -78,9 +77,8 @@ class TuneStudy:
             budget=StudyBudget(plan, history, len(pool), clock),
             observer=observer,
         )
-        paused = Paused(study, plan.checkpoints, pruner)
-        study.sampler = _sampler(plan, space, paused)
-        self.trials = Trials(self.parts, paused)
+        study.sampler = _sampler(plan, space)
+        self.trials = Trials(self.parts)
         self._belief = Belief(self.parts, study.sampler)
         self.queue = RunQueue(self.parts, self.trials)
         self.search = Search(self.parts, self.queue, self.trials, self._belief)
@@ -171,13 +169,11 @@ def _pruner(plan: Plan) -> TimeToValuePruner | None:
     return TimeToValuePruner(objective.goal, target=target, longest=longest, step=cost.step)
 
 
-def _sampler(plan: Plan, space: Space, paused: Paused) -> BaseSampler:
+def _sampler(plan: Plan, space: Space) -> BaseSampler:
     config = plan.config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         fallback = RoundingSampler(within=space.searched, seed=config.seed, n_startup_trials=8)
     if cost_of(config.objective.kind) is None:
         return fallback
-    return TimeToTargetSampler(
-        prior_of(plan), seed=config.seed, independent=fallback, resumable=paused.numbers, within=space.searched
-    )
+    return TimeToTargetSampler(prior_of(plan), seed=config.seed, independent=fallback, within=space.searched)

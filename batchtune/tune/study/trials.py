@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import Trial, TrialState
 
 from batchtune.document import CurvePoint
 from batchtune.document import Trial as TrialRecord
@@ -17,12 +17,11 @@ from batchtune.processes.worker import NodeLost, Worker
 from batchtune.protocol.run_spec import RunSpec
 from batchtune.tune.objective.cost import SECONDS, cost_of
 from batchtune.tune.objective.history import Role, over
-from batchtune.tune.objective.records import CUT_OFF, FAILED, curve_attribute, is_cut_off, measured, to_curve, to_record
+from batchtune.tune.objective.records import CUT_OFF, FAILED, curve_attribute, is_cut_off, measured, to_record
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.storage.shared import requeue
 from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.parts import StudyParts
-from batchtune.tune.study.paused import Paused
 from batchtune.tune.study.workers import TrialRun, run_trial
 
 MOST_RETRIES = 2  # of a run whose place was lost
@@ -33,15 +32,13 @@ class Trials:
 
     Args:
         parts: of the study.
-        paused: its stopped runs.
 
     Attributes:
-        paused: as given.
         raised: by the user's code in runs of the search, since this start.
     """
 
-    def __init__(self, parts: StudyParts, paused: Paused) -> None:
-        self._parts, self.paused = parts, paused
+    def __init__(self, parts: StudyParts) -> None:
+        self._parts = parts
         self._study, self._plan, self._cost = parts.study, parts.plan, cost_of(parts.plan.config.objective.kind)
         self.raised: list[UserCodeError] = []
 
@@ -62,18 +59,17 @@ class Trials:
             trial = self._study.ask(parts.space.distributions)
             parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
-            spec, earlier = self._spec(trial, role, worker)
-            for key, value in _about(spec, role, earlier).items():
+            spec = self._spec(trial, role)
+            for key, value in _about(spec, role).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
         parts.observer.trial_started(record, best_seconds=parts.history.best_seconds())
-        race = _Race(parts, trial, record, to_curve(earlier.user_attrs["curve"]) if earlier else [])
+        race = _Race(parts, trial, record)
         try:
             with parts.machines.sign_of_life(trial):
                 run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
             with parts.pool.lock:
                 self._tell(trial, replace(run, curve=race.curve), spec, role, no_time_left=race.no_time_left)
-                self.paused.tidy()
                 if role == "search" and run.error is not None:
                     self.raised.append(run.error)
                 parts.targets.check_start(parts.history)
@@ -88,21 +84,11 @@ class Trials:
             parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
         return True
 
-    def _spec(self, trial: Trial, role: Role, worker: Worker) -> tuple[RunSpec, FrozenTrial | None]:
-        """What is trained, and the stopped run that this one takes up."""
-        keeps = role == "search" and self.paused.folder is not None and worker.reaches(self.paused.folder)
-        earlier = self.paused.find(trial.params) if keeps else None
-        seed = (earlier or trial).user_attrs.get("seed", self._plan.config.seed + trial.number)
-        runs_through = self._parts.targets.current.value is None or (
-            role == "baseline" and self._parts.targets.is_automatic
-        )
-        target = None if runs_through else self._parts.targets.current.value
-        spec = Limits(self._plan, self._parts.space, self._parts.history).spec(trial.params, role, seed, target)
-        if earlier is not None:
-            micro, steps = (earlier.user_attrs[name] for name in ("micro_batch_size", "gradient_accumulation_steps"))
-            spec = replace(spec, micro_batch_size=micro, accumulation_steps=steps)  # its place in the data counts them
-            return replace(spec, checkpoint=self.paused.path(earlier.number), resume=True), earlier
-        return (replace(spec, checkpoint=self.paused.path(trial.number)) if keeps else spec), None
+    def _spec(self, trial: Trial, role: Role) -> RunSpec:
+        """What is trained."""
+        seed, targets = trial.user_attrs.get("seed", self._plan.config.seed + trial.number), self._parts.targets
+        target = None if role == "baseline" and targets.is_automatic else targets.current.value
+        return Limits(self._plan, self._parts.space, self._parts.history).spec(trial.params, role, seed, target)
 
     def _give_back(self, trial: Trial, lost: NodeLost) -> None:
         """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
@@ -131,7 +117,6 @@ class Trials:
             "message": run.message,
             "total_steps": run.total_steps,
             "optimizer": run.optimizer,
-            "kept": run.kept and outcome == "pruned",
             "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
         }
         attributes |= {key: value for key, value in found.items() if value}
@@ -160,16 +145,14 @@ class Trials:
 class _Race:
     """A run under way against those before it: its curve so far, and whether it is worth going on."""
 
-    def __init__(self, parts: StudyParts, trial: Trial, record: TrialRecord, curve: list[CurvePoint]) -> None:
-        self.curve = curve
+    def __init__(self, parts: StudyParts, trial: Trial, record: TrialRecord) -> None:
+        self.curve: list[CurvePoint] = []
         self.no_time_left = False
         self._parts, self._trial = parts, trial
-        self._prunable = record.role == "search" and not curve  # who was stopped before is given all of its time now
+        self._prunable = record.role == "search"
         self._record = record
         self._cost = cost_of(parts.plan.config.objective.kind) or SECONDS
         self._last_step = -1
-        for point in curve:
-            self._report(point)
 
     def goes_on(self, point: CurvePoint) -> bool:
         """Takes in the next point of the curve; returns whether there is a reason to train on."""
@@ -189,13 +172,12 @@ class _Race:
             self._trial.report(point.value, self._last_step)
 
 
-def _about(spec: RunSpec, role: Role, earlier: FrozenTrial | None) -> dict[str, Any]:
+def _about(spec: RunSpec, role: Role) -> dict[str, Any]:
     """What a trial's attributes say before it runs."""
-    about = {
+    return {
         "role": role,
         "seed": spec.seed,
         "micro_batch_size": spec.micro_batch_size,
         "gradient_accumulation_steps": spec.accumulation_steps,
         "precision": spec.precision,
     }
-    return about | ({"continues": earlier.number} if earlier is not None else {})

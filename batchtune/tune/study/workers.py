@@ -25,7 +25,6 @@ class TrialRun:
     wall_seconds: float
     message: str | None = None
     total_steps: int | None = None
-    kept: bool = False
     evaluation_seconds: float | None = None
     optimizer: str | None = None
     error: UserCodeError | None = None

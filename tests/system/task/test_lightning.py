@@ -12,7 +12,6 @@ from torch.utils.data import SequentialSampler
 from batchtune.child.commands import train as loop
 from batchtune.child.commands.noise_scale import noise_scale
 from batchtune.child.commands.range_test import range_test
-from batchtune.child.training import checkpoint
 from batchtune.child.training import clock as clock_module
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches
@@ -293,20 +292,6 @@ class TestProgress:
             assert trainer.model.current_epoch == 0
             trainer.step(batches)
         assert trainer.model.current_epoch == 1
-
-    def test_a_run_laid_aside_goes_on_from_where_it_was(self, lit, tmp_path):
-        task, file = lit(), tmp_path / "0.pt"
-        batches = TrainingBatches(task, 4, 0)
-        first, second = Trainer(task, CPU, "fp32"), Trainer(task, CPU, "fp32")
-        for _ in range(7):
-            first.step(batches)
-        assert checkpoint.save(file, first, batches, {})
-        checkpoint.load(file, second, batches)
-        model = second.model
-        assert (model.global_step, model.current_epoch, model.trainer.batch_idx) == (7, 1, 2)
-        for _ in range(3):
-            second.step(batches)
-        assert (model.global_step, model.current_epoch, model.trainer.batch_idx) == (10, 2, 0)
 
 
 class TestModes:

@@ -7,7 +7,6 @@ import torch
 from fixtures.adapted import SCRIPT
 from torch.utils.data import SequentialSampler
 
-from batchtune.child.training import checkpoint
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
@@ -206,19 +205,6 @@ class Summed(hf.Trainer):
         more = "class Own(hf.Trainer):\n    def compute_loss(self, model, inputs, return_outputs=False):\n"
         task = trainer_task("Own", f"{more}        return model(**inputs).loss * 0 + 3\n")
         assert task.loss(task.model(), task.worst_batch(6)).item() == 3
-
-    def test_the_trainer_knows_its_step_also_in_a_run_laid_aside(self, trainer_task, tmp_path):
-        task, file = trainer_task(), tmp_path / "0.pt"
-        progress, batches = task.source._trainer.state, TrainingBatches(task, 4, 0)
-        first = trained(task, 3)
-        assert progress.global_step == 3
-        assert checkpoint.save(file, first, batches, {})
-        second = Trainer(task, CPU, "fp32")
-        assert progress.global_step == 0
-        checkpoint.load(file, second, batches)
-        assert progress.global_step == 3
-        second.step(batches)
-        assert progress.global_step == 4
 
     def test_activations_are_checkpointed_as_the_arguments_say(self, trainer_task):
         import transformers

@@ -1,6 +1,5 @@
 """A training run against the clock; the clock is the test's own, and a sample takes 1/128 second: sums are exact."""
 
-import dataclasses
 import itertools
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import torch
 
 from batchtune.child.commands import train as loop
 from batchtune.child.commands.train import EVALUATION_SHARE, next_evaluation, train
-from batchtune.child.training import checkpoint
 from batchtune.child.training import clock as clock_module
 from batchtune.child.training.trainer import NonFiniteLossError
 from batchtune.protocol.run_spec import RunSpec
@@ -199,56 +197,6 @@ def adam(model, lr):
 
 def cosine(optimizer, total_steps):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
-
-
-class TestGoingOn:
-    @pytest.mark.parametrize("stop_after", [0.0, 1.0, 3.0, 7.0])
-    def test_a_run_laid_aside_goes_on_as_if_it_had_never_stopped(self, run, tmp_path, meter, stop_after):
-        parts = {"build_model": dropping_out, "build_optimizer": adam, "build_scheduler": cosine}
-        spec = spec_of(checkpoint=str(tmp_path / "run" / "0.pt"), micro_batch_size=12, limit_seconds=10.0)
-        whole = run(spec, joules=meter, **parts)
-        first = run(spec, go_on=lambda point: point.seconds < stop_after, joules=meter, **parts)
-        assert (first.outcome, first.end.kept) == ("pruned", True)
-        torch.manual_seed(1234)  # something else is trained meanwhile
-        rest = run(dataclasses.replace(spec, resume=True), joules=meter, **parts)
-        assert rest.outcome == "finished"
-        assert first.points + rest.points == whole.points
-
-    def test_a_data_set_that_is_read_from_its_start_is_read_up_to_there(self, run, tmp_path):
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                generator = torch.Generator().manual_seed(3)
-                for _ in range(50):
-                    point = torch.randn(4, generator=generator)
-                    yield point, point.sum(0, keepdim=True)
-
-        spec = spec_of(checkpoint=str(tmp_path / "0.pt"), limit_seconds=6.0)
-        whole = run(spec, train_dataset=Stream)
-        first = run(spec, go_on=lambda point: point.seconds < 2, train_dataset=Stream)
-        rest = run(dataclasses.replace(spec, resume=True), train_dataset=Stream)
-        assert first.points + rest.points == whole.points
-
-    def test_a_run_that_was_not_told_to_stop_keeps_nothing(self, run, tmp_path):
-        done = run(spec_of(checkpoint=str(tmp_path / "0.pt"), limit_seconds=1.0))
-        assert (done.outcome, done.end.kept) == ("finished", False)
-        assert not list(tmp_path.iterdir())
-
-    def test_a_run_that_cannot_be_saved_is_only_pruned(self, run, tmp_path):
-        class Odd:
-            def __init__(self, *_):
-                self.step = lambda: None
-
-        spec = spec_of(checkpoint=str(tmp_path / "0.pt"))
-        done = run(spec, go_on=lambda point: point.seconds < 1, build_scheduler=Odd)
-        assert (done.outcome, done.end.kept) == ("pruned", False)
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.parametrize(("free_bytes", "kept"), [(1 << 30, False), ((1 << 30) + (1 << 20), True)])
-    def test_a_nearly_full_disk_is_left_alone(self, run, tmp_path, monkeypatch, free_bytes, kept):
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
-        done = run(spec_of(checkpoint=str(tmp_path / "0.pt")), go_on=lambda point: point.seconds < 1)
-        assert done.end.kept == kept
-        assert [file.name for file in tmp_path.iterdir()] == ["0.pt"] * kept
 
 
 class TestTime:

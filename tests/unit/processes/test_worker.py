@@ -128,12 +128,3 @@ class TestANodeThatIsLost:
         with pytest.raises(NodeLost):
             Worker(None, deaf).call(Describe(device="cpu"), timeout=1.0)
         assert all(child.is_closed for child in deaf.started)
-
-
-def test_a_folder_is_within_reach_where_a_file_put_into_it_is_seen(tmp_path, monkeypatch):
-    worker, launcher = worker_of()
-    assert worker.reaches(tmp_path / "checkpoints")
-    monkeypatch.setattr(launcher, "sees", lambda _file: False)
-    assert not worker.reaches(tmp_path / "checkpoints")
-    (tmp_path / "file").touch()
-    assert not worker.reaches(tmp_path / "file" / "checkpoints")
