@@ -298,8 +298,8 @@ DEFECTS = [
     Defect(
         "passwords stand in messages",
         "errors.py",
-        "super().__init__(without_passwords(message))",
-        "super().__init__(message)",
+        'super().__init__(without_passwords(f"{_FLAGS[setting]} {detail}" if setting else detail))',
+        "super().__init__(detail)",
         "tests/unit/test_errors.py",
     ),
     Defect(
