@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.estimate.memory.events import BRANCHES, UPPER_BOUND
-from batchtune.estimate.tracing.places import place_outside_torch
+from batchtune.estimate.tracing.source_lines import place_outside_torch
 
 aten = torch.ops.aten
 _VALUES_KEPT = 1 << 17  # elements up to which a tensor's values are calculated for real
