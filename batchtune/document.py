@@ -77,6 +77,9 @@ class Attempt(Record):
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
     message: Text | None = Field(default=None, description="Why it did not fit, in one line.")
+    maps_file: bool | None = Field(
+        default=None, description="Memory ended where a file was to be mapped; absent elsewhere."
+    )
     limiting_rank: Count | None = Field(
         default=None, description="Of several ranks, the one that did not fit; absent where all failed alike."
     )

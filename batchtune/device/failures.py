@@ -64,10 +64,17 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 
 
 def message_of(error: BaseException) -> str:
-    """What the error that decides the outcome says, in one line; that a file was to be mapped comes first."""
+    """What the error that decides the outcome says, in one line."""
     link, _ = _deciding(error)
-    text = str(link).strip().split("\n")[0][:300] or type(link).__name__
-    return f"mapping a file: {text}" if _maps_file(link) else text
+    return str(link).strip().split("\n")[0][:300] or type(link).__name__
+
+
+def maps_file(error: BaseException) -> bool:
+    """Whether memory ended where a file was to be mapped, by torch, numpy or the user's own call of mmap."""
+    link, outcome = _deciding(error)
+    frames = traceback.extract_tb(link.__traceback__)
+    calls = isinstance(link, OSError) and frames and re.search(r"\bmmap\(", frames[-1].line or "")
+    return outcome == "oom" and (bool(calls) or "unable to mmap" in str(link))
 
 
 def leaves_device_usable(error: BaseException) -> bool:
@@ -167,13 +174,6 @@ def _allocations_failed() -> bool:
     there was none left (aten/src/ATen/native/cudnn/Conv_v8.cpp catches the error, pytorch/pytorch#108645).
     """
     return torch.cuda.is_initialized() and bool(torch.cuda.memory_stats().get("num_ooms"))
-
-
-def _maps_file(error: BaseException) -> bool:
-    """Whether address space ended where a file was to be mapped, by torch, numpy or the user's own call of mmap."""
-    frames = traceback.extract_tb(error.__traceback__)
-    calls = isinstance(error, OSError) and frames and re.search(r"\bmmap\(", frames[-1].line or "")
-    return bool(calls) or "unable to mmap" in str(error)
 
 
 def _is_dynamos(error: BaseException) -> bool:

@@ -101,7 +101,7 @@ def evaluation_warnings(evaluated: Sequence[Attempt], largest_fit: int, toleranc
 
 def mapping_warnings(attempts: Sequence[Attempt]) -> list[str]:
     """One where the end of memory was that a file could not be mapped, which counts as memory only on a CPU."""
-    if not any(each.outcome == "oom" and "mapping a file: " in (each.message or "") for each in attempts):
+    if not any(each.maps_file for each in attempts):
         return []
     text = "a file that is memory-mapped during training counts against a CPU's limit with its whole size"
     return [f"{text}: map it at import, where it does not count, or raise --memory-limit by its size"]

@@ -9,7 +9,7 @@ import statistics
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device._base import DeviceMemory, Peaks
-from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize
@@ -120,7 +120,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
     """
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
-    outcome, message, usable = "fit", None, True
+    ended, usable = _Ended(), True
     before = after = None
     try:
         with memory.attempt(command.batch_size):
@@ -130,22 +130,23 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
             except (NonFiniteLossError, UsageError):
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-                outcome, message, usable = _explain(error, command.batch_size)
+                ended, usable = _explain(error, command.batch_size)
         after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
-        if outcome == "fit":
-            outcome, message, _ = _explain(error, command.batch_size)
+        if ended.outcome == "fit":
+            ended, _ = _explain(error, command.batch_size)
         usable = False
     if before is not None and after is not None and after - before > _LEFT_BYTES:
         usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
     found = Attempt(
         batch_size=command.batch_size,
-        outcome=outcome,  # type: ignore[arg-type]  # classify's values are outcomes
+        outcome=ended.outcome,
         seconds=round(time.perf_counter() - started, 4),
         purpose="verify" if command.verify else "search",
-        message=message,
+        message=ended.message,
+        maps_file=ended.maps_file,
     )
-    figures = _figures(tracker, times, fits=outcome == "fit")
+    figures = _figures(tracker, times, fits=found.fits)
     return Tried(attempt=found.model_copy(update=figures), usable=usable)
 
 
@@ -168,8 +169,16 @@ def _figures(tracker: PeakTracker, times: StepTimes, *, fits: bool) -> dict[str,
     }
 
 
-def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
-    """Outcome, message, and whether the device survived; the frames are freed, since they hold the step's tensors."""
+class _Ended(NamedTuple):
+    """How the steps of an attempt ended; see `Attempt`."""
+
+    outcome: Literal["fit", "oom", "kernel_limit", "user_error"] = "fit"
+    message: str | None = None
+    maps_file: bool | None = None
+
+
+def _explain(error: Exception, batch_size: int) -> tuple[_Ended, bool]:
+    """How it ended, and whether the device survived; the frames are freed, since they hold the step's tensors."""
     outcome = classify(error)
     if outcome == "user_error":
         message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
@@ -177,9 +186,9 @@ def _explain(error: Exception, batch_size: int) -> tuple[str, str, bool]:
         message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
     else:
         message = _CPU_PREFIX.sub("", message_of(error))
-    usable = leaves_device_usable(error)
+    ended, usable = _Ended(outcome, message, maps_file(error) or None), leaves_device_usable(error)
     free_frames(error)
-    return outcome, message, usable
+    return ended, usable
 
 
 def _train(

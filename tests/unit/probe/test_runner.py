@@ -31,6 +31,7 @@ class ScriptedWorker(FakeChild):
         sample_seconds: of a step, for each sample; None: attempts tell no time.
         failed_steps: that attempts do before they fail; None: all, so that evaluation is what fails.
         words: of attempts that fail; None: outcome and size.
+        maps_file: whether they fail in mapping a file.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class ScriptedWorker(FakeChild):
         sample_seconds=None,
         failed_steps=0,
         words=None,
+        maps_file=None,
     ):
         self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
         self.worn_bytes, self.sample_seconds = worn_bytes, sample_seconds
-        self.failed_steps, self.words = failed_steps, words
+        self.failed_steps, self.words, self.maps_file = failed_steps, words, maps_file
         self.running = False
         self.device = "cpu"
         self.log, self.arguments = [], []
@@ -83,7 +85,9 @@ class ScriptedWorker(FakeChild):
         )
         peak = batch_size + (0 if verify else self.worn_bytes)
         steps = arguments["steps"] if fits or self.failed_steps is None else self.failed_steps
-        memory = {"steps": steps} | ({"peak_reserved_bytes": peak} if fits else {"message": words})
+        memory = {"steps": steps} | (
+            {"peak_reserved_bytes": peak} if fits else {"message": words, "maps_file": self.maps_file}
+        )
         if fits and self.sample_seconds is not None:
             memory["step_seconds"] = self.sample_seconds * batch_size
         return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
@@ -357,9 +361,9 @@ class TestFailures:
         assert len(found.result().warnings) == 1
 
     def test_a_file_that_cannot_be_mapped_has_a_remedy_of_its_own(self):
-        words = "mapping a file: [Errno 12] Cannot allocate memory"
+        words = "[Errno 12] Cannot allocate memory"
         with pytest.raises(NothingFitsError) as raised:
-            probe(ScriptedWorker(up_to(0), words=words)).run()
+            probe(ScriptedWorker(up_to(0), words=words, maps_file=True)).run()
         assert f"ended in oom ({words}); a file that is memory-mapped during training counts" in str(raised.value)
         assert "map it at import" in str(raised.value)
         assert "smaller model" not in str(raised.value)
