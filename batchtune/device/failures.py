@@ -24,6 +24,7 @@ _ALLOCATION_FAILED = re.compile(
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate|CUDNN_STATUS_NOT_INITIALIZED"
     r"|CUSOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR), when calling .cusolverDnCreate"
     r"|Cuda failure (\d+ )?'out of memory'|Failed to CUDA (c|m|host )alloc"  # NCCL's words
+    r"|Failed to initialize NCCL communicator: unhandled cuda error"  # torch 2.15 says no more of them than this
     r"|MPS backend out of memory|Invalid buffer size: "  # Metal: more than one buffer may hold
     r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"
     r"|could not (create a memory|(create|execute) a primitive(?! descriptor))\b"

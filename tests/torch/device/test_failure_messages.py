@@ -42,6 +42,7 @@ OUT_OF_MEMORY = {
         "Failed to CUDA calloc 8388608 bytes"
     ),
     "NCCL, newer": DistBackendError("Last error:\nCuda failure 2 'out of memory'"),
+    "NCCL of torch 2.15": DistBackendError("Failed to initialize NCCL communicator: unhandled cuda error"),
     "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
     "Metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GiB, other allocations: 1.00 GiB)"),
     "a Metal buffer": RuntimeError("Invalid buffer size: 72.00 GiB"),

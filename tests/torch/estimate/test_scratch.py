@@ -138,8 +138,21 @@ def test_flash_attention_keeps_row_sums_and_gradients_in_float():
     assert found == ["result", 2 * 4 * 128 * FLOAT, 2 * 4 * 128 * 64 * FLOAT]
 
 
-def test_products_take_workspaces_once_and_a_bias_takes_one_more():
+def test_products_take_workspaces_once_and_a_bias_takes_one_more(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.14.1")
     left, right, bias = meta(8, 16), meta(16, 32), meta(32)
     assert set(workspaces(aten.mm.default, (left, right))) == {"cublas"}
     assert set(workspaces(aten.addmm.default, (bias, left, right))) == {"cublas", "cublaslt"}
     assert workspaces(aten.gelu.default, (left,)) == {}
+    assert inside(aten.mm.default, (left, right)) == (RESULTS,)
+
+
+def test_from_torch_2_15_on_each_product_takes_a_workspace_for_its_time_unless_they_are_cached(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
+    left, right, bias = meta(8, 16), meta(16, 32), meta(32)
+    assert workspaces(aten.mm.default, (left, right)) == {}
+    assert flat(inside(aten.mm.default, (left, right))) == ["result", GPU.cublas_bytes]
+    assert flat(inside(aten.addmm.default, (bias, left, right))) == ["result", 1 << 20]
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert set(workspaces(aten.mm.default, (left, right))) == {"cublas"}
+    assert inside(aten.mm.default, (left, right)) == (RESULTS,)

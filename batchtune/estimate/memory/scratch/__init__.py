@@ -7,6 +7,7 @@ the batch, so a block is kept as its formula and the lengths that it is calculat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from batchtune.estimate.memory.scratch.reductions import REDUCTIONS
 
 __all__ = ["RESULTS", "Block", "Gpu", "Held", "Steps", "inside", "workspaces"]
 aten = torch.ops.aten
+_WORKSPACES_BY_PRODUCT = (2, 15)
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 _INSIDE: dict[Any, Callable[[Any], Steps]] = {
     **REDUCTIONS,
@@ -36,6 +38,8 @@ _INSIDE: dict[Any, Callable[[Any], Steps]] = {
 
 def inside(func: Any, args: Any) -> Steps:
     """What the CUDA kernel of `func` allocates, its results among it; results that are not are not on the device."""
+    if func in _PRODUCTS and not _keeps_workspaces():
+        return (RESULTS, (_LT if _by_lt(func, args) else _CUBLAS,))
     find = _INSIDE.get(func)
     return (RESULTS,) if find is None else find(args)
 
@@ -44,15 +48,26 @@ def workspaces(func: Any, args: Any) -> dict[str, Block]:
     """The workspaces by library that a matrix product's thread takes at its first one, and never gives back.
 
     CUDABlas.cpp and CublasHandlePool.cpp: each thread has a handle of its own, with 8,519,680 bytes, 32 MiB on
-    compute capability 9.0; `addmm` with a bias of one dimension goes to cuBLASLt, which takes 1 MiB more.
+    compute capability 9.0; cuBLASLt takes 1 MiB more.
     """
-    if func not in _PRODUCTS:
+    if func not in _PRODUCTS or not _keeps_workspaces():
         return {}
-    found = {"cublas": Block(_cublas, ())}
-    if func is aten.addmm.default and args[0].dim() == 1 and min(args[1].shape) > 1 and min(args[2].shape) > 1:
-        found["cublaslt"] = bytes_of(1 << 20)
-    return found
+    return {"cublas": _CUBLAS} | ({"cublaslt": _LT} if _by_lt(func, args) else {})
+
+
+def _keeps_workspaces() -> bool:
+    """Not from torch 2.15 on, where each product takes its own for its time (pytorch#194311)."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    return release < _WORKSPACES_BY_PRODUCT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def _by_lt(func: Any, args: Any) -> bool:
+    """`addmm` with a bias of one dimension goes to cuBLASLt."""
+    return func is aten.addmm.default and args[0].dim() == 1 and min(args[1].shape) > 1 and min(args[2].shape) > 1
 
 
 def _cublas(gpu: Gpu) -> int:
     return gpu.cublas_bytes
+
+
+_CUBLAS, _LT = Block(_cublas, ()), bytes_of(1 << 20)
