@@ -11,35 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from batchtune.estimate.memory.events import BRANCHES, SCRATCH, UPPER_BOUND, Birth, Trace
+from batchtune.estimate.memory.events import SCRATCH, Birth, Trace
 from batchtune.estimate.memory.scratch import RESULTS, Block, Held, Steps, inside, workspaces
 from batchtune.estimate.tracing.source_lines import place_outside_torch
+from batchtune.estimate.tracing.values import Values, is_tensor
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_VALUES_KEPT = 1 << 17  # elements up to which a tensor's values are calculated for real
 _PRODUCTS = {str(aten.mm.default), str(aten.bmm.default)}
 _ATTENTION = 4  # dimensions: batch, heads, length, head size
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_MOST_READS = 10_000  # of values that are not known, at one line: a loop that waits for one would never end
 _FILLS_ZEROS = {aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default}
 _IN_PLACE_IN = {"BinaryCrossEntropyWithLogitsBackward0": (aten.sub.Tensor, aten.mul.Tensor, aten.add.Tensor)}
-_ASSUMED_FULL = {aten.nonzero.default, aten.masked_select.default, aten.index.Tensor}
 
 
 class Recorder(TorchDispatchMode):
-    """Records storages on one type of device; to be entered inside a `FakeTensorMode`.
-
-    Small tensors that follow from no data keep real values (schedules of dropout rates, positions, optimizer step
-    counters), so that code which reads them builds what it would build in training. Another value that is read is
-    assumed to be 0, and noted.
-    """
+    """Records storages on one type of device; to be entered inside a `FakeTensorMode`."""
 
     def __init__(self, trace: Trace, device_type: str = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,10 +38,8 @@ class Recorder(TorchDispatchMode):
         self.moment = "build"
         self._live: dict[int, tuple[int, Any]] = {}
         self._storages: Counter[int] = Counter()  # a view of a deep-copied fake tensor comes with a storage of its own
-        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._values = Values(trace.notes, device_type)
         self._views: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._calculated = {"cpu", device_type}
-        self._reads: Counter[str | None] = Counter()
         self._handles: set[tuple[str, bool]] = set()  # by library, and whether autograd's thread has it
         self._calls: tuple[Any, Any] = (None, None)  # where in Python the last two operators were called
         self._modules: list[nn.Module] = []
@@ -72,7 +61,7 @@ class Recorder(TorchDispatchMode):
     def holds(self, value: Any) -> None:
         """Counts what was made before recording began and lives through all of it, such as a batch on the CPU."""
         for tensor in tree_leaves(value):
-            if _is_tensor(tensor) and tensor.device.type == self.device_type:
+            if is_tensor(tensor) and tensor.device.type == self.device_type:
                 self._see(tensor, aten.empty.memory_format, (), in_backward=False)
 
     def live(self) -> set[int]:
@@ -109,25 +98,25 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE:
             return func(*args)  # most calls are of this one; it makes nothing
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
-            return self._read(args[0])
+            return self._values.read(args[0])
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
         steps = inside(func, args) if self.device_type == "cuda" and self._on_device(args) else (RESULTS,)
-        out = self._run(func, args, kwargs)
-        outputs = [each for each in tree_leaves(out) if _is_tensor(each)]
+        out = self._values.run(func, args, kwargs)
+        outputs = [each for each in tree_leaves(out) if is_tensor(each)]
         places = out if isinstance(out, list | tuple) else (out,)
         for each in outputs if func.is_view else ():
             self._views[each] = True
         self._play(steps, outputs, places, func, args, in_backward=in_backward)
-        self._keep_values(outputs, func, args, kwargs)
+        self._values.keep(outputs, func, args, kwargs)
         self._count(func, args, kwargs, out, outputs)
         if self.device_type == "cuda":
             self._take_workspaces(func, args, in_backward=in_backward)
         return out
 
     def _on_device(self, args: Any) -> bool:
-        return any(each.device.type == self.device_type for each in tree_leaves(args) if _is_tensor(each))
+        return any(each.device.type == self.device_type for each in tree_leaves(args) if is_tensor(each))
 
     def _play(
         self, steps: Steps, outputs: list[Tensor], places: Any, func: Any, args: Any, *, in_backward: bool
@@ -149,7 +138,7 @@ class Recorder(TorchDispatchMode):
                 held = step.size_bytes if isinstance(step, Held) else None
                 place = step.place if isinstance(step, Held) else step
                 for tensor in outputs if place == RESULTS else [places[place]]:
-                    if _is_tensor(tensor) and tensor.device.type == self.device_type:
+                    if is_tensor(tensor) and tensor.device.type == self.device_type:
                         self._see(tensor, func, args, in_backward=in_backward, held=held)
         self.trace.events += [-(number + 1) for number in taken]
         return kept
@@ -163,31 +152,6 @@ class Recorder(TorchDispatchMode):
                 self._handles.add((library, in_backward))
                 self._born(0, SCRATCH + library, in_backward=in_backward, block=block)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator on fake tensors; where its result's size depends on values, on the values if they are known."""
-        if func not in _ASSUMED_FULL:
-            try:
-                return func(*args, **kwargs)
-            except DynamicOutputShapeException:
-                if self._known((args, kwargs)) is None:
-                    raise
-        real = self._known((args, kwargs))
-        if real is None:
-            return self._with_everything_selected(func, args, kwargs)
-        mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, FakeTensor))
-        with unset_fake_temporarily(), _disable_current_modes():
-            out = func(*real[0], **real[1])
-            fakes = tree_map_only(Tensor, mode.from_tensor, out)
-        self._values.update(zip(tree_leaves(fakes), tree_leaves(out), strict=True))
-        return fakes
-
-    def _known(self, arguments: Any) -> Any:
-        """The arguments with real values in the place of fake tensors; None where one's value is not known."""
-        fakes = [each for each in tree_leaves(arguments) if isinstance(each, FakeTensor)]
-        if not fakes or not all(each in self._values for each in fakes):
-            return None
-        return tree_map_only(FakeTensor, self._values.__getitem__, arguments)
-
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         """Adds an operator of the device to what the step computes and moves."""
         if not any(each.device.type == self.device_type for each in outputs):
@@ -196,7 +160,7 @@ class Recorder(TorchDispatchMode):
         work, formula = self.trace.work, flop_registry.get(func.overloadpacket)
         if formula is None and func.is_view:
             return
-        inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
+        inputs = [each for each in tree_leaves((args, kwargs)) if is_tensor(each)]
         moved = sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
         if formula is None:
             work.other_bytes += moved
@@ -213,14 +177,14 @@ class Recorder(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()  # noqa: SLF001
         if key in self._live or size == 0:
             return
-        number = self.number_of(args[0]) if func.is_view and args and _is_tensor(args[0]) else None
+        number = self.number_of(args[0]) if func.is_view and args and is_tensor(args[0]) else None
         if number is None:
             number = self._born(held or size, str(func), in_backward=in_backward)
         self._storages[number] += 1
         finalizer = weakref.finalize(storage, self._died, key, number)
         finalizer.atexit = False
         self._live[key] = (number, finalizer)
-        if args and _is_tensor(args[0]) and self._is_made_in_place(func, args, in_backward=in_backward):
+        if args and is_tensor(args[0]) and self._is_made_in_place(func, args, in_backward=in_backward):
             self.trace.births[number].replaces = self.number_of(args[0])
 
     def _is_made_in_place(self, func: Any, args: Any, *, in_backward: bool) -> bool:
@@ -261,87 +225,14 @@ class Recorder(TorchDispatchMode):
         if not self._storages[number]:
             self.trace.events.append(-(number + 1))
 
-    def _read(self, tensor: Tensor) -> Any:
-        """The value of one element, as `.item()`, `bool()` and `.tolist()` ask for it."""
-        if tensor in self._values:
-            with _disable_current_modes():
-                return self._values[tensor].item()
-        if not isinstance(tensor, FakeTensor):
-            with _disable_current_modes():
-                return tensor.item()
-        place = place_outside_torch(sys._getframe())  # noqa: SLF001
-        self._reads[place] += 1
-        if self._reads[place] > _MOST_READS:
-            raise RuntimeError(
-                f"a value that is not known without data was read {_MOST_READS:,} times: a loop over it?"
-            )
-        if tensor.dtype == torch.bool:
-            if place is not None:
-                self._note(f"{place}: {BRANCHES}, which is not known without data; the estimate assumes False")
-            return False
-        if place is not None:
-            self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
-        return 0.0 if tensor.dtype.is_floating_point else 0
-
-    def _note(self, text: str) -> None:
-        if text not in self.trace.notes:
-            self.trace.notes.append(text)
-
-    def _keep_values(self, outputs: list[Tensor], func: Any, args: Any, kwargs: Any) -> None:
-        """Calculates on the CPU what comes of small tensors whose values are known, or of none, such as positions."""
-        inputs = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
-        touched = [*inputs, *outputs]
-        small = all(each.device.type in self._calculated and each.numel() <= _VALUES_KEPT for each in touched)
-        known = small and all(each in self._values or not isinstance(each, FakeTensor) for each in inputs)
-        if not touched or not known or torch.Tag.nondeterministic_seeded in func.tags or _leaves_as_it_was(func):
-            for each in touched if func._schema.is_mutable else outputs:  # noqa: SLF001
-                self._values.pop(each, None)
-            return
-        real_args, real_kwargs = tree_map_only(FakeTensor, self._values.__getitem__, (args, kwargs))
-        real_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), real_kwargs)
-        with _disable_current_modes(), contextlib.suppress(RuntimeError, NotImplementedError):
-            values = tree_leaves(func(*real_args, **real_kwargs))
-            self._values.update(zip(outputs, filter(_is_tensor, values), strict=False))
-
-    def _with_everything_selected(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Operators whose result is as long as the data has it: the longest result there can be."""
-        tensor = args[0]
-        if func is aten.index.Tensor:
-            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
-            if not masks:
-                return func(*args, **kwargs)
-            indices: list[Any] = []
-            for each in args[1]:
-                if each is None or each.dtype not in (torch.bool, torch.uint8):
-                    indices.append(each)
-                else:
-                    indices += [
-                        torch.empty(each.numel(), dtype=torch.int64, device=tensor.device) for _ in range(each.dim())
-                    ]
-            out = func(tensor, indices, **kwargs)
-        elif func is aten.nonzero.default:
-            out = tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
-        else:
-            out = tensor.new_empty((torch.broadcast_shapes(tensor.shape, args[1].shape).numel(),))
-        place = place_outside_torch(sys._getframe())  # noqa: SLF001
-        self._note(
-            f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed: {UPPER_BOUND}"
-        )
-        return out
-
 
 def _with_as_many_heads(args: Any) -> Any:
     """The shapes of grouped-query attention with as many keys and values as queries, as formulas of flops take them."""
-    heads = max((each.shape[1] for each in args if _is_tensor(each) and each.dim() == _ATTENTION), default=0)
+    heads = max((each.shape[1] for each in args if is_tensor(each) and each.dim() == _ATTENTION), default=0)
     return [
-        torch.Size((each.shape[0], heads, *each.shape[2:])) if _is_tensor(each) and each.dim() == _ATTENTION else each
+        torch.Size((each.shape[0], heads, *each.shape[2:])) if is_tensor(each) and each.dim() == _ATTENTION else each
         for each in args
     ]
-
-
-def _leaves_as_it_was(func: Any) -> bool:
-    """Whether it makes memory and writes nothing to it."""
-    return func.overloadpacket._qualified_op_name.partition("::")[2] in _EMPTY  # noqa: SLF001
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -352,7 +243,3 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
