@@ -52,7 +52,10 @@ _CONTEXT = (
 _CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"
 _CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925)"
 _AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
-_MULTIPROCESSORS = "multiprocessors: NVIDIA's architecture whitepapers; threads each: CUDA C++ Programming Guide"
+_MULTIPROCESSORS = (
+    "multiprocessors: taken to be those of the generation's largest part, not looked up; threads each: CUDA C++ "
+    "Programming Guide"
+)
 _HOPPER_WORKSPACE = 32 * MIB
 OVERHEADS = {
     "Pascal": Overhead(350 * MIB, Gpu(56, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
@@ -71,8 +74,8 @@ _OTHER = Overhead(550 * MIB, Gpu(304, 2048, _HOPPER_WORKSPACE), f"context: {_AMD
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
 
 
-# multi_processor_count in public logs of torch (A5000, A10G), and vendors' and databases' pages; of other GPUs the
-# largest of the generation is taken, with which reductions are spread further and scratch is larger.
+# multi_processor_count in public logs of torch (A5000, A10G); the other six from pages of vendors and databases. For
+# all other GPUs the largest of the generation is taken, with which reductions are spread further and scratch is larger.
 _KNOWN_MULTIPROCESSORS = {
     "T4": 40,
     "A100-40GB": 108,
