@@ -2,8 +2,8 @@
 
     python tests/benchmarks/mutations.py [word of a defect] …
 
-A defect whose code is no longer there is an error: its line below has to follow the code. Written to
-`results/mutations.md` when all are asked for.
+A defect whose code is no longer there is an error: `changelog_defects.py` has to follow the code. Each takes
+its own row of `results/mutations.md` anew.
 """
 
 import os
@@ -17,6 +17,7 @@ from changelog_defects import DEFECTS, Defect
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results") / "mutations.md"
+MISSED = "**no test**"
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "fake_gpu", "dist")
 
 
@@ -60,10 +61,31 @@ def caught_by(house: Path, defect: Defect) -> str | None:
     return failed[0] if failed else None
 
 
+def write(found: dict[str, str | None]) -> None:
+    """Writes the table; defects that were not brought back this time keep the rows that they have."""
+    old = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in old if line.startswith("| ")}
+    for each in DEFECTS:
+        if each.name in found:
+            test = found[each.name]
+            rows[each.name] = f"| {each.name} | `{each.file}` | {f'`{test}`' if test else MISSED} |"
+    table = [rows[each.name] for each in DEFECTS if each.name in rows]
+    caught = sum(MISSED not in row for row in table)
+    head = f"{caught} of {len(table)} defects of the changelog, each brought back alone, are caught."
+    lines = [
+        head,
+        "`python tests/benchmarks/mutations.py`",
+        "",
+        "| defect | in `batchtune/` | caught by |",
+        "|---|---|---|",
+    ]
+    RESULTS.write_text("\n".join([*lines, *table, ""]), encoding="utf-8")
+
+
 def main() -> None:
     words = sys.argv[1:]
     chosen = [each for each in DEFECTS if not words or any(word in each.name for word in words)]
-    rows, missed = [], 0
+    found: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         house = Path(folder) / "house"
         shutil.copytree(ROOT, house, ignore=_LEFT_OUT)
@@ -73,17 +95,10 @@ def main() -> None:
         if sound.returncode:
             sys.exit(f"the tests fail without any defect:\n{sound.stdout[-2000:]}")
         for number, defect in enumerate(chosen, 1):
-            found = caught_by(house, defect)
-            missed += found is None
-            rows.append(f"| {defect.name} | `{defect.file}` | {f'`{found}`' if found else '**no test**'} |")
-            print(f"{number}/{len(chosen)} {defect.name}: {found or 'NOT CAUGHT'}", flush=True)
-    if not words:
-        head = f"{len(rows) - missed} of {len(rows)} defects of the changelog, each brought back alone, are caught."
-        table = ["| defect | in `batchtune/` | caught by |", "|---|---|---|", *rows]
-        RESULTS.write_text(
-            "\n".join([head, "`python tests/benchmarks/mutations.py`", "", *table, ""]), encoding="utf-8"
-        )
-    sys.exit(1 if missed else 0)
+            found[defect.name] = caught_by(house, defect)
+            print(f"{number}/{len(chosen)} {defect.name}: {found[defect.name] or 'NOT CAUGHT'}", flush=True)
+    write(found)
+    sys.exit(1 if None in found.values() else 0)
 
 
 if __name__ == "__main__":

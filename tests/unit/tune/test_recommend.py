@@ -59,6 +59,12 @@ def test_a_tie_goes_to_the_smaller_batch():
     assert found.global_batch_size == 64
 
 
+def test_a_smaller_batch_that_is_slower_by_a_quarter_is_no_tie_however_few_its_runs():
+    groups = (((32, 1e-3), (20, 21, 22)), ((64, 1e-2), (4.5, 6.5, 6.6)), ((256, 1e-2), (4.9, 5.1, 5.5)))
+    found, _ = recommend(confirmed(*groups), kind="time_to_target", goal="minimize")
+    assert found.global_batch_size == 256
+
+
 def test_no_better_than_the_baseline_is_an_answer():
     found, _ = recommend(
         confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (9, 11, 13))), kind="time_to_target", goal="minimize"
