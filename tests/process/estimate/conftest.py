@@ -23,7 +23,9 @@ def child():
 def ask(child, tmp_path):
     """Estimates the task in a source text; returns the child's answer."""
 
-    def asking(source, precision="fp32", *, accumulation_steps=1, gpus=(A100,), memory_limit=None, name="task"):
+    def asking(
+        source, precision="fp32", *, accumulation_steps=1, gpus=(A100,), memory_limit=None, name="task", worker=child
+    ):
         path = tmp_path / f"{name}.py"
         path.write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
         arguments = {
@@ -33,6 +35,6 @@ def ask(child, tmp_path):
             "gpus": list(gpus),
             "memory_limit": memory_limit,
         }
-        return child.call(EstimateMemory(**arguments), timeout=120)
+        return worker.call(EstimateMemory(**arguments), timeout=120)
 
     return asking

@@ -7,6 +7,9 @@ import time
 import pytest
 
 from batchtune.errors import BatchtuneError
+from batchtune.estimate.commands import PROGRAM
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.worker import Worker
 
 MLP = """
     def build_model():
@@ -297,10 +300,8 @@ def test_tied_weights_stay_tied_and_copies_count(ask):
     assert detail["parameters_bytes"] - 2 * WEIGHTS < 4096
 
 
-def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
+def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask):
     lines = []
-    child.close()
-    child._echo = lines.append  # of the next process
     source = """
     def build_model():
         return nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(16)])
@@ -312,12 +313,11 @@ def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask, child):
         print("resident", *(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
         return model(batch).square().mean()
 """
-    answer = ask(source)
-    deadline = time.monotonic() + 30  # what it printed comes on a line of its own
-    while not lines and time.monotonic() < deadline:
-        time.sleep(0.05)
-    child.close()
-    child._echo = None
+    with Worker(None, LocalLauncher(lines.append, program=PROGRAM)) as worker:
+        answer = ask(source, worker=worker)
+        deadline = time.monotonic() + 30  # what it printed comes on a line of its own
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.05)
     assert answer["gpus"][0]["max_batch_size"] > 1
     resident_kib = [int(line.split()[1]) for line in lines if line.startswith("resident")]
     assert max(resident_kib) < 1 << 20
