@@ -398,6 +398,13 @@ class Recommendation(Record):
     reason: Text
 
 
+class Remedy(Record):
+    """Another way to train, and what of it would fit."""
+
+    name: Text = Field(description="bf16, activation checkpointing, …")
+    max_batch_size: Count = Field(description="0: nothing.")
+
+
 class Estimate(Record):
     """A calculated answer to the memory question: never measured, always with its confidence."""
 
@@ -414,6 +421,11 @@ class Estimate(Record):
     samples_per_second: Figure = Field(default=None, description="A roofline: real training stays below it.")
     samples_per_joule: Figure = Field(default=None, description="The same at the most the board may draw.")
     confidence: Text | None = None
+    error_share: Figure = Field(default=None, description="The band of the confidence, as a share of peak memory.")
+    needed_bytes: Count | None = Field(
+        default=None, description="What a batch of 1 needs for tensors alone, where not even that fits."
+    )
+    remedies: list[Remedy] = Field(default=[], description="What was traced again where nothing fits.")
     notes: list[Text] = []
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.document import Estimate, Failure, TaskInfo
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted
-from batchtune.estimate.run import NEEDS, PRECISIONS, WOULD_FIT, Question, estimate_task
+from batchtune.estimate.run import PRECISIONS, Question, estimate_task, shortage
 from batchtune.observer import Observer
 from batchtune.result import Result
 from batchtune.task.spec import file_hash
@@ -58,19 +58,19 @@ def run_estimate(
         kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
     )
     if all(row.max_batch_size == 0 for row in found.estimates):  # None where the step could not be traced
-        nothing = NothingFitsError(too_large(found.estimates))
+        nothing = NothingFitsError(too_large(found.estimates, world_size))
         nothing.result = result
         raise nothing
     return result
 
 
-def too_large(rows: Sequence[Estimate]) -> str:
+def too_large(rows: Sequence[Estimate], world_size: int = 1) -> str:
     """One line for rows of which none holds a batch of 1: the need and the remedy on the GPU with the most memory."""
-    roomiest = max(rows, key=lambda row: (any(WOULD_FIT in note for note in row.notes), row.memory_bytes))
+    roomiest = max(rows, key=lambda row: (any(each.max_batch_size for each in row.remedies), row.memory_bytes))
     gpus = len({row.gpu for row in rows})
     where = f"any of {gpus} GPUs; {roomiest.gpu}" if gpus > 1 else roomiest.gpu
-    needed = next(at for at, note in enumerate(roomiest.notes) if note.startswith(NEEDS))
-    return f"nothing fits on {where} at {roomiest.precision}: {'; '.join(roomiest.notes[needed:])}"
+    why = "; ".join(shortage(roomiest.needed_bytes, roomiest.remedies, world_size))
+    return f"nothing fits on {where} at {roomiest.precision}: {why}"
 
 
 def choose_gpus(names: Sequence[str]) -> list[Gpu]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from batchtune.document import Estimate, MemoryDetail
+from batchtune.document import Estimate, MemoryDetail, Remedy
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import PROGRAM, EstimateMemory
@@ -24,7 +24,6 @@ _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
 _TIMEOUT_SECONDS = 1800.0
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
-NEEDS, WOULD_FIT = "a batch of 1 needs", "would fit with"  # how a note begins where nothing fits
 _ROOFLINE = (
     "samples per second and per joule: a roofline at full board power, not measured; published trainings reach a fifth "
     "to a half of peak arithmetic (Chowdhery et al., PaLM, 2022, table 3)"
@@ -212,6 +211,9 @@ def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Que
     row = answer["rows"][gpu.name]
     speed = samples_per_second(gpu, precision, row, question.accumulation_steps)
     watts = gpu.board_power_watts
+    if not row["max_batch_size"]:
+        known["needed_bytes"] = row["needed_bytes"]
+        known["remedies"] = [Remedy(name=name, max_batch_size=most or 0) for name, most in row.get("remedies", [])]
     return Estimate(
         **known,
         max_batch_size=row["max_batch_size"],
@@ -222,9 +224,11 @@ def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Que
         samples_per_second=speed,
         samples_per_joule=speed / watts if speed is not None and watts else None,
         confidence=row["confidence"],
+        error_share=row["error_share"],
         notes=[
             *row["notes"],
             *_notes(gpu, row, question),
+            *shortage(known.get("needed_bytes"), known.get("remedies", ()), question.world_size),
             *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
             *([_ROOFLINE] if speed is not None else []),
         ],
@@ -244,15 +248,20 @@ def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
         notes.append(f"the memory limit of {limit:,} bytes is more than this GPU has")
     if row["limited_by"] == "max":
         notes.append(f"at least {row['max_batch_size']:,}: larger batches were not looked at")
-    if not row["max_batch_size"]:
-        notes.append(f"{NEEDS} {size(row['needed_bytes'])} for tensors alone")
-        helps = [f"{words}: {largest:,}" for words, largest in row.get("remedies", []) if largest]
-        others = [words for words, largest in row.get("remedies", []) if not largest]
-        notes += [f"{WOULD_FIT} {'; with '.join(helps)}"] if helps else []
-        notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
-        alone = question.world_size == 1 and not helps
-        notes += ["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if alone else []
     return notes
+
+
+def shortage(needed_bytes: int | None, remedies: Sequence[Remedy], world_size: int = 1) -> list[str]:
+    """What there is to say where not even a batch of 1 fits; nothing elsewhere."""
+    if needed_bytes is None:
+        return []
+    notes = [f"a batch of 1 needs {size(needed_bytes)} for tensors alone"]
+    helps = [f"{each.name}: {each.max_batch_size:,}" for each in remedies if each.max_batch_size]
+    others = [each.name for each in remedies if not each.max_batch_size]
+    notes += [f"would fit with {'; with '.join(helps)}"] if helps else []
+    notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
+    alone = world_size == 1 and not helps
+    return notes + (["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if alone else [])
 
 
 def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], accumulation_steps: int) -> float | None:

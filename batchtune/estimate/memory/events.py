@@ -9,8 +9,20 @@ from batchtune.estimate.memory.scratch import Block, Gpu
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
-BRANCHES, UPPER_BOUND = "branches on a tensor's value", "an upper bound, more may fit"  # in notes; see `confidence`
 _LOOK_AHEAD = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """What a trace had to assume.
+
+    Attributes:
+        text: in words.
+        depends_on_data: the truth is another with other data, so that no comparison says how far off it is.
+    """
+
+    text: str
+    depends_on_data: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +77,7 @@ class Trace:
         batch_size: micro-batch size it was recorded at.
         events: `number + 1` where storage `number` is born, `-(number + 1)` where it dies.
         births: the storages by number.
-        notes: what the recorder had to assume, in words.
+        notes: what the recorder had to assume.
         ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
         work: what the last optimizer step computes and moves.
         units: bytes of each parameter by unit of sharding; see `batchtune.estimate.tracing.distributed`.
@@ -74,7 +86,7 @@ class Trace:
     batch_size: int
     events: list[int] = field(default_factory=list)
     births: list[Birth] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Assumption] = field(default_factory=list)
     ops: set[str] = field(default_factory=set)
     work: Work = field(default_factory=Work)
     units: list[list[int]] = field(default_factory=list)

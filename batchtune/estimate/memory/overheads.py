@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +10,7 @@ from batchtune.device.gpus import find_gpu
 from batchtune.errors import UsageError
 from batchtune.estimate.calibration import UNMEASURED, Offsets
 from batchtune.estimate.memory.allocator import MIB
-from batchtune.estimate.memory.events import BRANCHES, UPPER_BOUND
+from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.memory.scratch import Gpu
 
 _CONVOLUTION = "aten.convolution"
@@ -203,7 +203,7 @@ def _not_seen(names: set[str]) -> list[tuple[str, str]]:
 
 
 def confidence(
-    ops: Iterable[str], assumed: Iterable[str], *, aligned: bool, vendor: str, measured: Offsets = UNMEASURED
+    ops: Iterable[str], assumed: Sequence[Assumption], *, aligned: bool, vendor: str, measured: Offsets = UNMEASURED
 ) -> Confidence:
     """The confidence that the operators of a step and what its trace assumed leave.
 
@@ -211,7 +211,7 @@ def confidence(
     cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees. What was
     never compared (other libraries, branches that depend on data) has the widest.
     """
-    names, reasons = set(ops), list(assumed)
+    names, reasons = set(ops), [each.text for each in assumed]
     level = "medium" if reasons or not aligned else "high"
     if any(name.startswith(_CONVOLUTION) for name in names):
         level = "medium"
@@ -219,7 +219,7 @@ def confidence(
     if kind_of(names) == "recurrent":
         level = "low"
         reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
-    if any(words in note for note in reasons for words in (BRANCHES, UPPER_BOUND)):
+    if any(each.depends_on_data for each in assumed):
         level = "low"
     for worst, reason in _not_seen(names):
         level = max(level, worst, key=list(_BANDS).index)

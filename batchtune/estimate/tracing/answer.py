@@ -12,6 +12,7 @@ from typing import Any
 from batchtune.estimate.calibration import Offsets
 from batchtune.estimate.memory.allocator import ExpandableAllocator, FallingAllocator
 from batchtune.estimate.memory.capacity import LARGEST, Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.memory.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.memory.overheads import (
     Confidence,
@@ -63,7 +64,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         notes = list(tracer.notes)
         step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
         if not isinstance(found, FittedStep):
-            notes.append(f"{found.reason}; sizes between traced ones are scaled")
+            notes.append(Assumption(f"{found.reason}; sizes between traced ones are scaled"))
         searches: dict[tuple[Gpu, int], _Searches] = {}
         rows = []
         for gpu in gpus:
@@ -159,6 +160,7 @@ def _row(searches: _Searches, capacity: int, sure: Confidence) -> dict[str, Any]
     row: dict[str, Any] = {
         "capacity_bytes": capacity,
         "confidence": str(sure),
+        "error_share": sure.band,
         "notes": list(sure.notes),
         "max_batch_size": expected,
         "limited_by": "max" if expected >= LARGEST else "memory",

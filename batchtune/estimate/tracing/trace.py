@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from batchtune.child.training.trainer import Trainer
 from batchtune.errors import BatchtuneError
-from batchtune.estimate.memory.events import Trace, Work, normalized
+from batchtune.estimate.memory.events import Assumption, Trace, Work, normalized
 from batchtune.estimate.tracing.checkpointing import Checkpointed
 from batchtune.estimate.tracing.distributed import distributed, unit_bytes
 from batchtune.estimate.tracing.fake_cuda import fake_cuda
@@ -61,12 +61,13 @@ class Tracer:
         world_size: int = 1,
         device: str = "cuda",
     ) -> None:
-        self.notes: list[str] = []
+        self.notes: list[Assumption] = []
         self.ops: set[str] = set()
         self._precision, self._accumulation_steps = precision, accumulation_steps
         self._strategy, self._world_size, self._device = strategy, world_size, device
         if world_size > 1:
-            self.notes.append(f"{strategy} on {world_size} GPUs: by formulas; NCCL's own buffers are not in them")
+            text = f"{strategy} on {world_size} GPUs: by formulas; NCCL's own buffers are not in them"
+            self.notes.append(Assumption(text))
         with compilation_ignored(self.notes):
             self._task = load_task(task)
         self._task.require("probe")
@@ -207,14 +208,15 @@ def _naming_the_line(batch_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compilation_ignored(notes: list[str]) -> Iterator[None]:
+def compilation_ignored(notes: list[Assumption]) -> Iterator[None]:
     """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
     original = torch.compile
 
     def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
         where = f"{place}: " if place else ""
-        note = f"{where}torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
+        text = f"{where}torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
+        note = Assumption(text)
         if note not in notes:
             notes.append(note)
         return (lambda function: function) if model is None else model

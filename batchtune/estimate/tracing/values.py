@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from batchtune.estimate.memory.events import BRANCHES, UPPER_BOUND
+from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.source_lines import place_outside_torch
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class Values:
     what it would build in training. Another value that is read is assumed to be 0, and noted.
     """
 
-    def __init__(self, notes: list[str], device_type: str) -> None:
+    def __init__(self, notes: list[Assumption], device_type: str) -> None:
         self._notes = notes
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calculated = {"cpu", device_type}
@@ -78,7 +78,8 @@ class Values:
             )
         if tensor.dtype == torch.bool:
             if place is not None:
-                self._note(f"{place}: {BRANCHES}, which is not known without data; the estimate assumes False")
+                text = "branches on a tensor's value, which is not known without data; the estimate assumes False"
+                self._note(f"{place}: {text}", depends_on_data=True)
             return False
         if place is not None:
             self._note(f"{place}: reads a tensor's value, which is not known without data; the estimate assumes 0")
@@ -100,9 +101,10 @@ class Values:
             values = tree_leaves(func(*real_args, **real_kwargs))
             self._values.update(zip(outputs, filter(is_tensor, values), strict=False))
 
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
+    def _note(self, text: str, *, depends_on_data: bool = False) -> None:
+        note = Assumption(text, depends_on_data)
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _with_everything_selected(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Operators whose result is as long as the data has it: the longest result there can be."""
@@ -125,9 +127,8 @@ class Values:
         else:
             out = tensor.new_empty((torch.broadcast_shapes(tensor.shape, args[1].shape).numel(),))
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
-        self._note(
-            f"{place or 'backward'}: {func} selects as many elements as the data has it; all are assumed: {UPPER_BOUND}"
-        )
+        text = f"{func} selects as many elements as the data has it; all are assumed: an upper bound, more may fit"
+        self._note(f"{place or 'backward'}: {text}", depends_on_data=True)
         return out
 
 

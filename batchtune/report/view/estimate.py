@@ -70,8 +70,11 @@ def section(estimates: Sequence[Estimate]) -> Section:
 
 
 def _confidence(row: Estimate) -> str:
-    """The confidence with its error band: 'high (±4% of memory)' in fewer characters."""
-    return (row.confidence or "-").replace("(", "").replace(" of memory)", "")
+    """The confidence in a cell, with its error band where there is one."""
+    if row.confidence is None or row.error_share is None:
+        return row.confidence or "-"
+    level, _, rest = row.confidence.partition(" (")
+    return f"{level} ±{row.error_share:.0%}{rest.partition(')')[2]}"
 
 
 def memory(details: Sequence[MemoryDetail]) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import batchtune
-from batchtune.document import Estimate
+from batchtune.document import Estimate, Remedy
 from batchtune.errors import NothingFitsError
 from batchtune.estimate.document import too_large
 
@@ -54,9 +54,17 @@ def test_the_error_carries_the_document(task):
 
 
 def test_the_line_is_about_the_gpu_that_something_helps_on():
-    helped = ["a batch of 1 needs 30.0 GiB for tensors alone", "would fit with bf16 or fp16: 3"]
+    nothing = {"max_batch_size": 0, "needed_bytes": 30 << 30}
     rows = [
-        Estimate(gpu="large", memory_bytes=80, precision="bf16", max_batch_size=0, notes=[helped[0]]),
-        Estimate(gpu="small", memory_bytes=24, precision="fp32", max_batch_size=0, notes=["convolutions", *helped]),
+        Estimate(gpu="large", memory_bytes=80, precision="bf16", **nothing),
+        Estimate(
+            gpu="small",
+            memory_bytes=24,
+            precision="fp32",
+            notes=["convolutions"],
+            remedies=[Remedy(name="bf16 or fp16", max_batch_size=3)],
+            **nothing,
+        ),
     ]
+    helped = ["a batch of 1 needs 30.0 GiB for tensors alone", "would fit with bf16 or fp16: 3"]
     assert too_large(rows) == f"nothing fits on any of 2 GPUs; small at fp32: {helped[0]}; {helped[1]}"
