@@ -112,6 +112,18 @@ BASICS = (
 )
 
 
+def softmax() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 8192), nn.Softmax(-1), nn.Linear(8192, 1024))
+
+
+def rows(size: int) -> Tensor:
+    return torch.randn(size, 64, 1024)
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
 def output(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a model that returns it."""
     return model(batch)
@@ -306,7 +318,10 @@ RANKS = (
     Case("transformer, FSDP, 8 ranks", **_GPT, strategy="fsdp", world_size=8),
     Case("ResNet, DDP, 4 ranks", resnet, images, 16, optimizer=sgd, strategy="ddp", world_size=4),
 )
-_ALL = (*BASICS, *WRITTEN, *TIMM, *TRANSFORMERS, *RANKS)
+LATER = (  # more cases: the place of the others says which of them evaluate
+    Case("softmax, fp16", softmax, rows, 64, precision="fp16", loss=squares),
+)
+_ALL = (*BASICS, *WRITTEN, *TIMM, *TRANSFORMERS, *RANKS, *LATER)
 
 
 def absent() -> list[str]:

@@ -213,7 +213,7 @@ def _train(
         if number == 0:
             require_finite(loss, command.batch_size)
         tracker.start_phase()
-        trainer.update(free_late=(most - number) % 2 == 1)  # in turn, and so before evaluation
+        trainer.update(free_late=number % 2 == 0 or number + 1 == most)  # first, in turn, and before evaluation
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)

@@ -91,11 +91,12 @@ def test_a_softmax_is_traced_at_both_half_precisions(tmp_path):
         TASK.replace("nn.ReLU()", "nn.Softmax(-1)").replace("(1024, 4096)", "(1024, 8192)").replace("(4096,", "(8192,")
     )
     run = estimate_task(Question(task=str(path)), [Gpu()], ["bf16", "fp16"])
-    bf16, fp16 = run.estimates
-    assert 1.03 * bf16.max_batch_size < fp16.max_batch_size
-    assert [detail.precision for detail in run.details] == ["bf16", "fp16"]
+    bf16, fp16 = run.details
+    assert [bf16.precision, fp16.precision] == ["bf16", "fp16"]
+    each = [detail.peak_allocated_bytes / detail.batch_size for detail in (bf16, fp16)]
+    assert 1.1 * each[1] < each[0]  # at fp16, CUDA's softmax casts as it goes
     (alone,) = estimate_task(Question(task=str(path)), [Gpu()], ["fp16"]).estimates
-    assert alone.max_batch_size == fp16.max_batch_size
+    assert alone.max_batch_size == run.estimates[1].max_batch_size
 
 
 def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
