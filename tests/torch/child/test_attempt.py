@@ -13,7 +13,7 @@ from torch import nn
 from batchtune.child.commands.attempt import PeakTracker, attempt
 from batchtune.child.commands.time_steps import time_steps
 from batchtune.child.training import heartbeat
-from batchtune.child.training.trainer import NonFiniteLossError
+from batchtune.child.training.trainer import NonFiniteLossError, Trainer
 from batchtune.protocol.commands import TimeSteps, TryBatchSize
 
 WIDTH = 256
@@ -95,6 +95,18 @@ class TestFits:
         assert told == []
         assert run(task, 4, verify=True)[0].fits
         assert told == ["alive", "evaluating", "alive"]
+
+    @pytest.mark.parametrize(("steps", "verify"), [(3, False), (20, True), (21, True)])
+    def test_gradients_are_freed_late_first_in_turn_and_before_evaluation(self, run, wide, monkeypatch, steps, verify):
+        late, update = [], Trainer.update
+
+        def watched(trainer, *, free_late=False):
+            late.append(free_late)
+            update(trainer, free_late=free_late)
+
+        monkeypatch.setattr(Trainer, "update", watched)
+        assert run(wide(), 8, steps=steps, verify=verify)[0].fits
+        assert (late[0], late[1], late[2], late[steps - 1]) == (True, False, True, True)
 
     @pytest.mark.parametrize("how", ["tried", "timed"])
     def test_in_half_precision_no_step_is_skipped_however_high_the_gradients_are(self, fake_device, wide, how):
