@@ -53,7 +53,7 @@ class BatchtuneError(Exception):
 
 
 class UsageError(BatchtuneError):
-    """A command, a configuration or a file that cannot be used as given; the message says how to mend it."""
+    """A command, a configuration or a file that cannot be used as given; the message says how to fix it."""
 
     exit_code = 2
 

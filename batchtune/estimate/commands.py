@@ -28,7 +28,7 @@ class EstimateMemory(Command[dict[str, Any]]):
 
 
 class ExpectMemory(Command[dict[str, Any]]):
-    """What a probe of one device may expect; see `batchtune.estimate.tracing.answer.foresee`."""
+    """What a probe of one device may expect; see `batchtune.estimate.tracing.answer.estimate_for_probe`."""
 
     task: str
     precision: str

@@ -25,7 +25,7 @@ _CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an of
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class TaskEstimate:
     """What a trace says about one device, limit and precision.
 
     Attributes:
@@ -75,7 +75,7 @@ class Foreseen:
             record(device_name, f"{self.kind}_share", statistics.median(shares))
 
 
-class Foresight:
+class EstimatePrior:
     """A child that traces while the probe's own child opens; whatever fails in it leaves the probe without it.
 
     Args:
@@ -99,7 +99,7 @@ class Foresight:
     def __exit__(self, *_: object) -> None:
         self._worker.close()
 
-    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> Foreseen | None:
+    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> TaskEstimate | None:
         """What to expect of the device that the probe's child has opened; None where no trace tells.
 
         Args:
@@ -127,9 +127,9 @@ class Foresight:
         if "refused" in found:
             self._observer.note(f"no estimate to start from: {found['refused']}")
             return None
-        foreseen = Foreseen(**found | {"peaks": [(size, peak) for size, peak in found["peaks"]]})
-        self._observer.note(f"estimate: about {foreseen.expected:,} samples fit at {precision}")
-        return foreseen
+        estimated = TaskEstimate(**found | {"peaks": [(size, peak) for size, peak in found["peaks"]]})
+        self._observer.note(f"estimate: about {estimated.expected:,} samples fit at {precision}")
+        return estimated
 
     def _start(self) -> None:
         try:

@@ -75,7 +75,7 @@ def guesses_of(points: list[Point], limit: int, prior: PeakEstimate | None) -> l
     """Where the limit may lie, by each model of memory that the points allow, for each share of waste."""
     guesses: list[Guess] = []
     grown = growth(points) if len(points) > 1 else None
-    for weight, allowed, doubt in _ends(points, limit, foreseen=prior is not None) if points else ():
+    for weight, allowed, doubt in _ends(points, limit, estimated=prior is not None) if points else ():
         last = points[-1]
         blur = math.hypot(last.noise * (grown.noise if grown else 1.0), doubt * limit)
         found = [] if prior is None else [prior_guess(points, allowed - last.allocated, blur, prior)]
@@ -88,7 +88,7 @@ def guesses_of(points: list[Point], limit: int, prior: PeakEstimate | None) -> l
     return guesses
 
 
-def _ends(points: list[Point], limit: int, *, foreseen: bool) -> list[tuple[float, float, float]]:
+def _ends(points: list[Point], limit: int, *, estimated: bool) -> list[tuple[float, float, float]]:
     """Allocated bytes at which memory may end: weight, bytes and doubt (a share of the limit).
 
     Reserved bytes are limited but allocated ones extrapolated. What the allocator holds beyond those are blocks that
@@ -97,7 +97,7 @@ def _ends(points: list[Point], limit: int, *, foreseen: bool) -> list[tuple[floa
     """
     last = points[-1]
     kept = last.reserved / last.allocated - 1
-    if not foreseen:
+    if not estimated:
         return [(1.0, limit / (1 + share * kept), KEPT_DOUBT * kept) for share in KEPT]
     earlier = [each.reserved / each.allocated - 1 for each in points[:-1] if last.size < 2 * each.size]
     if any(kept < GIVES_BACK * each for each in earlier):
@@ -197,7 +197,7 @@ def prior_fit(prior: PeakEstimate, limit: float, floor: int, ceiling: int) -> in
     return low
 
 
-def standing(guesses: list[Guess], low: int, high: int) -> float:
+def consistent_share(guesses: list[Guess], low: int, high: int) -> float:
     """The share of what was guessed that no attempt has contradicted: what lies in the bracket."""
     within = sum(guess.normally_below(high) - guess.normally_below(low) for guess in guesses)
     return within / sum(guess.weight for guess in guesses)

@@ -11,7 +11,7 @@ from batchtune.device.sharing import look
 from batchtune.document import Attempt, Document, Environment, Failure, InputPipeline, ProbeResult, TaskInfo
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import record
-from batchtune.estimate.prior import Foresight
+from batchtune.estimate.prior import EstimatePrior
 from batchtune.files import load_result
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.options import ProbeOptions
@@ -150,12 +150,12 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
     settings = session.settings
     try:
         on_cpu = settings.memory_limit is not None  # all of a CPU's memory takes so long to fill that sizes grow slowly
-        with Foresight(settings.task, settings.device, observer, on_cpu=on_cpu) as foresight, worker:
+        with EstimatePrior(settings.task, settings.device, observer, on_cpu=on_cpu) as estimate_prior, worker:
             session.opened = opened = worker.start()
             for precision, reason in opened.precision:
                 observer.note(f"precision {precision}: {reason}")
                 try:
-                    _probe_at(precision, session, opened, worker, options, observer, foresight)
+                    _probe_at(precision, session, opened, worker, options, observer, estimate_prior)
                 except (NothingFitsError, UserCodeError) as error:  # another precision may do better
                     session.failures.append((precision, error))
             if len(session.failures) == len(opened.precision):
@@ -182,20 +182,20 @@ def _probe_at(
     worker: Worker,
     options: ProbeOptions,
     observer: Observer,
-    foresight: Foresight,
+    estimate_prior: EstimatePrior,
 ) -> None:
     """Probes one of the precisions; what it finds, and what it has found when it fails, is in the session."""
-    foreseen = None
+    estimated = None
     if not opened.is_group:  # of a group, the memory of one process alone says too little
-        foreseen = foresight.look(opened, precision, options.accumulation_steps, timeout=options.timeout)
-    probe = Probe(worker, options, precision, observer, prior=foreseen.reserved_bytes if foreseen else None)
+        estimated = estimate_prior.look(opened, precision, options.accumulation_steps, timeout=options.timeout)
+    probe = Probe(worker, options, precision, observer, prior=estimated.reserved_bytes if estimated else None)
     session.probes.append(probe)
     probe.find()
     session.look(worker)
     with _told_if_busy(observer):
         probe.time_steps()
-    if foreseen and opened.device != "cpu":
-        foreseen.learn(opened.device_name, probe.attempts)
+    if estimated and opened.device != "cpu":
+        estimated.learn(opened.device_name, probe.attempts)
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ class _Session:
 
     def feed(self, worker: Worker, options: ProbeOptions, observer: Observer) -> None:
         """Times the data loader against the fastest precision's steps; it is the same for all of them."""
-        fastest = max((probe.result() for probe in self.probes), key=_standing)
+        fastest = max((probe.result() for probe in self.probes), key=_rank_of)
         found = measure_input_pipeline(worker, fastest, observer, timeout=options.timeout)
         self._fed = (fastest.precision, found)
 
@@ -285,7 +285,7 @@ class _Session:
                 )
             ),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
-            probe=max(results, key=_standing, default=None),
+            probe=max(results, key=_rank_of, default=None),
             probes=results if len(results) > 1 else None,
         )
 
@@ -295,7 +295,7 @@ def _is_refused(probe: ProbeResult) -> bool:
     return not probe.verified_in_fresh_process and any(each.purpose == "verify" for each in probe.attempts)
 
 
-def _standing(probe: ProbeResult) -> tuple[bool, bool, float]:
+def _rank_of(probe: ProbeResult) -> tuple[bool, bool, float]:
     """What makes a precision stand for the probe: an answer that was checked, any answer, then its best speed."""
     fastest = max((point.samples_per_second for point in probe.throughput), default=0.0)
     return probe.verified_in_fresh_process, probe.max_batch_size is not None, fastest

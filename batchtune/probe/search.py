@@ -17,6 +17,7 @@ from batchtune.probe.memory_model import (
     Guess,
     PeakEstimate,
     Point,
+    consistent_share,
     growth,
     guesses_of,
     measured_points,
@@ -24,7 +25,6 @@ from batchtune.probe.memory_model import (
     prior_guess,
     quantile,
     reach,
-    standing,
 )
 
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
@@ -132,7 +132,7 @@ def next_size(
         if wanted < min(low + gap, ceiling):
             return Choice(None, f"{low} fits, {reason}")
     else:
-        wanted, reason = _aim(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
+        wanted, reason = _next_inside(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
         wanted = _affordable(min(wanted, max(CEILING, 2 * low)) // unit * unit, low, high, gap, tried)
@@ -160,7 +160,9 @@ def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, c
     return Choice(max(floor, int(0.5 ** (2 ** len(last)) * failed) // unit * unit), f"{failed} failed, try less")
 
 
-def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int) -> tuple[float, str]:
+def _next_inside(
+    attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int | None, gap: int
+) -> tuple[float, str]:
     """Where to look: below the limit while a fit still teaches, then where one attempt may end the search."""
     if high is None:
         if not guesses:
@@ -178,7 +180,7 @@ def _aim(attempts: Sequence[Attempt], guesses: list[Guess], low: int, high: int 
         return low + gap, f"{between}, where {low} is the roundest"
     recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
-    refuted = guesses and high > 1.03 * low and standing(guesses, low, high) < REFUTED_SHARE
+    refuted = guesses and high > 1.03 * low and consistent_share(guesses, low, high) < REFUTED_SHARE
     if unexpected or refuted or not guesses or (sum(recent) in (0, PATIENCE) and not fine):
         if high > 4 * low:
             return math.sqrt(low * high), between

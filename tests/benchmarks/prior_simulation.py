@@ -31,7 +31,7 @@ from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Trace
 from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes, replay
 from batchtune.estimate.memory.overheads import kind_of
-from batchtune.estimate.prior import Foreseen
+from batchtune.estimate.prior import TaskEstimate
 from batchtune.estimate.tracing.answer import expectation
 from batchtune.estimate.tracing.trace import trace_step
 from batchtune.probe.search import Bounds, next_size
@@ -69,10 +69,10 @@ class Truth:
             forward_backward_peak_bytes=int(live[~np.array(update)].max()) + self.workspace,
         )
 
-    def search(self, limit: int, foreseen: Foreseen | None) -> list[Attempt]:
+    def search(self, limit: int, estimated: TaskEstimate | None) -> list[Attempt]:
         """The attempts of a probe."""
         attempts: list[Attempt] = []
-        prior = foreseen.reserved_bytes if foreseen else None
+        prior = estimated.reserved_bytes if estimated else None
         while (size := next_size(attempts, Bounds(), limit, prior).batch_size) is not None:
             attempts.append(self.attempt(size, limit))
         return attempts
@@ -109,9 +109,9 @@ def simulate(case: Case) -> dict[str, list[list[Attempt]]]:
                     gpu = {"generation": "Ampere", "measured": vars(offsets_of("A100-80GB"))}
                     if name == "estimate":
                         gpu["measured"] = {}
-                    foreseen = Foreseen(**expectation(step, ops, gpu, limit), model_independent=True)
-                    runs[name].append(truth.search(limit, foreseen))
-                foreseen.learn(DEVICE, runs["calibrated"][-1])
+                    estimated = TaskEstimate(**expectation(step, ops, gpu, limit), model_independent=True)
+                    runs[name].append(truth.search(limit, estimated))
+                estimated.learn(DEVICE, runs["calibrated"][-1])
     return runs
 
 

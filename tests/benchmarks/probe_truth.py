@@ -73,7 +73,7 @@ class Row:
     ooms: int = 0
     seconds: float = 0.0
     plain: tuple[int, int, float] | None = None  # attempts, OOMs and seconds without the estimate
-    foreseen: bool = False
+    estimated: bool = False
     easier: list[str] = field(default_factory=list)  # habits that train 1 % more than the answer, where not all do
     trouble: str = ""
     commit: str = ""
@@ -116,11 +116,11 @@ def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     """The result document of a probe in processes of its own, with what it printed as `told`."""
     import forked
 
-    from batchtune.estimate.prior import Foresight
+    from batchtune.estimate.prior import EstimatePrior
 
     spec = f"{HERE / 'truth_tasks.py'}:{setup.slug}"
     command = ["probe", spec, "--precision", precision, "--no-throughput", "--json", "-v", *setup.arguments]
-    blind = contextlib.nullcontext() if estimate else mock.patch.object(Foresight, "look", return_value=None)
+    blind = contextlib.nullcontext() if estimate else mock.patch.object(EstimatePrior, "look", return_value=None)
     with tempfile.TemporaryDirectory() as folder, blind:
         variables = {"XDG_CACHE_HOME": folder, "HOME": folder}
         printed, told = forked.run_command(command, Path(folder), variables, seconds=300)
@@ -147,12 +147,12 @@ def measure(setup: Setup, *, compare: bool) -> Row:
         result = probe(setup, case.precision)
         row.seconds = round(time.perf_counter() - started, 1)
         found = result["probe"] or {}
-        row.foreseen = "estimate: about" in result["told"]
+        row.estimated = "estimate: about" in result["told"]
         row.answer, row.attempts, row.ooms = _figures(found)
         if row.answer is None:
             row.trouble = (result.get("error") or {}).get("message", "")[:200].replace("\n", " ")
             return row
-        if compare and row.foreseen:
+        if compare and row.estimated:
             started = time.perf_counter()
             _, attempts, ooms = _figures(probe(setup, case.precision, estimate=False)["probe"] or {})
             row.plain = attempts, ooms, round(time.perf_counter() - started, 1)
@@ -188,7 +188,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
         if row.too_low:
             found.append(f"{where}: {row.answer:,} is more than 1 % below {row.truth:,}")
     for exact, most in ((False, 5.0), (True, 8.0)):
-        counted = [row for row in rows if row.foreseen and (row.setup.tolerance == 0) == exact]
+        counted = [row for row in rows if row.estimated and (row.setup.tolerance == 0) == exact]
         if len(counted) >= FEWEST and statistics.fmean(row.attempts for row in counted) > most:
             found.append(f"more than {most:g} attempts in the mean{' of an exact search' if exact else ''}")
         if len(counted) >= FEWEST and not exact and statistics.fmean(row.ooms for row in counted) > 1.4:
@@ -218,9 +218,9 @@ def report(rows: Sequence[Row], command: str) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     for exact in (False, True):
-        for foreseen in (True, False):
-            name = f"{'an' if foreseen else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
-            chosen = [row for row in told if row.foreseen == foreseen and (row.setup.tolerance == 0) == exact]
+        for estimated in (True, False):
+            name = f"{'an' if estimated else 'no'} estimate, tolerance {'0' if exact else '1 %'}"
+            chosen = [row for row in told if row.estimated == estimated and (row.setup.tolerance == 0) == exact]
             lines += _means(name, chosen)
     lines += [
         "",

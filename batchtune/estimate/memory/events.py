@@ -119,10 +119,10 @@ def normalized(trace: Trace) -> Trace:
                     trace.births[replaced].category = trace.births[event - 1].category
                 break
     kept = (event for place, event in enumerate(events) if place not in dropped)
-    return renumbered(trace, _sorted_frees(_standing(event, stands_for) for event in kept))
+    return renumbered(trace, _sorted_frees(_stand_in_for(event, stands_for) for event in kept))
 
 
-def _standing(event: int, stands_for: dict[int, int]) -> int:
+def _stand_in_for(event: int, stands_for: dict[int, int]) -> int:
     number = abs(event) - 1
     number = stands_for.get(number, number)
     return number + 1 if event > 0 else -(number + 1)

@@ -28,7 +28,7 @@ from batchtune.estimate.memory.scratch import Gpu
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
-_FORESEEN_RESOLUTION = 64  # a probe measures the rest
+_PROBE_RESOLUTION = 64  # a probe measures the rest
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
@@ -83,7 +83,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
         return {"refused": str(refusal)}
 
 
-def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> dict[str, Any]:
+def estimate_for_probe(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> dict[str, Any]:
     """What a probe of one device may expect; run in a child process.
 
     Args:
@@ -92,7 +92,7 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
         **traced: what a `Tracer` is made with, but for the device.
 
     Returns:
-        `{"refused": why}`, or `Foreseen`'s fields.
+        `{"refused": why}`, or `TaskEstimate`'s fields.
     """
     warm_up()
     from batchtune.estimate.tracing.trace import CannotTraceError, Tracer
@@ -111,7 +111,7 @@ def foresee(*, gpu: dict[str, Any] | None, memory_limit: int, **traced: Any) -> 
 
 
 def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
-    """The fields of `Foreseen` that follow from the step, the device and the limit."""
+    """The fields of `TaskEstimate` that follow from the step, the device and the limit."""
     workspace = 0
     step = step if gpu is None else step.on(gpu_of(gpu.get("name", ""), gpu["generation"]))
     if gpu is None:  # a block of its own for every large tensor, nothing cached
@@ -120,7 +120,7 @@ def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_li
         measured = _measured(gpu)
         unseen, workspace = unseen_share(ops, measured), workspace_bytes(ops, measured)
         room = max(0, memory_limit - workspace)
-        expected = Search(step, resolution=_FORESEEN_RESOLUTION)(int(room / (1 + unseen)))
+        expected = Search(step, resolution=_PROBE_RESOLUTION)(int(room / (1 + unseen)))
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return {
         "expected": expected,

@@ -6,7 +6,7 @@ from typing import Any
 
 from batchtune.child.server import Child, serve
 from batchtune.estimate.commands import EstimateMemory, ExpectMemory, LoadTracer
-from batchtune.estimate.tracing.answer import answer, foresee, warm_up
+from batchtune.estimate.tracing.answer import answer, estimate_for_probe, warm_up
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand
@@ -23,7 +23,7 @@ class TracingChild(Child):
             case EstimateMemory():
                 return answer(**dict(command))
             case ExpectMemory():
-                return foresee(**dict(command))
+                return estimate_for_probe(**dict(command))
         return super().answer(command)
 
 

@@ -132,11 +132,11 @@ class StudyHistory:
         fit: ThroughputFit | None,
         kind: tuple[tuple[str, Any], ...] = (),
     ) -> float | None:
-        """An optimizer step so made up: as recent runs had it, or foretold from runs of other sizes.
+        """An optimizer step so made up: as recent runs had it, or predicted from runs of other sizes.
 
-        Foretold is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
+        Predicted is the longer of two: the probe's fit, scaled as those runs were slower than it, and the step of the
         next smaller batch that ran, grown as the batch. For the fit does not know all that training does, and a run
-        whose steps were foretold too short would count as shorter than it was.
+        whose steps were predicted too short would count as shorter than it was.
 
         Args:
             micro_batch_size: of the run.

@@ -95,7 +95,7 @@ class Targets:
         if target.value is None:
             raise NothingFitsError(
                 f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
-                "no target; raise budget.run, mend the baseline, or set objective.target"
+                "no target; raise budget.run, fix the baseline, or set objective.target"
             )
 
     def check_start(self, history: StudyHistory) -> None:
@@ -108,13 +108,13 @@ class Targets:
         curves = [trial.curve for trial in history.records() if trial.curve]
         metric, target = self._objective.metric, self.current
         if curves and all(point.value is None for point in curves[0]):
-            raise UserCodeError(f"{metric} is NaN or infinite before training; mend evaluate() or data")
+            raise UserCodeError(f"{metric} is NaN or infinite before training; fix evaluate() or data")
         if met := self.met_at_start(history):
             whose, remedy = "objective.target", "set a harder one, or check objective.goal"
             if self.is_automatic:
                 whose, remedy = f"{whose}, as the baseline sets it,", "raise budget.run, or set one"
             if target.baseline_diverged_after_seconds is not None:
-                remedy = "the baseline diverged: lower baseline.learning_rate, or mend evaluate() if that gives the NaN"
+                remedy = "the baseline diverged: lower baseline.learning_rate, or fix evaluate() if that gives the NaN"
             met_at = f"{whose} {target.value:g} is met before training ({metric} starts at {met[0]:.4g})"
             raise UsageError(f"{met_at}; {remedy}, and start over with --fresh")
 
@@ -136,7 +136,7 @@ class Targets:
             total = self._config.budget.total
             return f"probe and baseline used up budget.total ({total:g} s) before anything else was tried; raise it"
         if not self._counted or target.value is None:
-            return f"{target.metric} was NaN or infinite in every run; mend evaluate() or lower learning_rate.max"
+            return f"{target.metric} was NaN or infinite in every run; fix evaluate() or lower learning_rate.max"
         bound = "at most" if target.goal == "minimize" else "at least"
         return (
             f"no run reached the target ({target.metric} {bound} {target.value:g}) within budget.run ({seconds:g} s); "

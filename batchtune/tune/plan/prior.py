@@ -130,7 +130,7 @@ def rate_belief(
         spread = _TODAY_SPREAD if known else _UNKNOWN_SPREAD
         return 2 * rate_today, spread, why if known else f"{why}; nothing more is known about {optimizer}"
     edge, highest = range_test.edge_learning_rate, range_test.highest_learning_rate
-    came = f"came apart at {edge:.2g}" if edge else f"was stable up to {highest:.2g}"
+    came = f"diverged at {edge:.2g}" if edge else f"was stable up to {highest:.2g}"
     share, part = (_SHARE, "half") if optimizer == "SGD" else (_ADAM_SHARE, "a third")
     why = f"in the range test at batch {batch_size} loss was least at {lowest:.2g} and training {came}; {part} of that"
     if not known:

@@ -102,7 +102,7 @@ class Trials:
         self._study.tell(trial.number, state=TrialState.FAIL)
         if retries < MOST_RETRIES:
             requeue(self._study, trials[trial.number])
-            self._parts.observer.note(f"run {trial.number} is given back: {lost}")
+            self._parts.observer.note(f"run {trial.number} is requeued: {lost}")
 
     def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""

@@ -186,7 +186,8 @@ def _verdict(
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({f'{over}{few}' if few else interval}{but})"
     if not is_better:
         came = "got there" if cost else "came to"
-        reason = f"no better than your baseline beyond noise: the best contender {came} {told}"
+        gained = "speed-up" if kind == "time_to_target" else "improvement"
+        reason = f"no significant {gained} over the baseline; the best candidate {came} {told}"
         return _of(groups[base], ours, kind=kind, goal=goal, reason=reason)
     reason = f"reaches the target {told}" if cost else f"comes to {told}"
     found = _of(groups[winner], theirs, kind=kind, goal=goal, reason=reason)

@@ -75,11 +75,11 @@ def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
 
 
 def target_warnings(target: Target | None) -> list[str]:
-    """One where the baseline's run, which sets the target, came apart before its end."""
+    """One where the baseline's run, which sets the target, diverged before its end."""
     if target is None or target.baseline_diverged_after_seconds is None:
         return []
     text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
-    return [f"{text}; what it had reached is the target: set objective.target, or mend it, and start over with --fresh"]
+    return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
 
 
 def search_warnings(trials: Sequence[Trial]) -> list[str]:

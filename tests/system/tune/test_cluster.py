@@ -194,7 +194,7 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cl
         cluster.remove_node(nodes[0], allow_graceful=False)
         done = command.finish(400)
     assert done.code == 0, done.err
-    assert "is given back: its Ray node was lost" in done.err
+    assert "is requeued: its Ray node was lost" in done.err
     trials = trials_of(cli)
     retried = {trial.user_attrs["retry_of"]: trial for trial in trials if "retry_of" in trial.user_attrs}
     lost = {trial.number: trial for trial in trials if "Ray node was lost" in trial.user_attrs.get("message", "")}

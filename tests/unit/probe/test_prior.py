@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeChild, opened
 
 from batchtune.document import Attempt
-from batchtune.estimate.prior import Foreseen
+from batchtune.estimate.prior import TaskEstimate
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
@@ -69,7 +69,7 @@ class Device(FakeChild):
 def expecting(size):
     """An estimate in which `size` samples fill the limit."""
     per_sample = (LIMIT - GIB) / size
-    return Foreseen(
+    return TaskEstimate(
         expected=size,
         peaks=[(1, int(GIB + per_sample)), (10 * size, int(GIB + 10 * size * per_sample))],
         room_bytes=LIMIT,
@@ -121,10 +121,10 @@ def test_a_maximum_that_is_expected_to_fit_is_tried_at_once():
 
 
 class Sight:
-    """Stands where `Foresight` stands."""
+    """Stands where `EstimatePrior` stands."""
 
-    def __init__(self, foreseen):
-        self.foreseen, self.learnt = foreseen, []
+    def __init__(self, estimated):
+        self.estimated, self.learnt = estimated, []
 
     def __call__(self, task, device, observer, *, on_cpu):
         return self
@@ -136,16 +136,16 @@ class Sight:
         return None
 
     def look(self, facts, precision, accumulation_steps, *, timeout):
-        return self.foreseen
+        return self.estimated
 
 
-@pytest.mark.parametrize("foreseen", [None, expecting(4864)])
-def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, foreseen):
+@pytest.mark.parametrize("estimated", [None, expecting(4864)])
+def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, estimated):
     device, learnt = Device(), []
     (tmp_path / "model.py").write_text("")
-    monkeypatch.setattr(Foreseen, "learn", lambda self, name, attempts: learnt.append((name, len(attempts))))
+    monkeypatch.setattr(TaskEstimate, "learn", lambda self, name, attempts: learnt.append((name, len(attempts))))
     monkeypatch.setattr(run, "Worker", lambda settings, echo: device)
-    monkeypatch.setattr(run, "Foresight", Sight(foreseen))
+    monkeypatch.setattr(run, "EstimatePrior", Sight(estimated))
     result = run.run_probe(
         OpenTask(task=str(tmp_path / "model.py")),
         ProbeOptions(throughput=False),
@@ -153,8 +153,8 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
         observer=Observer(),
     )
     assert result.probe.max_batch_size == pytest.approx(4864, rel=0.01)
-    assert (device.sizes[0] > 1000) == (foreseen is not None)
-    assert learnt == ([("NVIDIA A100-SXM4-80GB", len(result.probe.attempts))] if foreseen else [])
+    assert (device.sizes[0] > 1000) == (estimated is not None)
+    assert learnt == ([("NVIDIA A100-SXM4-80GB", len(result.probe.attempts))] if estimated else [])
 
 
 def test_a_start_at_the_maximum_that_the_task_rejects_does_not_end_the_search():

@@ -112,7 +112,7 @@ def recorded(monkeypatch):
 def probed(monkeypatch, recorded):
     def probed(outcome, precisions=("fp32", "bf16"), folder=None, **options):
         gpu = ScriptedGpu(outcome, precisions)
-        monkeypatch.setattr(run, "Foresight", NoForesight)
+        monkeypatch.setattr(run, "EstimatePrior", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
         monkeypatch.setattr(run, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(run, "_SETTLING_SECONDS", (0.0,))

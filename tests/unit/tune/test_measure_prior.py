@@ -84,7 +84,7 @@ def test_the_noise_scale_says_at_which_batch_size_to_start_and_the_range_test_at
     assert found.start_batch_size == 64  # about the root of 400 samples and the saturation batch size, 10
     assert [test.batch_size for test in found.range_tests] == [64]
     assert found.learning_rate == pytest.approx(0.25)
-    assert "at batch 64 loss was least at 0.5 and training came apart at 1;" in found.learning_rate_reason
+    assert "at batch 64 loss was least at 0.5 and training diverged at 1;" in found.learning_rate_reason
     assert prepared(Answers(noise=6000.0)).start_batch_size == 256
 
 

@@ -71,7 +71,7 @@ def test_no_better_than_the_baseline_is_an_answer():
     )
     assert found.global_batch_size == 32
     assert found.speedup_over_baseline is None
-    assert found.reason.startswith("no better than your baseline")
+    assert found.reason.startswith("no significant ")
 
 
 def test_a_baseline_that_missed_the_target_makes_the_speedup_a_lower_bound():
@@ -227,7 +227,7 @@ def test_a_contender_that_comes_to_nothing_on_most_fresh_seeds_is_no_answer(how)
 @pytest.mark.parametrize("how", ["misses", "divergences", "failures"])
 def test_a_fresh_seed_that_came_to_nothing_was_no_faster_than_the_baseline(how):
     found, _ = recommend(with_misses(**{how: 1}, reached=(4.0, 4.5)), kind="time_to_target", goal="minimize")
-    assert found.reason.startswith("no better than your baseline beyond noise")
+    assert found.reason.startswith("no significant ")
     assert "1 of its 3 runs came to no result" in found.reason
     many = with_misses(**{how: 1}, reached=(4.0, 4.5, 4.2, 4.3, 4.4, 4.1, 4.6, 4.7))
     found, _ = recommend(many, kind="time_to_target", goal="minimize")
@@ -288,7 +288,7 @@ class TestTheBestMetric:
         found, _ = recommend(trials, kind="best_metric", goal="maximize")
         assert found.global_batch_size == 32
         assert found.reason == (
-            "no better than your baseline beyond noise: the best contender came to 0.9003 against 0.9001 of the "
+            "no significant improvement over the baseline; the best candidate came to 0.9003 against 0.9001 of the "
             "baseline, median over 1 fresh seed each, too few for an interval (a difference would be 5% or more)"
         )
         clear = of_metric(((32, 1e-3), (0.80,)), ((64, 1e-2), (0.90,)))

@@ -185,7 +185,7 @@ SHORT_SEARCH, ROLES = Budget(run=120.0, total=3600.0, trials=8), ("baseline", "s
 
 @pytest.mark.parametrize("kind", ["time_to_target", "best_metric"])
 def test_a_metric_that_is_no_number_before_training_is_the_users(tmp_path, kind):
-    with pytest.raises(UserCodeError, match=r"val_loss is NaN or infinite before training; mend evaluate"):
+    with pytest.raises(UserCodeError, match=r"val_loss is NaN or infinite before training; fix evaluate"):
         study(tmp_path, Saying(lambda _: math.nan), objective=Objective(kind=kind), budget=SHORT).run()
 
 
@@ -200,7 +200,7 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
     found, base = tuned.recommendation()
     assert (found.global_batch_size, found.value.median) == (base.global_batch_size, 0.5)
     assert found.reason == (
-        "no better than your baseline beyond noise: the best contender came to 0.5 against 0.5 of the baseline, median "
+        "no significant improvement over the baseline; the best candidate came to 0.5 against 0.5 of the baseline, median "
         "over 3 fresh seeds each"
     )
 

@@ -7,9 +7,9 @@ from fakes import opened
 
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError
-from batchtune.estimate import prior as foresight
+from batchtune.estimate import prior as estimate_prior
 from batchtune.estimate.calibration import UNMEASURED, offsets_of
-from batchtune.estimate.prior import Foreseen, Foresight
+from batchtune.estimate.prior import EstimatePrior, TaskEstimate
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
 
@@ -63,7 +63,7 @@ class Child:
         self.closed += 1
 
 
-def foreseen(**changes):
+def estimated(**changes):
     """A gigabyte and a mebibyte for each sample."""
     fields = {
         "expected": 18_000,
@@ -73,7 +73,7 @@ def foreseen(**changes):
         "kind": "plain",
         "model_independent": True,
     }
-    return Foreseen(**fields | changes)
+    return TaskEstimate(**fields | changes)
 
 
 def fits(*pairs):
@@ -81,7 +81,7 @@ def fits(*pairs):
 
 
 def test_the_prior_reaches_the_limit_where_the_estimate_ends_and_runs_straight_below():
-    found = foreseen()
+    found = estimated()
     assert found.reserved_bytes(18_000) == pytest.approx(20 * GIB, rel=1e-6)
     assert found.traced_bytes(5_000) == pytest.approx(GIB + 5_000 * MIB)
     assert found.traced_bytes(400_000) == pytest.approx(GIB + 400_000 * MIB)
@@ -90,11 +90,11 @@ def test_the_prior_reaches_the_limit_where_the_estimate_ends_and_runs_straight_b
 
 
 def test_where_nothing_is_expected_to_fit_the_prior_still_answers():
-    assert foreseen(expected=0).reserved_bytes(1) > GIB
+    assert estimated(expected=0).reserved_bytes(1) > GIB
 
 
 def test_a_constant_offset_is_learnt_as_the_gpus_own():
-    foreseen().learn("NVIDIA A100-SXM4-80GB", fits((10, GIB + 110 * MIB), (1000, GIB + 1100 * MIB)))
+    estimated().learn("NVIDIA A100-SXM4-80GB", fits((10, GIB + 110 * MIB), (1000, GIB + 1100 * MIB)))
     assert offsets_of("A100-80GB").workspace_bytes == 100 * MIB
 
 
@@ -108,12 +108,12 @@ def test_a_constant_offset_is_learnt_as_the_gpus_own():
     ],
 )
 def test_what_is_not_the_gpus_own_is_not_learnt(changes, attempts):
-    foreseen(**changes).learn("NVIDIA A100-SXM4-80GB", attempts)
+    estimated(**changes).learn("NVIDIA A100-SXM4-80GB", attempts)
     assert offsets_of("A100-80GB") == UNMEASURED
 
 
 def test_what_cudnn_takes_is_learnt_as_a_share():
-    found = foreseen(kind="convolution", workspace_bytes=0)
+    found = estimated(kind="convolution", workspace_bytes=0)
     found.learn("NVIDIA A100-SXM4-80GB", fits((1000, 1.1 * (GIB + 1000 * MIB)), (10, 1.1 * (GIB + 10 * MIB))))
     assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.1, abs=1e-6)
 
@@ -121,14 +121,14 @@ def test_what_cudnn_takes_is_learnt_as_a_share():
 def looking(answer, opening=FACTS, device="cuda:0", *, on_cpu=True):
     notes, child = Notes(), Child(answer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foresight, "Worker", lambda settings, program: child)
-        with Foresight("model.py", device, notes, on_cpu=on_cpu) as sight:
+        patch.setattr(estimate_prior, "Worker", lambda settings, program: child)
+        with EstimatePrior("model.py", device, notes, on_cpu=on_cpu) as sight:
             found = sight.look(opened(**opening), "bf16", 2, timeout=120)
     return found, notes.notes, child
 
 
 def test_the_child_is_started_at_once_and_asked_once_the_device_is_known():
-    answer = vars(foreseen()) | {"peaks": [[1, GIB], [2, 2 * GIB]]}
+    answer = vars(estimated()) | {"peaks": [[1, GIB], [2, 2 * GIB]]}
     found, notes, child = looking(answer)
     assert [name for name, _ in child.asked] == ["LoadTracer", "ExpectMemory"]
     asked = child.asked[1][1]
@@ -164,7 +164,7 @@ def on_this_cpu(tmp_path, task):
     path = tmp_path / "model.py"
     path.write_text(task)
     notes = Notes()
-    with Foresight(str(path), "cpu", notes, on_cpu=True) as sight:
+    with EstimatePrior(str(path), "cpu", notes, on_cpu=True) as sight:
         return sight.look(opened(device="cpu", memory_limit_bytes=2 * GIB), "fp32", 1, timeout=120), notes.notes
 
 
@@ -200,7 +200,7 @@ def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     notes = Notes()
-    with Foresight(str(path), "auto", notes, on_cpu=False) as sight:
+    with EstimatePrior(str(path), "auto", notes, on_cpu=False) as sight:
         found = sight.look(opened(**FACTS), "fp32", 1, timeout=120)
     assert found is not None, notes.notes
     assert 18 * GIB < found.traced_bytes(found.expected) < 20 * GIB
