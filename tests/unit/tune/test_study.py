@@ -200,8 +200,8 @@ def test_the_best_of_a_metric_that_never_changes_is_no_better_than_the_baseline(
     found, base = tuned.recommendation()
     assert (found.global_batch_size, found.value.median) == (base.global_batch_size, 0.5)
     assert found.reason == (
-        "no significant improvement over the baseline; the best candidate came to 0.5 against 0.5 of the baseline, median "
-        "over 3 fresh seeds each"
+        "no significant improvement over the baseline; the best candidate came to 0.5 against 0.5 of the baseline, "
+        "median over 3 fresh seeds each"
     )
 
 
