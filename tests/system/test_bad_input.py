@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import batchtune
+import batchtune.api
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.run_folder import RunFolder
@@ -96,7 +96,7 @@ def test_an_override_that_cannot_be_used_is_named(invoke, folder, override, told
 
 
 def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder, monkeypatch):
-    monkeypatch.setattr(batchtune, "check", lambda *_, **__: {})  # what a dry run does in a child
+    monkeypatch.setattr(batchtune.api, "check", lambda *_, **__: {})  # what a dry run does in a child
     (folder / "config.yaml").write_text(
         "task: model.py\nlearning_rate: {min: 1e-5, max: 1}\nconfirm: off\nmemory: {limit: 2GiB}\nname: on\n"
     )
