@@ -29,7 +29,7 @@ OUTCOMES = {
 """Of attempts that did not fit."""
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
-    "max": "limited by --max",
+    "max": "limited by the largest size allowed",
     "dataset": "limited by the size of the training set",
 }
 _TONES: dict[str, Tone] = dict.fromkeys(("fit", "reached", "finished", "complete"), "good")
@@ -123,7 +123,9 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
         "checked": checked if probe.verified_in_fresh_process else "not yet in a fresh process",
         "smallest that fails": "none was met" if failing is None else f"{failing:,} ({why})",
         "reason given": failure.message if failure else None,
-        "limited by": {"max": "--max", "dataset": "the training set"}.get(probe.limited_by or "", probe.limited_by),
+        "limited by": {"max": "the largest size allowed", "dataset": "the training set"}.get(
+            probe.limited_by or "", probe.limited_by
+        ),
         "peak reserved": f"{size(peak)}{of_limit}" if peak else None,
         "peak allocated": size(probe.peak_allocated_bytes),
         "memory limit": size(limit),
