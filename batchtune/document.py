@@ -233,6 +233,13 @@ class CurvePoint:
     )
 
 
+class GradientClipping(Record):
+    """What is done to gradients before the optimizers' steps."""
+
+    norm: Rate | None = Field(default=None, description="Their norm over all parameters is at most this.")
+    value: Rate | None = Field(default=None, description="Each of them is at most this, positive or negative.")
+
+
 class Trial(Record):
     """One training run of the study."""
 

@@ -43,6 +43,7 @@ from batchtune.protocol.messages import AnyCommand, Command, Json
 from batchtune.protocol.run_spec import RunEnd
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error, load_task
+from batchtune.task.optimizers import optimizer_defaults
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
@@ -120,8 +121,8 @@ class Child:
             train_size=self._task.train_size(),
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
-            optimizer_defaults=self._task.optimizer_defaults(list(command.optimizer_arguments)),
-            optimizer=type(self._task.optimizer(self._task.model(), 1e-3)).__name__,
+            optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
+            optimizer=self._task.optimizers(self._task.model(), 1e-3).name,
         )
         if command.metric is not None:
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])

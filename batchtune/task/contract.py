@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import UsageError, UserCodeError, kind_of
+from batchtune.errors import UserCodeError, kind_of
 from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers
 from batchtune.task.random_numbers import seeded
 
 NAMES = {
-    "build_model": "build_model() returning an nn.Module",
+    "build_model": "build_model() returning an nn.Module or a dict of them",
     "train_dataset": "train_dataset() returning a torch Dataset",
     "make_batch": "make_batch(batch_size) returning the worst-case batch",
     "compute_loss": "compute_loss(model, batch) returning a scalar tensor",
-    "build_optimizer": "build_optimizer(model, lr) returning a torch Optimizer",
+    "train_step": "train_step(model, batch, optimizers, context) returning a scalar tensor",
+    "build_optimizer": "build_optimizer(model, lr) returning a torch Optimizer, or a list or dict of them",
     "val_dataset": "val_dataset() returning a torch Dataset",
     "evaluate": "evaluate(model) returning a float or a dict of floats",
     "build_scheduler": "build_scheduler(optimizer, total_steps)",
@@ -84,6 +84,8 @@ class Task:
             self._trains_anew = True
             self._need("train_dataset")
             self._need("val_dataset", "evaluate")
+            if self.has("train_step") and not self.has("compute_loss"):
+                self._need("evaluate")
             if self.train_size() == 1:
                 raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
             if not self.has("evaluate"):
@@ -95,86 +97,60 @@ class Task:
             raise UserCodeError(f"{self.where}: no {missing}; 'batchtune init' writes a template with every function")
 
     def model(self) -> nn.Module:
-        """A new model on the CPU."""
+        """A new model on the CPU; several modules that belong together, such as a criterion's, are a ModuleDict."""
         model = self.source.build_model()
+        if isinstance(model, Mapping) and model:
+            model = self._modules(model)
         if not isinstance(model, nn.Module):
-            raise UserCodeError(f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module")
+            raise UserCodeError(
+                f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module or a dict of them"
+            )
         if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
             raise UserCodeError(
                 f"{self.where}: build_model returned the same object again, which other runs have trained or will; "
                 "make a new model each time, for example copy.deepcopy(model)"
             )
         self._latest_model = weakref.ref(model)
-        if not self.has("compute_loss") and not _is_hugging_face(model):
-            self._need("compute_loss")
+        if not _is_hugging_face(model):
+            self._need("compute_loss", "train_step")
         return model
 
-    def optimizer(self, model: nn.Module, learning_rate: float, **arguments: Any) -> torch.optim.Optimizer:
-        """The user's optimizer, or AdamW, with whatever arguments of its maker are not left at their defaults."""
-        if not self.has("build_optimizer"):
-            return torch.optim.AdamW(model.parameters(), lr=learning_rate, **arguments)
-        optimizer = self.source.build_optimizer(model, learning_rate, **arguments)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = kind_of(optimizer)
-            raise UserCodeError(f"{self.where}: build_optimizer returned {kind}, not a torch.optim.Optimizer")
-        if _needs_closure(optimizer):
-            raise UserCodeError(
-                f"{self.where}: build_optimizer returned {kind_of(optimizer)}, whose step() needs a closure; batchtune "
-                "trains with optimizers whose step() needs none, such as SGD or AdamW"
-            )
-        return optimizer
-
-    def optimizer_defaults(self, names: Iterable[str]) -> dict[str, bool | int | float | str]:
-        """What these arguments of build_optimizer are today: their defaults.
-
-        Raises:
-            UsageError: it takes no such argument, or one that has no default, or one that is no plain value.
-        """
-        maker = self.source.build_optimizer if self.has("build_optimizer") else torch.optim.AdamW
-        what = "build_optimizer" if self.has("build_optimizer") else "torch.optim.AdamW (there is no build_optimizer)"
-        parameters = inspect.signature(maker).parameters
-        taken = [name for name, each in parameters.items() if isinstance(each.default, bool | int | float | str)]
-        found = {}
-        for name in names:
-            if name in taken:
-                found[name] = parameters[name].default
-            elif name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                raise UsageError(
-                    f"space.{name}: {what} has no number, switch or text as default of '{name}'; give it one, the "
-                    f"value you run today: def build_optimizer(model, lr, {name}=...)"
+    def _modules(self, given: Mapping[str, Any]) -> nn.ModuleDict:
+        for name, each in given.items():
+            if not isinstance(each, nn.Module):
+                raise UserCodeError(
+                    f"{self.where}: build_model returned a dict in which {name!r} is {kind_of(each)}, not an "
+                    "nn.Module; a train_step keeps anything else in context.state"
                 )
-            else:
-                known = ", ".join(each for each in taken if each not in {"lr", "maximize"})
-                remedy = f"it takes {known}" if known else f"write def build_optimizer(model, lr, {name}=...)"
-                raise UsageError(f"space.{name}: {what} takes no argument '{name}'; {remedy}")
-        return found
+        try:
+            return nn.ModuleDict(given)
+        except (KeyError, TypeError) as error:  # a name that a ModuleDict has for itself, or no text
+            raise UserCodeError(f"{self.where}: build_model returned a dict with a wrong key: {error}") from None
 
-    def scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        """The user's scheduler, or None. It is stepped once after each optimizer step.
+    def optimizers(self, model: nn.Module, learning_rate: float, **arguments: Any) -> Optimizers:
+        """The user's optimizers, or AdamW; see `build_optimizers`."""
+        return build_optimizers(self.source, self.where, model, learning_rate, **arguments)
 
-        Args:
-            optimizer: whose learning rates it sets.
-            total_steps: its horizon: the optimizer steps that fit into budget.run at this configuration's pace. That
-                is part of the configuration: a run that is capped, stopped early or confirmed for longer has the same.
-        """
-        if not self.has("build_scheduler"):
-            return None
-        scheduler = self.source.build_scheduler(optimizer, total_steps)
-        if scheduler is not None and not hasattr(scheduler, "step"):
-            raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, which has no step()")
-        if isinstance(scheduler, ReduceLROnPlateau):
-            why = "which waits for a metric at the end of an epoch; use a schedule by steps, or none"
-            raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(scheduler)}, {why}")
-        return scheduler
+    def schedulers(self, optimizers: Optimizers, total_steps: int) -> list[Any]:
+        """The user's schedulers, over so many optimizer steps; see `build_schedulers`."""
+        return build_schedulers(self.source, self.where, optimizers, total_steps)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The scalar training loss of a batch; checked, so that a wrong one is named and not met in backward."""
-        loss: Any = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
+        """The scalar training loss of a batch."""
+        loss = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
+        return self._scalar(loss, "compute_loss")
+
+    def train_step(self, model: nn.Module, batch: Any, optimizers: Optimizers, context: object) -> Tensor:
+        """One pass of the user's own step; returns the loss to watch."""
+        return self._scalar(self.source.train_step(model, batch, optimizers.given, context), "train_step")
+
+    def _scalar(self, loss: Any, name: str) -> Tensor:
+        """Checked, so that a wrong one is named and not met in backward."""
         if not isinstance(loss, Tensor):
-            raise UserCodeError(f"{self.where}: compute_loss returned {kind_of(loss)}, not a tensor")
+            raise UserCodeError(f"{self.where}: {name} returned {kind_of(loss)}, not a tensor")
         if loss.dim() != 0:
             shape = tuple(loss.shape)
-            raise UserCodeError(f"{self.where}: compute_loss returned shape {shape}, not a scalar; take its .mean()")
+            raise UserCodeError(f"{self.where}: {name} returned shape {shape}, not a scalar; take its .mean()")
         return loss
 
     @cached_property
@@ -267,15 +243,6 @@ def tensor_bytes(value: object) -> int:
     if isinstance(value, int | float):
         return 8
     return int(getattr(value, "nbytes", 0))
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class says so: a schedule puts something else in the place of the optimizer's own step()."""
-    try:
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    except ValueError:  # compiled code does not tell
-        return False
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -238,4 +238,4 @@ def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
         metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
     heartbeat.beat(at_once=True)
     with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
-        torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}, file)
+        torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)

@@ -94,9 +94,9 @@ def _ratio(pairs: Sequence[tuple[float, float]], small: int, large: int) -> floa
 
 def _squared_norm(trainer: Trainer, batch: object) -> float:
     """Of the gradient over one batch; the weights stay as they are."""
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.optimizers.zero_grad()
     trainer.forward_backward(batch)
     scale = float(trainer.precision.scaler.get_scale())
     norms = [parameter.grad.float().norm() for parameter in trainer.model.parameters() if parameter.grad is not None]
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.optimizers.zero_grad()
     return float(torch.stack(norms).square().sum()) / scale**2

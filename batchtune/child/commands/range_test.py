@@ -80,7 +80,7 @@ def range_test(
         if clock() - started > command.seconds:
             break
         rate *= ratio
-        for group in trainer.optimizer.param_groups:
+        for group in trainer.optimizers.param_groups:
             group["lr"] *= ratio
     return RangeTest(
         batch_size=batch_size,

@@ -78,7 +78,7 @@ def train(
             yield run.point(None)
             outcome = "diverged"
     steps = total_steps if task.has("build_scheduler") else None
-    optimizer = type(run.trainer.optimizer).__name__ if spec.optimizer_arguments else None
+    optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
     return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
 
 

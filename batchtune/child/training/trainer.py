@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.child.training import heartbeat
+from batchtune.child.training.clipping import Clipper
+from batchtune.child.training.context import StepContext
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.precision import LOSS_SCALE, Precision
+from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError
 from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.contract import Task
@@ -50,6 +53,7 @@ class Trainer:
         parallel: the ranks that train together; None: this process trains alone.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
         samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
+        gradient_clipping: before the optimizers' steps; None: as the user's own trainer does, where there is one.
     """
 
     def __init__(
@@ -65,21 +69,25 @@ class Trainer:
         parallel: Parallel | None = None,
         loss_scale: float = LOSS_SCALE,
         samples_per_step: int | None = None,
+        gradient_clipping: GradientClipping | None = None,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
         self.precision = Precision(precision, device, loss_scale)
-        source = task.source
-        if isinstance(source, Adapted):
-            source.samples_per_step = samples_per_step
+        self._adapted = task.source if isinstance(task.source, Adapted) else None
+        if self._adapted:
+            self._adapted.samples_per_step, self._adapted.total_steps = samples_per_step, total_steps
         self.model: nn.Module = parallel.place(task.model()) if parallel else task.model().to(device)
-        if not (isinstance(source, Adapted) and source.keeps_modes):
+        if not (self._adapted and self._adapted.keeps_modes):
             self.model.train()
         self._replica = parallel.replica(self.model, task.loss) if parallel else None
         self._micro_batches = 0
-        self.optimizer = task.optimizer(self.model, learning_rate, **optimizer_arguments or {})
-        self.scheduler = task.scheduler(self.optimizer, total_steps) if total_steps else None
+        self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
+        self.schedulers = task.schedulers(self.optimizers, total_steps) if total_steps else []
         self.scheduled_steps = total_steps or 0
+        self._clipper = Clipper(self.model, gradient_clipping, self._adapted, self.precision.scaler)
+        own_step = task.has("train_step")
+        self._context = StepContext(device, self.precision, self.optimizers, self._clipper) if own_step else None
         self._batch: Any = None
         self._last_loss: Tensor | None = None
         self._has_old_gradients = False
@@ -96,41 +104,53 @@ class Trainer:
         self._batch = move(batch, self.device)
         if self._has_old_gradients:
             self._free_gradients()
+        loss = self._last_loss = self._gradients(self._batch, accumulation_steps)
+        heartbeat.beat()
+        return loss.detach()
+
+    def _gradients(self, batch: object, accumulation_steps: int) -> Tensor:
+        number = self._micro_batches % accumulation_steps
+        self._micro_batches += 1
+        if self._context is not None:
+            self._context.begin(number, accumulation_steps)
+            loss = self.task.train_step(self.model, batch, self.optimizers, self._context)
+            self._context.require_stepped()
+            return loss
         with self.precision.autocast():
-            loss = self._last_loss = self._loss(self._batch, accumulation_steps)
+            if self._replica is None:
+                loss = self.task.loss(self.model, batch)
+            else:
+                loss = self._replica.loss(batch, synchronize=number + 1 == accumulation_steps)
         if not loss.requires_grad:
             raise UserCodeError(
                 "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
                 "(is it under torch.no_grad, detached, or made by .item()?)"
             )
         self.precision.scaler.scale(loss / accumulation_steps).backward()
-        heartbeat.beat()
-        return loss.detach()
-
-    def _loss(self, batch: object, accumulation_steps: int) -> Tensor:
-        if self._replica is None:
-            return self.task.loss(self.model, batch)
-        self._micro_batches += 1
-        return self._replica.loss(batch, synchronize=self._micro_batches % accumulation_steps == 0)
+        return loss
 
     def update(self, *, free_late: bool = False) -> None:
-        """The optimizer's and scheduler's step; gradients are freed afterwards.
+        """The optimizers' and schedulers' steps; gradients are freed afterwards.
 
         Args:
             free_late: as in loops that call `zero_grad` before the forward pass: once the next batch is there, which
-                cuts the memory up in another way.
+                cuts the memory up in another way. A task's own train_step always leaves them so long.
         """
-        self.precision.scaler.step(self.optimizer)
+        if self._context is None:
+            self._clipper.clip(self.optimizers)
+            for optimizer in self.optimizers:
+                self.precision.scaler.step(optimizer)
         self.precision.scaler.update()
-        self._has_old_gradients = free_late
-        if not free_late:
+        self._has_old_gradients = free_late or self._context is not None
+        if not self._has_old_gradients:
             self._free_gradients()
-        if self.scheduler is not None and self.scheduled_steps > 0:  # some raise when stepped past their horizon
+        if self.schedulers and self.scheduled_steps > 0:  # some raise when stepped past their horizon
             self.scheduled_steps -= 1
-            self.scheduler.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
 
     def _free_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizers.zero_grad()
         self._has_old_gradients = False
 
     def step(self, batches: Iterator[object], accumulation_steps: int = 1) -> Tensor:

@@ -119,6 +119,8 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision:
         roles = Roles(recorder)
         roles.built(trainer)
         trace.units = unit_bytes(trainer.model)
+        if task.has("train_step"):
+            _note_steps(trainer, recorder)
         with recorder.naming(trainer.model):
             for step in range(_STEPS):
                 trace.work = Work()
@@ -131,6 +133,20 @@ def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision:
                 roles.updated(trainer)
         roles.finish(trace)
         recorder.forget()
+
+
+def _note_steps(trainer: Trainer, recorder: Recorder) -> None:
+    """Tells the optimizers' steps from the rest of a step of the user's own."""
+
+    def before(*_: object) -> None:
+        recorder.moment = recorder.moment.replace("forward", "optimizer")
+
+    def after(*_: object) -> None:
+        recorder.moment = recorder.moment.replace("optimizer", "forward")
+
+    for optimizer in trainer.optimizers:
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
 
 class Roles:
@@ -147,7 +163,7 @@ class Roles:
 
     def backward_done(self, trainer: Trainer) -> None:
         """The parameters' gradients."""
-        grads = [parameter.grad for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        grads = [parameter.grad for parameter in trainer.optimizers.parameters]
         grads += [parameter.grad for parameter in trainer.model.parameters()]
         self._add("gradients", [grad for grad in grads if grad is not None])
 

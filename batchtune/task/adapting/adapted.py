@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from batchtune.document import GradientClipping
 from batchtune.errors import UsageError, kind_of
+from batchtune.task.adapting.clipping import clip_gradients
 
 Copied = TypeVar("Copied")
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -28,10 +30,16 @@ class Adapted:
 
     Attributes:
         samples_per_step: of an optimizer step of the model that is built next; None where that is not known.
+        total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
+        accumulation_steps: micro-batches of an optimizer step in the user's own training.
+        gradient_clipping: what the library's own trainer would do.
         keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
     """
 
     samples_per_step: int | None = None
+    total_steps: int | None = None
+    accumulation_steps = 1
+    gradient_clipping: GradientClipping | None = None
     keeps_modes = False
 
     def __init__(self, where: str) -> None:
@@ -44,6 +52,15 @@ class Adapted:
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         """Sets up the data, and raises UsageError for what `purpose` lacks or cannot be honoured."""
         raise NotImplementedError
+
+    def clip_gradients(self, model: Any, optimizer: torch.optim.Optimizer, clipping: GradientClipping | None) -> None:
+        """What the library's own trainer does to the gradients of an optimizer, unscaled, before its step."""
+        del model
+        clip_gradients([optimizer], clipping)
+
+    def lacks(self, *names: str) -> None:
+        """Says that this object does not carry these names of the contract, which others of its kind do."""
+        vars(self).update(dict.fromkeys(names))
 
     def train_sampler(self, batch_size: int) -> Sampler[int] | None:
         """The order of the training set where it is not simply shuffled."""
@@ -136,7 +153,7 @@ def resized(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, learning_rate: float, schedulers: Iterable[Any] = (), *, where: str
+    optimizers: Sequence[torch.optim.Optimizer], learning_rate: float, schedulers: Iterable[Any] = (), *, where: str
 ) -> None:
     """Sets the highest of the groups' learning rates; the other groups and the schedulers keep their ratios to it.
 
@@ -145,16 +162,17 @@ def set_learning_rate(
     Raises:
         UsageError: the optimizer has none that could be set.
     """
+    groups = [group for each in optimizers for group in each.param_groups]
     try:
-        highest = max(float(nominal_rate(group)) for group in optimizer.param_groups)
+        highest = max(float(nominal_rate(group)) for group in groups)
     except (KeyError, TypeError, ValueError):
         highest = 0.0
     if highest <= 0:
         raise UsageError(
-            f"{where}: {type(optimizer).__name__} has no learning rate that could be set (is it 0 or None?)"
+            f"{where}: {type(optimizers[0]).__name__} has no learning rate that could be set (is it 0 or None?)"
         )
     factor = learning_rate / highest
-    for group in optimizer.param_groups:
+    for group in groups:
         group |= {key: group[key] * factor for key in _RATES_OF_GROUPS if key in group}
     for scheduler in _with_nested(schedulers):
         for key in _RATES_OF_SCHEDULERS:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from batchtune.document import GradientClipping
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
 from batchtune.task.lightning.data import LightningData, library_of, overrides
+from batchtune.task.lightning.manual import ManualSteps
 from batchtune.task.lightning.trainer import TrainerView, samples_in
 
-_OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
+_OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 
 
 class LightningTask(Adapted):
@@ -45,12 +47,18 @@ class LightningTask(Adapted):
     def build_model(self) -> nn.Module:
         """A new module with a stand-in for its Trainer, set up as Lightning does before training."""
         made = self._make()
-        module, given = made if isinstance(made, tuple) else (made, None)
+        module, *given = made if isinstance(made, tuple) else (made,)
         view = TrainerView(self.where, library_of(module), self.samples_per_step)
         module.trainer, module.log = view, view.logged.log
         first = self._data.train is None
         if first:
+            self._take_over(self._data.trainer(given))
             self._data.prepare(view, module, given)
+        if self.gradient_clipping is not None:
+            view.gradient_clip_val = self.gradient_clipping.norm or self.gradient_clipping.value
+            view.gradient_clip_algorithm = "value" if self.gradient_clipping.value else "norm"
+        if module.automatic_optimization:
+            self.lacks("train_step")
         view.datamodule = self._data.module
         module.setup("fit")
         module.configure_model()
@@ -59,10 +67,17 @@ class LightningTask(Adapted):
         view.samples_per_epoch = self._data.samples_per_epoch
         return module  # type: ignore[no-any-return]
 
+    def _take_over(self, trainer: Any) -> None:
+        """What the user's own Trainer does in each step; None: there is none to be seen."""
+        if trainer is None:
+            return
+        self.accumulation_steps = int(trainer.accumulate_grad_batches)
+        if trainer.gradient_clip_val:
+            kind = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
+            self.gradient_clipping = GradientClipping.model_validate({kind: float(trainer.gradient_clip_val)})
+
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         module: Any = self.build_model()
-        if not module.automatic_optimization:
-            raise self.refused("manual optimization (automatic_optimization = False) is not supported")
         for name in _OWN_LOOP:
             if overrides(module, name):
                 raise self.refused(f"it overrides {name}(), which batchtune's own loop cannot honour")
@@ -71,6 +86,8 @@ class LightningTask(Adapted):
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             raise self.refused("training_step(dataloader_iter) is not supported; let it take the batch")
         _, schedulers = self._configured(module)
+        if not schedulers:
+            self.lacks("build_scheduler")
         if purpose == "tune":
             self._require_schedule(schedulers)
             if not overrides(module, "validation_step") or not self._data.val_loaders:
@@ -102,6 +119,14 @@ class LightningTask(Adapted):
 
     def compute_loss(self, module: Any, batch: object) -> Tensor:
         """`training_step`, with the hooks that Lightning calls before it and before backward."""
+        output = self._training_step(module, batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise self.refused(f"training_step returned {type(loss).__name__} instead of a loss")
+        module.on_before_backward(loss)
+        return loss
+
+    def _training_step(self, module: Any, batch: object) -> Any:
         view: TrainerView = module.trainer
         if not view.training:
             view.training = True
@@ -111,59 +136,83 @@ class LightningTask(Adapted):
         if module.on_train_batch_start(batch, view.batch_idx) == -1:
             raise self.refused("on_train_batch_start returned -1 to skip the epoch, which is not supported")
         output = _called(module.training_step, batch, view.batch_idx)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise self.refused(f"training_step returned {type(loss).__name__} instead of a loss")
-        module.on_before_backward(loss)
         self._micro_batch_size = samples_in(batch) or 0
         view.saw(batch, output, self._micro_batch_size)
-        return loss
+        return output
 
-    def _configured(self, module: Any) -> tuple[torch.optim.Optimizer, list[Any]]:
+    def _configured(self, module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
         """What `configure_optimizers` returned, read by Lightning's own parser."""
         parser = importlib.import_module(f"{library_of(module)}.core.optimizer")
         made = module.configure_optimizers()
         if made is None:
             raise self.refused("configure_optimizers returned None")
         optimizers, schedulers, monitor = parser._configure_optimizers(made)  # noqa: SLF001
+        if not module.automatic_optimization:
+            return optimizers, parser._configure_schedulers_manual_opt(schedulers)  # noqa: SLF001
         if len(optimizers) != 1:
-            raise self.refused(f"configure_optimizers returned {len(optimizers)} optimizers; batchtune trains with one")
-        return optimizers[0], parser._configure_schedulers_automatic_opt(schedulers, monitor)  # noqa: SLF001
+            raise self.refused(
+                f"configure_optimizers returned {len(optimizers)} optimizers, which Lightning trains by manual "
+                "optimization only: set self.automatic_optimization = False"
+            )
+        return optimizers, parser._configure_schedulers_automatic_opt(schedulers, monitor)  # noqa: SLF001
 
-    def build_optimizer(self, module: Any, lr: float) -> torch.optim.Optimizer:
-        """The one of `configure_optimizers` at this learning rate, with the module's hooks around its steps.
+    def build_optimizer(self, module: Any, lr: float) -> list[torch.optim.Optimizer]:
+        """Those of `configure_optimizers` at this learning rate, with the module's hooks around their steps.
 
-        The rate is not what a schedule starts with: where one is wanted, `build_scheduler` sets that.
+        The rate is the highest of theirs, the others keep their ratios to it. It is not what a schedule starts with
+        unless there is to be one.
         """
-        optimizer, schedulers = self._configured(module)
-        set_learning_rate(optimizer, lr, (config.scheduler for config in schedulers), where=self.where)
-        for group in optimizer.param_groups:
-            group["lr"] = nominal_rate(group)
         view: TrainerView = module.trainer
-        view.optimizers, view.learning_rate = [optimizer], lr
+        view.total_steps = self.total_steps
+        optimizers, schedulers = self._configured(module)
+        set_learning_rate(optimizers, lr, (config.scheduler for config in schedulers), where=self.where)
+        if self.total_steps is None:
+            for group in (group for each in optimizers for group in each.param_groups):
+                group["lr"] = nominal_rate(group)
+        view.optimizers, view.lr_scheduler_configs = optimizers, schedulers
+        view.strategy = ManualSteps(module, optimizers, library_of(module), self.where)
+        view.schedule = Schedule(schedulers, view) if schedulers and module.automatic_optimization else None
         self._optimized = weakref.ref(module)
 
-        def before(*_: object) -> None:
-            module.on_after_backward()
-            module.on_before_optimizer_step(optimizer)
-
-        def after(*_: object) -> None:
+        def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
             module.on_before_zero_grad(optimizer)
-            view.step_ended(module)
+            view.global_step += 1
+            if module.automatic_optimization:
+                view.step_ended(module)
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-        return optimizer
+        for each in optimizers:
+            each.register_step_post_hook(after)
+        return optimizers
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule | None:
-        """The schedulers of `configure_optimizers`, built anew now that the number of steps is known."""
+    def clip_gradients(self, module: Any, optimizer: torch.optim.Optimizer, clipping: GradientClipping | None) -> None:
+        """The hooks between backward and an optimizer's step, of which clipping is one in automatic optimization."""
+        if not module.automatic_optimization:
+            module.on_before_optimizer_step(optimizer)
+            return
+        module.on_after_backward()
+        module.on_before_optimizer_step(optimizer)
+        value, algorithm = (None, None) if clipping is None else (clipping.norm or clipping.value, "norm")
+        if clipping is not None and clipping.norm is None:
+            algorithm = "value"
+        module.configure_gradient_clipping(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+
+    def build_scheduler(self, optimizers: object, total_steps: int) -> Schedule | None:
+        """What steps the schedulers of `configure_optimizers`; in manual optimization `training_step` does."""
+        del optimizers, total_steps
         module: Any = self._optimized() if self._optimized else None
+        return module.trainer.schedule  # type: ignore[no-any-return]
+
+    def train_step(self, module: Any, batch: object, optimizers: object, context: Any) -> Tensor:
+        """A `training_step` that optimizes by itself."""
+        del optimizers
         view: TrainerView = module.trainer
-        view.total_steps = total_steps
-        twin, configs = self._configured(module)
-        set_learning_rate(twin, view.learning_rate, (config.scheduler for config in configs), where=self.where)
-        view.lr_scheduler_configs = configs
-        return Schedule(optimizer, twin, configs, view) if configs else None
+        view.strategy.context = context
+        self._training_step(module, batch)
+        view.step_ended(module)
+        loss: Tensor | None = view.strategy.latest_loss
+        if loss is None:
+            raise self.refused("training_step called no manual_backward(loss)")
+        return loss
 
     def evaluate(self, module: Any, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.
@@ -198,18 +247,11 @@ class LightningTask(Adapted):
 
 
 class Schedule:
-    """Schedulers stepped as Lightning steps them: after each step, or at the end of an epoch.
+    """Schedulers stepped as Lightning steps them: after each step, or at the end of an epoch."""
 
-    They work on a twin of the optimizer, from the `configure_optimizers` call that made them; its settings are copied.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, configs: Sequence[Any], view: TrainerView
-    ) -> None:
-        self._optimizer, self._twin, self._configs, self._view = optimizer, twin, configs, view
+    def __init__(self, configs: Sequence[Any], view: TrainerView) -> None:
+        self._configs, self._view = configs, view
         self._epoch = view.current_epoch
-        twin.step()  # without gradients it does nothing; schedulers want to see one before their first
-        self._copy()
 
     def step(self) -> None:
         """Called after each optimizer step."""
@@ -219,11 +261,6 @@ class Schedule:
             moved = by_step or self._epoch != epoch
             if moved and (self._view.global_step if by_step else self._epoch) % config.frequency == 0:
                 config.scheduler.step()
-        self._copy()
-
-    def _copy(self) -> None:
-        for group, other in zip(self._optimizer.param_groups, self._twin.param_groups, strict=True):
-            group |= {key: value for key, value in other.items() if key != "params"}
 
 
 def _called(step: Callable[..., Any], *arguments: Any) -> Any:

@@ -75,11 +75,11 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """When there are optimizers."""
-        if self._found.learning_rate is None or len(trainer.optimizers) != 1:
-            say("the learning rate was not set: the result has none, or there is more than one optimizer")
+        if self._found.learning_rate is None or not trainer.optimizers:
+            say("the learning rate was not set: the result has none, or there is no optimizer")
             return
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        set_learning_rate(trainer.optimizers[0], self._found.learning_rate, schedulers, where=type(pl_module).__name__)
+        set_learning_rate(trainer.optimizers, self._found.learning_rate, schedulers, where=type(pl_module).__name__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gives the user's hook back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from types import ModuleType
 from typing import Any
 
@@ -35,21 +35,25 @@ class LightningData:
         self.val_loaders: list[DataLoader[Any]] = []
         self._transfers: dict[str, bool] = {}
 
-    def prepare(self, view: TrainerView, module: Any, given: object) -> None:
+    def prepare(self, view: TrainerView, module: Any, given: Sequence[object]) -> None:
         """Finds the DataModule and downloads and splits the data, in Lightning's order.
 
         Args:
             view: what stands in for the Trainer.
             module: the first LightningModule.
-            given: a DataModule that the user's function returned, or None.
+            given: what the user's function returned beside the module.
         """
-        self.module = given if given is not None else self._found()
+        self.module = next((each for each in given if _is_datamodule(each)), None) or self._found()
         for part in (self.module, module):
             if part is not None:
                 part.trainer = view
                 part.prepare_data()
         if self.module is not None:
             self.module.setup("fit")
+
+    def trainer(self, given: Sequence[object]) -> Any:
+        """The user's own Trainer: returned beside the module, or in the same file; None: there is none to be seen."""
+        return next((each for each in (*given, *vars(self._namespace).values()) if _is_trainer(each)), None)
 
     def _found(self) -> Any:
         """The DataModule of the user's file; one that is defined there takes precedence over imported ones."""
@@ -114,6 +118,11 @@ def overrides(owner: object, name: str) -> bool:
     """Whether a user's module or DataModule has a hook of its own."""
     helpers = importlib.import_module(f"{library_of(owner)}.utilities.model_helpers")
     return bool(helpers.is_overridden(name, owner))
+
+
+def _is_trainer(value: object) -> bool:
+    kinds = inspect.getmro(type(value))
+    return any(each.__name__ == "Trainer" and "lightning" in each.__module__.partition(".")[0] for each in kinds)
 
 
 def _is_datamodule(value: object) -> bool:

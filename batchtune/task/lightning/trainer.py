@@ -20,6 +20,14 @@ class NotInTrainerError(UsageError, AttributeError):
     """The module asks its Trainer for something that batchtune has not got; to `hasattr` it is not there."""
 
 
+def not_there(where: str, name: str) -> NotInTrainerError:
+    """What is said of `self.trainer.name` where there is no such thing."""
+    return NotInTrainerError(
+        f"{where} uses self.trainer.{name}: batchtune trains the module without a Lightning Trainer, and "
+        "stands in for its progress, datamodule and logger only"
+    )
+
+
 class TrainerView:
     """Stands in for `self.trainer`: progress and facts that are true in batchtune, and no more.
 
@@ -39,7 +47,9 @@ class TrainerView:
     training = validating = sanity_checking = testing = predicting = evaluating = False
     fast_dev_run = overfit_batches = barebones = should_stop = False
     log_every_n_steps = 50
-    progress_bar_callback = checkpoint_callback = early_stopping_callback = gradient_clip_val = None
+    progress_bar_callback = checkpoint_callback = early_stopping_callback = None
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
     ckpt_path = default_root_dir = log_dir = None
 
     def __init__(self, where: str, library: str, samples_per_step: int | None = None) -> None:
@@ -49,12 +59,14 @@ class TrainerView:
         self.samples_per_epoch: int | None = None
         self.samples_per_step = samples_per_step
         self.total_steps: int | None = None
-        self.learning_rate = 0.0
         self._samples = {"step": 0, "epoch": 0}
         self._last: tuple[object, object] = (None, None)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
         self.callbacks: list[Any] = []
+        self.strategy: Any = None
+        self.schedule: Any = None
+        self.precision_plugin = importlib.import_module(f"{library}.plugins.precision").Precision()
         self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
         self.loggers = [self.logger]
         self.logged = Logged(where)
@@ -96,10 +108,9 @@ class TrainerView:
         self._samples = {name: count + samples for name, count in self._samples.items()}
 
     def step_ended(self, module: Any) -> None:
-        """The optimizer has stepped: the hooks of batch and epoch, and the counts they may look at."""
+        """A step is over: the hooks of batch and epoch, and the counts they may look at."""
         batch, output = self._last
         self._last = (None, None)
-        self.global_step += 1
         self.samples_per_step, self._samples["step"] = self._samples["step"], 0
         module.on_train_batch_end(output, batch, self.batch_idx)
         self.batch_idx += 1
@@ -113,10 +124,7 @@ class TrainerView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotInTrainerError(
-            f"{self._where} uses self.trainer.{name}: batchtune trains the module without a Lightning Trainer, and "
-            "stands in for its progress, datamodule and logger only"
-        )
+        raise not_there(self._where, name)
 
 
 class Logged:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, Subset
 
+from batchtune.document import GradientClipping
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
 from batchtune.task.transformers.generated import GeneratedBatches
 
@@ -38,6 +39,9 @@ class TrainerTask(Adapted):
         self._counts_items = hasattr(trainer, "_get_num_items_in_batch") and (
             "num_items_in_batch" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
         )
+        self.accumulation_steps = int(self._args.gradient_accumulation_steps)
+        if self._args.max_grad_norm:
+            self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []
         self._given = (trainer.model.to("cpu"), trainer.optimizer)
         self._has_scheduler = trainer.lr_scheduler is not None
@@ -134,15 +138,13 @@ class TrainerTask(Adapted):
             return loss
 
     def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """What `create_optimizer` makes at this learning rate, clipping to `max_grad_norm` before its steps."""
+        """What `create_optimizer` makes at this learning rate."""
         with self._holding(model) as trainer:
             trainer.optimizer, self._optimizer = self._optimizer, None
             self._args.learning_rate = lr
             trainer.create_optimizer()
             optimizer: torch.optim.Optimizer = trainer.optimizer
-        set_learning_rate(optimizer, lr, where=self.where)
-        if self._args.max_grad_norm:
-            optimizer.register_step_pre_hook(_clipping(model, self._args.max_grad_norm))
+        set_learning_rate([optimizer], lr, where=self.where)
         progress = self._trainer.state
         progress.global_step = 0
 
@@ -209,14 +211,6 @@ def _checkpoint_activations(model: Any, args: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how or None, **own)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
-
-
-def _clipping(model: nn.Module, max_norm: float) -> Callable[..., None]:
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # fused optimizers take fp16's loss scale out themselves
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm if scale is None else max_norm * float(scale))
-
-    return clip
 
 
 class ModelTask(Adapted):

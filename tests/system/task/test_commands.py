@@ -28,11 +28,11 @@ def test_a_module_of_lightnings_is_estimated(quick_cli):
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(quick_cli):
-    quick_cli.write("linear.py", MODULE + OWN_LOADERS + "\n    automatic_optimization = False\n")
+    quick_cli.write("linear.py", MODULE + OWN_LOADERS + "\n    def optimizer_step(self, *a, **k): ...\n")
     found = quick_cli("probe", "linear.py:Lit", "-q")
     assert found.code == 2
     assert found.err == (
-        "batchtune: linear.py:Lit: manual optimization (automatic_optimization = False) is not supported\n"
+        "batchtune: linear.py:Lit: it overrides optimizer_step(), which batchtune's own loop cannot honour\n"
     )
 
 
@@ -41,7 +41,7 @@ def test_a_question_to_the_trainer_within_a_step_is_one_line_and_exit_code_2(qui
     quick_cli.write("linear.py", text)
     found = quick_cli("probe", "linear.py:Lit", "-q")
     assert found.code == 2
-    assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy: .* only\n", found.err)
+    assert re.fullmatch(r"batchtune: linear\.py:Lit uses self\.trainer\.strategy\.barrier: .* only\n", found.err)
 
 
 def test_a_trainer_is_probed(quick_cli):

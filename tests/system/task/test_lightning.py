@@ -118,8 +118,8 @@ class TestATask:
 class TestLearningRate:
     def test_it_is_the_highest_of_the_groups_and_the_others_keep_their_ratio(self, lit):
         task = lit()
-        optimizer = task.optimizer(task.model(), 0.02)
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.002, 0.02])
+        optimizers = task.optimizers(task.model(), 0.02)
+        assert [group["lr"] for group in optimizers.param_groups] == pytest.approx([0.002, 0.02])
 
     @pytest.mark.parametrize(
         ("returned", "rates"),
@@ -143,7 +143,7 @@ class TestLearningRate:
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
         batches, seen = TrainingBatches(task, 4, 0), []
         for _ in rates:
-            seen.append(trainer.optimizer.param_groups[0]["lr"] / 0.1)
+            seen.append(trainer.optimizers.param_groups[0]["lr"] / 0.1)
             trainer.step(batches)
         assert seen == pytest.approx(rates)
 
@@ -155,7 +155,7 @@ class TestLearningRate:
         return [opt], [{"scheduler": torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total), "interval": "step"}]
 """
         trainer = trained(lit(methods), steps=5, learning_rate=0.1, total_steps=10)
-        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.05)
 
     @pytest.mark.parametrize(
         ("schedule", "start"),
@@ -175,15 +175,15 @@ class TestLearningRate:
 """
         task = lit(methods)
         alone = Trainer(task, CPU, "fp32", learning_rate=0.1)
-        assert alone.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+        assert alone.optimizers.param_groups[0]["lr"] == pytest.approx(0.1)
         scheduled = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
-        assert scheduled.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * start)
+        assert scheduled.optimizers.param_groups[0]["lr"] == pytest.approx(0.1 * start)
 
     def test_a_cycle_keeps_its_shape_around_the_learning_rate(self):
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=10)
-        set_learning_rate(optimizer, 0.5, [cycle], where="m.py")
+        set_learning_rate([optimizer], 0.5, [cycle], where="m.py")
         rates = []
         for _ in range(9):
             optimizer.step()
@@ -194,7 +194,81 @@ class TestLearningRate:
     def test_an_optimizer_without_one_is_refused(self):
         optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
         with pytest.raises(UsageError, match=r"m\.py: Adafactor has no learning rate that could be set"):
-            set_learning_rate(optimizer, 0.5, where="m.py")
+            set_learning_rate([optimizer], 0.5, where="m.py")
+
+
+MANUAL = """
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        body, head = self.optimizers()
+        with body.toggle_model():
+            loss = self.body(batch[0]).square().mean()
+            body.zero_grad()
+            self.manual_backward(loss)
+            body.step()
+        loss = self(batch[0]).square().mean()
+        head.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(head, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        head.step()
+        for schedule in self.lr_schedulers():
+            schedule.step()
+
+    def configure_optimizers(self):
+        both = [torch.optim.SGD(self.body.parameters(), lr=0.4), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+        total = self.trainer.estimated_stepping_batches
+        return both, [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, total) for each in both]
+"""
+
+
+class TestManualOptimization:
+    @pytest.mark.parametrize("spelling", SPELLINGS)
+    def test_it_trains_as_lightning_trains_it(self, load, spelling):
+        import importlib
+
+        library = importlib.import_module("lightning.pytorch" if spelling == "lightning" else spelling)
+        text = (MODULE + OWN_LOADERS + MANUAL).replace("import lightning as L", f"import {spelling} as L")
+        task = load(text.replace("shuffle=True", "shuffle=False"), "Lit", f"manual_{spelling}.py")
+        task.require("tune")
+        ours = Trainer(task, CPU, "fp32", learning_rate=0.4, total_steps=5)
+        theirs = task.source._make()
+        theirs.load_state_dict(ours.model.state_dict())
+        batches = TrainingBatches(task, 4, 0)
+        for _ in range(5):
+            ours.step(batches)
+        trainer = library.Trainer(
+            max_steps=10, max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, limit_train_batches=5,
+        )  # fmt: skip
+        theirs.configure_optimizers = lambda: type(theirs).configure_optimizers(theirs)
+        trainer.fit(theirs)
+        assert ours.model.global_step == theirs.global_step == 10
+        for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
+            assert torch.allclose(mine, other)
+
+
+class TestClipping:
+    TRAINER = "\ntrainer = L.Trainer({}, accelerator='cpu', logger=False, accumulate_grad_batches=3)\n"
+
+    def test_that_of_the_trainer_in_the_file_is_done(self, lit):
+        base = MODULE + OWN_LOADERS
+        task = lit(more=self.TRAINER.format("gradient_clip_val=1e-3"), base=base)
+        trainer = Trainer(task, CPU, "fp32", learning_rate=1.0)
+        before = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+        trainer.step(TrainingBatches(task, 4, 0))
+        after = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
+        assert float((after - before).norm()) <= 1.01e-3
+        assert task.source.accumulation_steps == 3
+        assert trainer.model.trainer.gradient_clip_val == 1e-3
+
+    def test_the_users_own_is_called_with_what_the_trainer_says(self, lit):
+        methods = """
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.seen.append((gradient_clip_val, gradient_clip_algorithm))
+"""
+        more = self.TRAINER.format("gradient_clip_val=0.5, gradient_clip_algorithm='value'")
+        assert trained(lit(methods, more=more)).model.seen == [(0.5, "value")]
 
 
 class TestLogging:
@@ -347,16 +421,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("methods", "purpose", "words"),
         [
-            (
-                "\n    @property\n    def automatic_optimization(self):\n        return False\n",
-                "probe",
-                "manual optimization",
-            ),
             ("\n    def optimizer_step(self, *a, **k): ...\n", "probe", r"overrides optimizer_step\(\)"),
             (
                 "\n    def configure_optimizers(self):\n        return [torch.optim.SGD(self.parameters())] * 2\n",
                 "probe",
-                "returned 2 optimizers; batchtune trains with one",
+                "returned 2 optimizers, which Lightning trains by manual optimization only",
             ),
             (
                 "\n    def configure_callbacks(self):\n        return []\n",
@@ -418,7 +487,7 @@ class TestRefusals:
         with pytest.raises(UsageError, match=r"Lit needs arguments \(width\); name a function that returns a Lit"):
             lit(base=MODULE.replace("lr=0.1", "width"))
 
-    @pytest.mark.parametrize(("name", "exists"), [("strategy", False), ("global_step", True)])
+    @pytest.mark.parametrize(("name", "exists"), [("profiler", False), ("global_step", True)])
     def test_what_the_trainer_is_asked_for_is_told_where_it_is_not_there(self, lit, name, exists):
         model = lit().model()
         assert hasattr(model.trainer, name) is exists

@@ -131,7 +131,7 @@ class TestATrainer:
 class TestWhatItTrainsWith:
     def test_the_learning_rate_is_that_of_every_group(self, trainer_task):
         task = trainer_task("weight_decay=0.1")
-        groups = task.optimizer(task.model(), 0.02).param_groups
+        groups = task.optimizers(task.model(), 0.02).param_groups
         assert [group["lr"] for group in groups] == [0.02, 0.02]
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
@@ -144,10 +144,10 @@ class TestWhatItTrainsWith:
     )
     def test_an_optimizer_of_the_users_own_trains_the_new_model(self, trainer_task, arguments):
         trainer = trained(trainer_task(arguments), learning_rate=0.02)
-        assert type(trainer.optimizer) is torch.optim.SGD
-        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
-        assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
-        held = {id(each) for group in trainer.optimizer.param_groups for each in group["params"]}
+        assert type(trainer.optimizers[0]) is torch.optim.SGD
+        assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.02)
+        assert trainer.optimizers.param_groups[0]["momentum"] == 0.9
+        held = {id(each) for group in trainer.optimizers.param_groups for each in group["params"]}
         assert held == {id(each) for each in trainer.model.parameters()}
 
     def test_the_schedule_goes_over_the_runs_steps(self, trainer_task):
@@ -155,7 +155,7 @@ class TestWhatItTrainsWith:
         trainer = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=6)
         batches, rates = TrainingBatches(task, 4, 0), []
         for _ in range(6):
-            rates.append(trainer.optimizer.param_groups[0]["lr"])
+            rates.append(trainer.optimizers.param_groups[0]["lr"])
             trainer.step(batches)
         assert rates == pytest.approx([0.0, 0.05, 0.1, 0.075, 0.05, 0.025])
 
@@ -170,7 +170,7 @@ class TestWhatItTrainsWith:
             grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
             norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
 
-        trainer.optimizer.register_step_pre_hook(see)  # after ours
+        trainer.optimizers[0].register_step_pre_hook(see)  # after ours
         trainer.update()
         assert (norms[0] <= 1.01e-3) is clipped
 

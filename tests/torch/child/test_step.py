@@ -74,10 +74,10 @@ class TestSteps:
         for _ in range(5):
             scheduled.step(batches, 3)
         assert horizons == [10]
-        assert scheduled.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+        assert scheduled.optimizers.param_groups[0]["lr"] == pytest.approx(0.05)
 
     def test_without_a_horizon_there_is_no_scheduler(self, trainer):
-        assert trainer(build_scheduler=lambda *_: pytest.fail("not asked for")).scheduler is None
+        assert trainer(build_scheduler=lambda *_: pytest.fail("not asked for")).schedulers == []
 
     def test_the_model_is_in_training_mode(self, trainer):
         assert trainer(build_model=lambda: nn.Linear(4, 1).eval()).model.training

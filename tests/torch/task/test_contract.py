@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from batchtune.errors import UserCodeError
 from batchtune.task.contract import Task, tensor_bytes
 from batchtune.task.load import load_task
+from batchtune.task.optimizers import Optimizers
 
 
 def task_of(**functions: object) -> Task:
@@ -83,25 +84,44 @@ class TestRequirements:
 @pytest.mark.parametrize(
     ("functions", "use", "words"),
     [
-        ({"build_model": dict}, lambda task: task.model(), "build_model returned a dict, not an nn.Module"),
+        (
+            {"build_model": dict},
+            lambda task: task.model(),
+            "build_model returned a dict, not an nn.Module or a dict of them",
+        ),
+        (
+            {"build_model": lambda: {"net": nn.Linear(4, 1), "step": 3}},
+            lambda task: task.model(),
+            "a dict in which 'step' is an int, not an nn.Module; a train_step keeps anything else in context.state",
+        ),
+        (
+            {"build_model": lambda: {"items": nn.Linear(4, 1)}},
+            lambda task: task.model(),
+            "build_model returned a dict with a wrong key: .*items",
+        ),
         (
             {"build_optimizer": lambda model, lr: [model, lr]},
-            lambda task: task.optimizer(nn.Linear(1, 1), 0.1),
-            "build_optimizer returned a list, not a torch.optim.Optimizer",
+            lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
+            "build_optimizer returned a list with a Linear in it, not a torch.optim.Optimizer or a list or dict of",
+        ),
+        (
+            {"build_optimizer": lambda _model, _lr: []},
+            lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
+            "build_optimizer returned a list, not a torch.optim.Optimizer or a list or dict of them",
         ),
         (
             {"build_optimizer": lambda model, lr: torch.optim.LBFGS(model.parameters(), lr=lr)},
-            lambda task: task.optimizer(nn.Linear(1, 1), 0.1),
-            r"build_optimizer returned a LBFGS, whose step\(\) needs a closure; batchtune trains with .* SGD or AdamW",
+            lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
+            r"returned a LBFGS, whose step\(\) needs a closure: write a train_step.* calls context.step\(optimizers, c",
         ),
         (
             {"build_scheduler": lambda _optimizer, _steps: 3},
-            lambda task: task.scheduler(None, 9),
+            lambda task: task.schedulers(Optimizers([]), 9),
             r"build_scheduler returned an int, which has no step\(\)",
         ),
         (
             {"build_scheduler": lambda optimizer, _steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
-            lambda task: task.scheduler(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 9),
+            lambda task: task.schedulers(Optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), 9),
             "build_scheduler returned a ReduceLROnPlateau, which waits for a metric at the end of an epoch",
         ),
         (
@@ -133,13 +153,13 @@ def test_a_wrong_return_value_is_named(functions, use, words):
 
 class TestStandIns:
     def test_the_optimizer_is_adamw(self):
-        optimizer = task_of().optimizer(nn.Linear(4, 1), 0.03)
+        (optimizer,) = task_of().optimizers(nn.Linear(4, 1), 0.03)
         assert isinstance(optimizer, torch.optim.AdamW)
         assert optimizer.param_groups[0]["lr"] == 0.03
 
     def test_there_is_no_scheduler(self):
-        assert task_of().scheduler(None, 9) is None
-        assert task_of(build_scheduler=lambda _optimizer, _steps: None).scheduler(None, 9) is None
+        assert task_of().schedulers(Optimizers([]), 9) == []
+        assert task_of(build_scheduler=lambda _optimizer, _steps: None).schedulers(Optimizers([]), 9) == []
 
     def test_hugging_face_models_bring_their_loss(self):
         model = nn.Linear(4, 1)

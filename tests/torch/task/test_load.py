@@ -69,7 +69,9 @@ class TestWhatIsNotThere:
 
     def test_a_function_of_the_contract_comes_with_the_template(self, message):
         text = message("x = 1")
-        assert text.startswith("my_task.py: no build_model() returning an nn.Module; 'batchtune init'")
+        assert text.startswith(
+            "my_task.py: no build_model() returning an nn.Module or a dict of them; 'batchtune init'"
+        )
 
     def test_a_library_that_a_task_wants_is_told_with_the_line(self, message):
         text = message("\nimport no_such_library\n")

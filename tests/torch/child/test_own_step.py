@@ -1,0 +1,254 @@
+"""Steps as a task's own `train_step` takes them, with several optimizers and modules; each beside a plain loop."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.document import GradientClipping
+from batchtune.errors import UserCodeError
+
+CPU = torch.device("cpu")
+MSE = nn.functional.mse_loss
+
+
+def gan():
+    return {"generator": nn.Linear(3, 4), "discriminator": nn.Linear(4, 1)}
+
+
+def gan_optimizers(model, lr):
+    return {
+        "generator": torch.optim.Adam(model["generator"].parameters(), lr=lr),
+        "discriminator": torch.optim.Adam(model["discriminator"].parameters(), lr=4 * lr),
+    }
+
+
+def gan_losses(model, real):
+    """The discriminator's loss, then a function of the generator's, which looks at the stepped discriminator."""
+    made = model["generator"](real[:, :3])
+    first = nn.functional.softplus(model["discriminator"](made.detach()) - model["discriminator"](real)).mean()
+    return first, lambda: nn.functional.softplus(-model["discriminator"](model["generator"](real[:, :3]))).mean()
+
+
+def gan_step(model, batch, optimizers, context):
+    with context.autocast():
+        loss, generator_loss = gan_losses(model, batch[0])
+    context.backward(loss, optimizers["discriminator"])
+    context.step(optimizers["discriminator"])
+    with context.autocast():
+        loss = generator_loss()
+    context.backward(loss, optimizers["generator"])
+    context.step(optimizers["generator"])
+    return loss
+
+
+def mean_loss(model, batch):
+    return MSE(model(batch[0]), batch[1])
+
+
+def one_step(model, batch, optimizers, context):
+    with context.autocast():
+        loss = mean_loss(model, batch)
+    context.backward(loss)
+    context.step(optimizers)
+    return loss
+
+
+@pytest.fixture
+def trainer(linear_task):
+    def make(precision="fp32", clipping=None, learning_rate=0.1, **functions):
+        task = linear_task(**functions)
+        return Trainer(task, CPU, precision, learning_rate=learning_rate, gradient_clipping=clipping, loss_scale=1.0)
+
+    return make
+
+
+def batches_of(trainer, count, size=8):
+    source = TrainingBatches(trainer.task, size, 0)
+    return [next(source) for _ in range(count)]
+
+
+def all_weights(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+class TestOwnStep:
+    def test_it_trains_as_compute_loss_does(self, trainer):
+        own, plain = trainer(train_step=one_step), trainer(compute_loss=mean_loss)
+        for batch in batches_of(own, 3):
+            own.step(iter([batch]))
+            plain.step(iter([batch]))
+        assert torch.equal(all_weights(own.model), all_weights(plain.model))
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_accumulated_micro_batches_step_once(self, trainer, precision):
+        own = trainer(precision, train_step=one_step)
+        plain = trainer(precision, compute_loss=mean_loss)
+        before, batches = all_weights(own.model), batches_of(own, 4)
+        own.forward_backward(batches[0], 4)
+        assert torch.equal(before, all_weights(own.model))
+        for batch in batches[1:]:
+            own.forward_backward(batch, 4)
+        own.update()
+        plain.step(iter(batches), 4)
+        assert not torch.equal(before, all_weights(own.model))
+        assert torch.allclose(all_weights(own.model), all_weights(plain.model))
+
+    def test_gradients_of_a_step_do_not_reach_the_next(self, trainer):
+        own, plain = trainer(train_step=one_step), trainer(compute_loss=mean_loss)
+        for batch in batches_of(own, 2):
+            own.forward_backward(batch)
+            own.update(free_late=True)
+            plain.step(iter([batch]))
+        assert torch.equal(all_weights(own.model), all_weights(plain.model))
+
+    def test_alternating_losses_train_as_in_a_plain_loop(self, trainer):
+        own = trainer(build_model=gan, build_optimizer=gan_optimizers, train_step=gan_step, compute_loss=None)
+        model = copy.deepcopy(own.model)
+        optimizers = gan_optimizers(model, 0.1)
+        for batch in batches_of(own, 3):
+            own.step(iter([batch]))
+            loss, generator_loss = gan_losses(model, batch[0])
+            optimizers["discriminator"].zero_grad()
+            loss.backward()
+            optimizers["discriminator"].step()
+            optimizers["generator"].zero_grad()
+            generator_loss().backward()
+            optimizers["generator"].step()
+        assert torch.allclose(all_weights(own.model), all_weights(model))
+
+    def test_lbfgs_steps_with_a_closure(self, trainer):
+        def step(model, batch, optimizer, context):
+            def closure():
+                optimizer.zero_grad()
+                loss = MSE(model(batch[0]), batch[1])
+                context.backward(loss)
+                return loss
+
+            context.step(optimizer, closure)
+            return MSE(model(batch[0]), batch[1])
+
+        def lbfgs(model, lr):
+            return torch.optim.LBFGS(model.parameters(), lr=lr, max_iter=5)
+
+        own = trainer(build_optimizer=lbfgs, train_step=step, learning_rate=1.0)
+        batch = batches_of(own, 1, size=64)[0]
+        losses = [float(own.step(iter([batch]))) for _ in range(5)]
+        assert losses[-1] < 1e-3 * float(MSE(torch.zeros_like(batch[1]), batch[1]))
+
+    def test_state_is_kept_from_step_to_step_of_one_run(self, trainer):
+        seen = []
+
+        def step(model, batch, optimizer, context):
+            seen.append(context.state.get("steps", 0))
+            context.state["steps"] = seen[-1] + 1
+            return one_step(model, batch, optimizer, context)
+
+        for _ in range(2):
+            own = trainer(train_step=step)
+            for batch in batches_of(own, 2):
+                own.step(iter([batch]))
+        assert seen == [0, 1, 0, 1]
+
+    def test_an_average_of_the_weights_follows_after_the_last_micro_batch(self, trainer):
+        def build_model():
+            net = nn.Linear(4, 1)
+            return {"net": net, "ema": torch.optim.swa_utils.AveragedModel(net)}
+
+        def step(model, batch, optimizer, context):
+            loss = one_step(model["net"], batch, optimizer, context)
+            if context.is_last_micro_batch:
+                model["ema"].update_parameters(model["net"])
+            return loss
+
+        def build_optimizer(model, lr):
+            return torch.optim.SGD(model["net"].parameters(), lr=lr)
+
+        own = trainer(build_model=build_model, build_optimizer=build_optimizer, train_step=step)
+        own.step(iter(batches_of(own, 4)), 4)
+        assert int(own.model["ema"].n_averaged) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda model, batch, _optimizer, _context: mean_loss(model, batch), "train_step stepped no optimizer; call"),
+        (
+            lambda model, batch, optimizer, _context: (mean_loss(model, batch).backward(), optimizer.step()),
+            r"train_step called optimizer.step\(\); call context.step\(optimizer\)",
+        ),
+        (lambda *given: one_step(*given).item(), "train_step returned a float, not a tensor"),
+        (
+            lambda model, _batch, _optimizer, context: context.step(torch.optim.SGD(model.parameters(), lr=0.1)),
+            "context.step was given a SGD that build_optimizer has not returned",
+        ),
+    ],
+)
+def test_a_wrong_step_is_explained(trainer, step, words):
+    own = trainer(train_step=step)
+    with pytest.raises(UserCodeError, match=words):
+        own.step(iter(batches_of(own, 1)))
+
+
+def test_backward_passes_that_would_mix_when_accumulated_are_explained(trainer):
+    def step(model, batch, optimizers, context):
+        loss, generator_loss = gan_losses(model, batch[0])
+        context.backward(loss)
+        context.backward(generator_loss())
+        for each in optimizers.values():
+            context.step(each)
+        return loss
+
+    own = trainer(build_model=gan, build_optimizer=gan_optimizers, train_step=step)
+    own.step(iter(batches_of(own, 1)))
+    with pytest.raises(
+        UserCodeError, match=r"gradients mix when micro-batches are accumulated; .* context.backward\(lo"
+    ):
+        own.step(iter(batches_of(own, 2)), 2)
+
+
+class TestSeveralOptimizers:
+    @pytest.mark.parametrize("kind", [list, lambda each: dict(enumerate(each))])
+    def test_all_step_after_a_loss(self, trainer, kind):
+        def build_optimizer(model, lr):
+            return kind([torch.optim.SGD([model.weight], lr=lr), torch.optim.AdamW([model.bias], lr=lr / 10)])
+
+        both = trainer(build_optimizer=build_optimizer)
+        before = [each.detach().clone() for each in both.model.parameters()]
+        both.step(iter(batches_of(both, 1)))
+        changes = [float((each - was).detach().abs().max()) for each, was in zip(both.model.parameters(), before, strict=True)]
+        assert changes[0] > 0
+        assert changes[1] == pytest.approx(0.01, rel=0.1)  # Adam's first step
+        assert both.optimizers.name == "SGD + AdamW"
+
+    def test_schedules_of_all_step(self, trainer):
+        def build_optimizer(model, lr):
+            return [torch.optim.SGD([model.weight], lr=lr), torch.optim.SGD([model.bias], lr=lr / 10)]
+
+        def build_scheduler(optimizers, total_steps):
+            return [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, total_steps) for each in optimizers]
+
+        task = trainer(build_optimizer=build_optimizer, build_scheduler=build_scheduler).task
+        both = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=10)
+        for batch in batches_of(both, 5):
+            both.step(iter([batch]))
+        assert [group["lr"] for group in both.optimizers.param_groups] == pytest.approx([0.05, 0.005])
+
+
+class TestClipping:
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    @pytest.mark.parametrize("functions", [{}, {"train_step": one_step}])
+    @pytest.mark.parametrize("clipping", [GradientClipping(norm=1e-3), GradientClipping(value=1e-3)])
+    def test_gradients_are_clipped_before_the_step(self, linear_task, precision, functions, clipping):
+        def build_optimizer(model, lr):
+            return torch.optim.SGD(model.parameters(), lr=lr)
+
+        task = linear_task(build_optimizer=build_optimizer, **functions)
+        clipped = Trainer(task, CPU, precision, learning_rate=1.0, gradient_clipping=clipping, loss_scale=2.0**10)
+        before = all_weights(clipped.model)
+        clipped.step(iter(batches_of(clipped, 1)))
+        change = all_weights(clipped.model) - before
+        size = change.norm() if clipping.norm else change.abs().max()
+        assert float(size) == pytest.approx(1e-3, rel=1e-2)
