@@ -240,6 +240,9 @@ class GradientClipping(Record):
     value: Rate | None = Field(default=None, description="Each of them is at most this, positive or negative.")
 
 
+NO_CLIPPING = GradientClipping()
+
+
 class Trial(Record):
     """One training run of the study."""
 
@@ -258,6 +261,7 @@ class Trial(Record):
         default={}, description="What else the study chose for build_optimizer, by the names under `space`."
     )
     optimizer: Text | None = Field(default=None, description="Its class, where such arguments may have chosen it.")
+    gradient_clipping: GradientClipping | None = None
     seed: Count
     time_to_target_seconds: Figure = None
     samples_to_target: Count | None = None
@@ -368,6 +372,7 @@ class ScalingPoint(Record):
     learning_rate: Rate | None = None
     precision: Text
     optimizer_arguments: dict[Text, Value] = {}
+    gradient_clipping: GradientClipping | None = None
     step_seconds: float = Field(description="Of an optimizer step, by the fitted step time and the communication.")
     time_to_target_seconds: Interval = Field(
         description="Of an estimate, the interval over seeds, widened by the error of the fitted step time."
@@ -393,6 +398,7 @@ class Recommendation(Record):
     precision: Text
     optimizer_arguments: dict[Text, Value] = {}
     optimizer: Text | None = Field(default=None, description="Its class, where such arguments may have chosen it.")
+    gradient_clipping: GradientClipping | None = None
     total_steps: Count | None = Field(default=None, description="The horizon to give to the learning rate's scheduler.")
     time_to_target_seconds: Interval | None = None
     energy_to_target_joules: Interval | None = None

@@ -35,12 +35,13 @@ from batchtune.device.failures import classify, leaves_device_usable
 from batchtune.device.memory import count_devices, find_device, open_device
 from batchtune.device.sharing import Sharing, usable_now
 from batchtune.device.telemetry import Sensors
-from batchtune.document import Environment
-from batchtune.errors import BatchtuneError, DeviceError, UserCodeError
+from batchtune.document import NO_CLIPPING, Environment
+from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.channel import Channel
 from batchtune.protocol.messages import AnyCommand, Command, Json
 from batchtune.protocol.run_spec import RunEnd
+from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error, load_task
 from batchtune.task.optimizers import optimizer_defaults
@@ -110,6 +111,12 @@ class Child:
         limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
         self._task = load_task(command.task)
         self._task.require(command.purpose)
+        if self._parallel is not None and self._task.has("train_step"):
+            raise UsageError(
+                f"{command.task}: a task with a train_step trains on one device; leave out --nproc-per-node"
+            )
+        if command.gradient_clipping is not None:
+            self._task.gradient_clipping = command.gradient_clipping
         _set_libraries_apart()
         opened = commands.Opened(
             device=str(self._memory.device),
@@ -122,7 +129,7 @@ class Child:
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
-            optimizer=self._task.optimizers(self._task.model(), 1e-3).name,
+            **_about_steps(self._task),
         )
         if command.metric is not None:
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
@@ -163,6 +170,18 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
     seen = sensors.sharing()
     with usable_now(name, seen):
         return open_device(name), sensors, seen
+
+
+def _about_steps(task: Task) -> dict[str, Any]:
+    """What of `Opened` is about the task's optimizer steps."""
+    optimizers = task.optimizers(task.model(), 1e-3)
+    return {
+        "optimizer": optimizers.name,
+        "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
+        "accumulation_steps": task.source.accumulation_steps if isinstance(task.source, Adapted) else 1,
+        "accumulates": task.accumulates(optimizers),
+        "steps_by_itself": task.has("train_step"),
+    }
 
 
 def _require_device(memory: DeviceMemory, wanted: str | None) -> None:

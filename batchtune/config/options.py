@@ -204,6 +204,15 @@ Throughput = Annotated[
 Accumulation = Annotated[
     int, Option(help="Micro-batches of one optimizer step.", check=count, flag="--accumulation", metavar="N")
 ]
+OwnAccumulation = Annotated[
+    int | None,
+    Option(
+        help="Micro-batches of one optimizer step; default: as your Trainer has it, or 1.",
+        check=cap,
+        flag="--accumulation",
+        metavar="N",
+    ),
+]
 Ranks = Annotated[
     int,
     Option(help="Ranks that train as one, each on its device; sizes are of each rank.", check=count, metavar="N"),

@@ -23,10 +23,11 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune.config.quantities import TOO_MANY_BYTES, parse_bytes, parse_seconds
+from batchtune.document import GradientClipping
 from batchtune.errors import without_passwords
 from batchtune.vocabulary import Goal, Kind, Precision
 
-_SEARCHED = {"learning_rate", "batch_size", "precision"}
+_SEARCHED = {"learning_rate", "batch_size", "precision", "gradient_clipping"}
 _NOT_EXTRA = {"model", "lr", *_SEARCHED}
 _MISSPELLED = 0.9  # difflib's ratio of two words of which one is meant by the other
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
@@ -157,6 +158,9 @@ class Baseline(Section):
 
     batch_size: Count = 32
     learning_rate: Positive = 1e-3
+    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False), NoSwitch] | None = Field(
+        default=None, description="Where it is searched: its norm or value today, 0 for none; null: the task's own."
+    )
 
 
 class Objective(Section):
@@ -210,6 +214,40 @@ class Parameter(Section):
         if self.log and self.min <= 0:
             raise ValueError(f"min {self.min:g} has no logarithm; raise it above 0 or leave out log")
         return self
+
+
+class Clipping(Section):
+    """What is done to gradients before the optimizers' steps: one of the two, a number or what to search."""
+
+    norm: Positive | Parameter | None = Field(default=None, description="Their norm over all parameters is at most so.")
+    value: Positive | Parameter | None = Field(default=None, description="Each of them is at most so.")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.norm is None) == (self.value is None):
+            raise ValueError("should have either norm or value, for example {norm: 1.0}")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """Which of the two it is."""
+        return "value" if self.norm is None else "norm"
+
+    @property
+    def given(self) -> float | Parameter:
+        """The number, or what is searched; of choices and of what is run today, 0 is none."""
+        found = self.value if self.norm is None else self.norm
+        assert found is not None  # noqa: S101 - checked above
+        return found
+
+    @property
+    def searched(self) -> Parameter | None:
+        """What is searched; None: it is one number."""
+        return self.given if isinstance(self.given, Parameter) else None
+
+    def of(self, number: float) -> GradientClipping:
+        """The clipping that a number stands for; 0 is none."""
+        return GradientClipping.model_validate({self.kind: number} if number else {})
 
 
 def _argument_name(value: str) -> str:
@@ -294,6 +332,7 @@ class Config(Section):
     space: dict[Annotated[str, AfterValidator(_argument_name)], Parameter] = Field(
         default={}, description="More arguments of build_optimizer to search; their defaults are what you run today."
     )
+    gradient_clipping: Clipping | None = Field(default=None, description="null: what the task does by itself.")
     baseline: Baseline = Field(default=Baseline(), validate_default=True)
     objective: Objective = Objective()
     budget: Budget = Budget()
@@ -326,6 +365,14 @@ class Config(Section):
                 f"batch_size {baseline.batch_size} is not batch_size.global {sizes.global_}, which is kept; drop it"
             )
         return baseline.model_copy(update={"batch_size": sizes.global_})
+
+    @field_validator("baseline")
+    @classmethod
+    def _clipping_is_searched(cls, baseline: Baseline, known: ValidationInfo) -> Baseline:
+        clipping: Clipping | None = known.data.get("gradient_clipping")
+        if baseline.gradient_clipping is not None and (clipping is None or clipping.searched is None):
+            raise ValueError("gradient_clipping is for a study that searches it; write it outside of baseline")
+        return baseline
 
     @field_validator("ray")
     @classmethod

@@ -26,7 +26,7 @@ class ProbeOptions:
         throughput: also time steps at several sizes.
         timing_seconds: of each of them.
         flops: count those of a sample even where the device's peak is not known.
-        accumulation_steps: micro-batches of one optimizer step.
+        accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
         useful_size: up to here sizes are of use however long their step takes.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from batchtune.device.sharing import look
@@ -152,6 +153,7 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
         on_cpu = settings.memory_limit is not None  # all of a CPU's memory takes so long to fill that sizes grow slowly
         with EstimatePrior(settings.task, settings.device, observer, on_cpu=on_cpu) as estimate_prior, worker:
             session.opened = opened = worker.start()
+            options = replace(options, accumulation_steps=options.accumulation_steps or opened.accumulation_steps)
             for precision, reason in opened.precision:
                 observer.note(f"precision {precision}: {reason}")
                 try:

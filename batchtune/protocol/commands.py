@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from batchtune.document import Attempt, Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
+from batchtune.document import (
+    NO_CLIPPING,
+    Attempt,
+    Environment,
+    GradientClipping,
+    LoaderPoint,
+    NoiseScale,
+    RangeTest,
+    ThroughputPoint,
+)
 from batchtune.protocol.messages import Command, Message
 from batchtune.protocol.run_spec import RunEnd, RunSpec
 
@@ -43,7 +52,11 @@ class Opened(Message):
         precision: each with the reason why it was chosen.
         train_size: samples; None for a stream, or where the task makes its batches.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
-        optimizer: its class.
+        optimizer: its class, or those of several.
+        gradient_clipping: that of every step unless a run is asked for another.
+        accumulation_steps: micro-batches of an optimizer step in the user's own training; 1 where that is not known.
+        accumulates: whether a step may be made of several micro-batches.
+        steps_by_itself: it has a train_step, whose gradients nobody else can take.
         world_size: number of ranks; 1 for a child alone.
         strategy: ddp or fsdp, of a group.
         backend: of a group's process group.
@@ -61,6 +74,10 @@ class Opened(Message):
     memory_limit_bytes: int | None
     optimizer_defaults: dict[str, Any]
     optimizer: str
+    gradient_clipping: GradientClipping = NO_CLIPPING
+    accumulation_steps: int = 1
+    accumulates: bool = True
+    steps_by_itself: bool = False
     world_size: int = 1
     strategy: Literal["ddp", "fsdp"] | None = None
     backend: str | None = None
@@ -87,6 +104,7 @@ class OpenTask(Command[Opened]):
         device_name: what the device must be called; None: any.
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
+        gradient_clipping: of every step; None: what the task does by itself.
         metric: the evaluation must have it; None: it does not matter.
     """
 
@@ -99,6 +117,7 @@ class OpenTask(Command[Opened]):
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
+    gradient_clipping: GradientClipping | None = None
     metric: str | None = None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchtune.document import NO_CLIPPING, GradientClipping
 from batchtune.vocabulary import Goal
 
 
@@ -26,6 +27,7 @@ class RunSpec:
         evaluation_batch_size: samples in one forward pass of the default evaluation.
         expected_step_seconds: an optimizer step as predicted from other runs; None where there were none.
         optimizer_arguments: what else is handed to the user's build_optimizer, by name.
+        gradient_clipping: before the optimizers' steps.
         limit_joules: energy in training after which the run ends; None for no such limit.
         horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.
         total_steps: the same in steps, where an earlier run of the configuration has settled it.
@@ -44,6 +46,7 @@ class RunSpec:
     evaluation_batch_size: int
     expected_step_seconds: float | None = None
     optimizer_arguments: dict[str, Any] = field(default_factory=dict)
+    gradient_clipping: GradientClipping = NO_CLIPPING
     limit_joules: float | None = None
     horizon_seconds: float | None = None
     total_steps: int | None = None

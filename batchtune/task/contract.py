@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -12,9 +13,10 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
+from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError, kind_of
 from batchtune.task.adapting.adapted import Adapted
-from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers
+from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
 from batchtune.task.random_numbers import seeded
 
 NAMES = {
@@ -134,6 +136,25 @@ class Task:
     def schedulers(self, optimizers: Optimizers, total_steps: int) -> list[Any]:
         """The user's schedulers, over so many optimizer steps; see `build_schedulers`."""
         return build_schedulers(self.source, self.where, optimizers, total_steps)
+
+    @cached_property
+    def gradient_clipping(self) -> GradientClipping | None:
+        """What the user's code says is done to gradients before the optimizers' steps; None: nothing."""
+        given = getattr(self.source, "gradient_clipping", None)
+        if given is None or isinstance(given, GradientClipping):
+            return given
+        if isinstance(given, Mapping) and len(given) == 1 and given.keys() <= GradientClipping.model_fields.keys():
+            with contextlib.suppress(ValueError):
+                return GradientClipping.model_validate(given)
+        raise UserCodeError(
+            f"{self.where}: gradient_clipping is {str(given)[:60]}; write gradient_clipping = {{'norm': 1.0}}, or "
+            "{'value': 0.5}"
+        )
+
+    def accumulates(self, optimizers: Optimizers) -> bool:
+        """Whether a step may be made of several micro-batches."""
+        manual = isinstance(self.source, Adapted) and self.has("train_step")
+        return not manual and not any(needs_closure(each) for each in optimizers)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar training loss of a batch."""

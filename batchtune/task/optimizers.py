@@ -80,7 +80,7 @@ def build_optimizers(source: Any, where: str, model: nn.Module, learning_rate: f
             raise UserCodeError(
                 f"{where}: build_optimizer returned {what}, not a torch.optim.Optimizer or a list or dict of them"
             )
-        if _needs_closure(each) and not _has(source, "train_step"):
+        if needs_closure(each) and not _has(source, "train_step"):
             raise UserCodeError(
                 f"{where}: build_optimizer returned {kind_of(each)}, whose step() needs a closure: write a train_step("
                 "model, batch, optimizers, context) that calls context.step(optimizers, closure)"
@@ -144,7 +144,7 @@ def _has(source: Any, name: str) -> bool:
     return getattr(source, name, None) is not None
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Whether its class says so: a schedule puts something else in the place of the optimizer's own step()."""
     try:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")

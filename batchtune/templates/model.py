@@ -53,3 +53,14 @@ def build_optimizer(model, lr):
 #     run, however soon it ends: so runs compared early are equally far in their schedules. Set budget.run to the
 #     training time you have in mind.
 # def collate(samples):                  how samples become a batch
+# gradient_clipping = {"norm": 1.0}      or {"value": 0.5}, before each optimizer step
+#
+# build_model may return a dict of modules (a criterion with parameters, an EMA, a discriminator), and build_optimizer a
+# list or dict of optimizers, all made from lr: the ratios you write are kept. A step that is not loss, backward, step:
+#
+# def train_step(model, batch, optimizers, context):
+#     with context.autocast():
+#         loss = ...
+#     context.backward(loss)             instead of loss.backward(); (loss, optimizer) where losses alternate
+#     context.step(optimizers)           instead of optimizer.step(); context.state is kept from call to call
+#     return loss                        the one to watch; called for each micro-batch

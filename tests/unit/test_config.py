@@ -236,6 +236,10 @@ def test_a_fixed_global_batch_is_that_of_the_baseline_too():
         ({"space": {"decay": {"choices": [1, 2, 1]}}}, "each choice once"),
         ({"space": {"decay": {"choices": []}}}, "at least 1 item"),
         ({"space": {"lr": {"choices": [1]}}}, "'lr' is searched already"),
+        ({"gradient_clipping": {}}, "should have either norm or value"),
+        ({"gradient_clipping": {"norm": 1.0, "value": 0.5}}, "should have either norm or value"),
+        ({"gradient_clipping": {"norm": 0.0}}, "greater than 0"),
+        ({"baseline": {"gradient_clipping": 1.0}}, "is for a study that searches it; write it outside of baseline"),
         ({"space": {"weight decay": {"choices": [1]}}}, "'weight decay' cannot name an argument of build_optimizer"),
     ],
 )

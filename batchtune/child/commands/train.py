@@ -167,6 +167,7 @@ def _trainer(task: Task, memory: DeviceMemory, spec: RunSpec, total_steps: int |
         total_steps=total_steps,
         optimizer_arguments=spec.optimizer_arguments,
         samples_per_step=spec.batch_size,
+        gradient_clipping=spec.gradient_clipping,
     )
 
 

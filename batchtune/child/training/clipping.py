@@ -18,7 +18,7 @@ class Clipper:
 
     Args:
         model: whose gradients they are.
-        clipping: what is asked for; None: what the user's own trainer does, where there is one.
+        clipping: what to do; None: nothing.
         adapted: the library's objects that the task was made from; None: it is plain PyTorch.
         scaler: of fp16's loss; gradients are unscaled before they are clipped.
     """
@@ -26,8 +26,7 @@ class Clipper:
     def __init__(
         self, model: nn.Module, clipping: GradientClipping | None, adapted: Adapted | None, scaler: Any
     ) -> None:
-        self._model, self._adapted, self._scaler = model, adapted, scaler
-        self._clipping = clipping or (adapted.gradient_clipping if adapted else None)
+        self._model, self._clipping, self._adapted, self._scaler = model, clipping, adapted, scaler
 
     def clip(self, optimizers: Sequence[Optimizer]) -> None:
         """Clips the gradients of all of their parameters together, or as the library does."""

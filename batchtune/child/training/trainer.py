@@ -53,7 +53,7 @@ class Trainer:
         parallel: the ranks that train together; None: this process trains alone.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
         samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
-        gradient_clipping: before the optimizers' steps; None: as the user's own trainer does, where there is one.
+        gradient_clipping: before the optimizers' steps; None: what the task does by itself.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Trainer:
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
         self.schedulers = task.schedulers(self.optimizers, total_steps) if total_steps else []
         self.scheduled_steps = total_steps or 0
-        self._clipper = Clipper(self.model, gradient_clipping, self._adapted, self.precision.scaler)
+        self._clipper = Clipper(
+            self.model, gradient_clipping or task.gradient_clipping, self._adapted, self.precision.scaler
+        )
         own_step = task.has("train_step")
         self._context = StepContext(device, self.precision, self.optimizers, self._clipper) if own_step else None
         self._batch: Any = None

@@ -44,6 +44,11 @@ def pytorch(result: Document) -> str:
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
     lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    clipping = found.gradient_clipping
+    for name, bound in [("norm", clipping.norm), ("value", clipping.value)] if clipping else []:
+        if bound is not None:
+            call = f"torch.nn.utils.clip_grad_{name}_(model.parameters(), {bound!r})"
+            lines.append(f"clip_gradients = lambda: {call}  # call it before optimizer.step()")
     if found.total_steps is not None:
         lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}

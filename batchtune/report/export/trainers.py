@@ -145,6 +145,13 @@ def _schedule_notes(found: Recommendation, field: str) -> list[str]:
     return [f"measured with a learning-rate schedule over {found.total_steps} steps; {field} would say so"]
 
 
+def _clipped(found: Recommendation) -> Mapping[str, float | None]:
+    """Norm and value of gradient clipping, 0 where it is known that there is none of the kind."""
+    if found.gradient_clipping is None:
+        return {"norm": None, "value": None}
+    return {"norm": found.gradient_clipping.norm or 0.0, "value": found.gradient_clipping.value or 0.0}
+
+
 def _hf(found: Recommendation, result: Document) -> Values:
     """Fields of `transformers.TrainingArguments`; whatever is not tf32 ran without it."""
     _refuse_fp16_on_cpu("the Trainer", found, result)
@@ -153,6 +160,7 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "learning_rate": found.learning_rate,
         **{theirs: found.optimizer_arguments.get(name) for name, theirs in _OF_TRAINING_ARGUMENTS.items()},
+        "max_grad_norm": _clipped(found)["norm"],
         "bf16": found.precision == "bf16",
         "fp16": found.precision == "fp16",
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
@@ -168,6 +176,8 @@ def _hf_notes(found: Recommendation, result: Document) -> list[str]:
     for name, value in found.optimizer_arguments.items():
         if name not in _OF_TRAINING_ARGUMENTS:
             notes.append(f"no field says {name}={value!r}: give it to your optimizer")
+    if clipped := _clipped(found)["value"]:
+        notes.append(f"no field says that each gradient is clipped at {clipped:g}: do so before the optimizer's step")
     return notes + _schedule_notes(found, "max_steps")
 
 
@@ -179,6 +189,8 @@ def _lightning(found: Recommendation, result: Document) -> Values:
         "trainer.devices": found.world_size,
         "trainer.precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(found.precision, "32-true"),
         "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
+        "trainer.gradient_clip_val": _clipped(found)["norm"] or _clipped(found)["value"],
+        "trainer.gradient_clip_algorithm": "value" if _clipped(found)["value"] else None,
         "data.batch_size": found.micro_batch_size,
         "model.lr": found.learning_rate,
         **{f"model.{name}": value for name, value in found.optimizer_arguments.items()},
@@ -202,6 +214,7 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
         "train_batch_size": found.micro_batch_size * found.gradient_accumulation_steps * found.world_size,
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
+        "gradient_clipping": _clipped(found)["norm"],
         "optimizer.type": _optimizer(found, result) if found.learning_rate is not None else None,
         "optimizer.params.lr": found.learning_rate,
         **{f"optimizer.params.{name}": value for name, value in found.optimizer_arguments.items()},
@@ -214,6 +227,8 @@ def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
     notes = _tf32_notes(found, result)
     if found.precision in {"bf16", "fp16"}:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
+    if clipped := _clipped(found)["value"]:
+        notes.append(f"DeepSpeed clips norms only; each gradient was clipped at {clipped:g} here")
     if found.learning_rate is not None:
         missing = "its other settings" if _optimizer(found, result) else "its type and other settings"
         searched = ["the learning rate", *found.optimizer_arguments]
@@ -227,6 +242,8 @@ def _env(found: Recommendation, result: Document) -> Values:  # noqa: ARG001 - o
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
         **{name.upper(): value for name, value in found.optimizer_arguments.items()},
+        "GRADIENT_CLIPPING_NORM": _clipped(found)["norm"] or None,
+        "GRADIENT_CLIPPING_VALUE": _clipped(found)["value"] or None,
         "TOTAL_STEPS": found.total_steps,
         "PRECISION": found.precision,
     }

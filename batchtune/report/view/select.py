@@ -45,6 +45,7 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
         and trial.batch_size == configuration.global_batch_size
         and trial.precision == configuration.precision
         and trial.optimizer_arguments == configuration.optimizer_arguments
+        and trial.gradient_clipping == configuration.gradient_clipping
         and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
     )
 

@@ -6,7 +6,7 @@ from batchtune.document import Document, Interval, Recommendation, Scaling, Tria
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
 from batchtune.report.view.select import JOULES, SECONDS, VALUE, is_of, metric_of, objective, ran, score
-from batchtune.report.view.words import batch_text, named_values, ranks, tone
+from batchtune.report.view.words import batch_text, clipping_text, named_values, ranks, tone
 from batchtune.units import duration, interval, number, time_interval
 
 _MOST_RUNS = 12
@@ -16,7 +16,8 @@ _OURS, _THEIRS = "train with", "today"
 def headline(found: Recommendation) -> Headline:
     """What is gained, and what to choose for it."""
     facts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
-    facts |= {"optimizer": named_values(found.optimizer_arguments), "precision": found.precision}
+    facts |= {"optimizer": named_values(found.optimizer_arguments)}
+    facts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
     choice = [Fact(name, text) for name, text in facts.items() if text not in {"", "-"}]
     gain, words_ = found.speedup_over_baseline, "the speed of what you run today"
     if gain is None:
@@ -35,10 +36,12 @@ def comparison(result: Document, found: Recommendation) -> Table:
     The first row is the batch size. A metric may be called what another row is.
     """
     shown = [found] if result.baseline is None else [found, result.baseline]
+    clipped = [clipping_text(each.gradient_clipping) for each in shown]
     rows = [
         ("batch size", [batch_text(each) for each in shown]),
         ("learning rate", [number(each.learning_rate) for each in shown]),
         ("optimizer", [named_values(each.optimizer_arguments) or "-" for each in shown]),
+        ("gradient clipping", [each or "none" for each in clipped] if any(clipped) else ["-"]),
         ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
         ("precision", [each.precision for each in shown]),
         ("time to target", [time_interval(each.time_to_target_seconds) for each in shown]),

@@ -8,6 +8,7 @@ from batchtune.document import (
     DataParallel,
     Environment,
     Estimate,
+    GradientClipping,
     MemoryDetail,
     Prior,
     ProbeResult,
@@ -55,6 +56,12 @@ def stopped(text: str) -> str:
 def counted(count: int, name: str) -> str:
     """So many of something."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
+def clipping_text(found: GradientClipping | None) -> str:
+    """Gradient clipping in words; '' where there is none, or it is not known."""
+    given = {"norm": found.norm, "each": found.value} if found else {}
+    return ", ".join(f"{name} ≤ {number(value)}" for name, value in given.items() if value is not None)
 
 
 def named_values(values: Mapping[str, Value]) -> str:

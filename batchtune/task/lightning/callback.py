@@ -25,8 +25,8 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
     """Trains with what `batchtune tune` recommends: `Trainer(callbacks=[ApplyResult("result.json")])`.
 
     Sets the batch size of the training data loader (and a `batch_size` attribute of DataModule or module, where there
-    is one), `accumulate_grad_batches` and the learning rate; groups of parameters and schedules keep their ratios.
-    Precision cannot be changed once there is a Trainer: a warning says what to give it.
+    is one), `accumulate_grad_batches`, gradient clipping and the learning rate; groups of parameters and schedules keep
+    their ratios. Precision cannot be changed once there is a Trainer: a warning says what to give it.
 
     Args:
         result: a result file or run folder.
@@ -45,6 +45,9 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
             return
         found = self._found
         trainer.accumulate_grad_batches = found.gradient_accumulation_steps
+        if found.gradient_clipping is not None:
+            trainer.gradient_clip_val = found.gradient_clipping.norm or found.gradient_clipping.value
+            trainer.gradient_clip_algorithm = "value" if found.gradient_clipping.value else "norm"
         require_world(found, trainer.world_size)
         wanted = _PRECISIONS[found.precision]
         if trainer.precision != wanted:

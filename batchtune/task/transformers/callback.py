@@ -17,7 +17,8 @@ Arguments = TypeVar("Arguments")
 def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Arguments:
     """Training arguments with what `batchtune tune` recommends in them.
 
-    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, bf16, fp16 and, on a GPU, tf32.
+    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, max_grad_norm, bf16, fp16 and, on a
+    GPU, tf32.
 
     Args:
         arguments: `TrainingArguments`, or a subclass's.
@@ -36,6 +37,8 @@ def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Argume
         "bf16": found.precision == "bf16",
         "fp16": found.precision == "fp16",
     }
+    if found.gradient_clipping is not None and found.gradient_clipping.value is None:
+        changes["max_grad_norm"] = found.gradient_clipping.norm or 0.0
     if found.learning_rate is not None:
         changes["learning_rate"] = found.learning_rate
     if found.precision in {"fp32", "tf32"} and (found.precision == "tf32" or given.get("tf32")):

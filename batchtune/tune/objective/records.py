@@ -19,11 +19,11 @@ _STATES: dict[TrialState, Literal["complete", "pruned", "fail", "running", "wait
     TrialState.WAITING: "waiting",
 }
 
-_OURS = {"batch_size", "learning_rate", "precision"}
+_OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping"}
 _KEPT = (  # attributes that have a field's name
     *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
     *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
-    *("evaluation_seconds", "total_steps", "optimizer", "message"),
+    *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message"),
 )
 FAILED = {"oom", "crash", "timeout", "user_error"}
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches

@@ -14,7 +14,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
 from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
-from batchtune.tune.plan.space import argument_distributions, rates_to_search
+from batchtune.tune.plan.space import argument_distributions, clipping_distribution, rates_to_search
 from batchtune.tune.plan.steps import fastest_split, splits_to_time, step_seconds, with_loading
 
 PRIOR_SHARE = 0.1  # of budget.run: what range test and noise scale may take together
@@ -40,6 +40,8 @@ def require(config: Config, opened: Opened) -> None:
             "use time_to_target, or an NVIDIA GPU from Volta on"
         )
     argument_distributions(config, opened.optimizer_defaults)
+    if config.gradient_clipping is not None and config.gradient_clipping.searched is not None:
+        clipping_distribution(config, opened.gradient_clipping)
     data_size, base = opened.train_size, config.baseline.batch_size
     if data_size is not None and base > data_size:
         key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
@@ -52,7 +54,7 @@ def require(config: Config, opened: Opened) -> None:
         raise UsageError(f"batch_size.{which} is more than the {data_size} samples of train_dataset")
 
 
-def candidates(config: Config, probe: ProbeResult, data_size: int | None) -> Candidates:
+def candidates(config: Config, probe: ProbeResult, data_size: int | None, *, accumulates: bool = True) -> Candidates:
     """The global batch sizes to choose from."""
     sizes = config.batch_size
     if sizes.global_ is not None:
@@ -64,6 +66,7 @@ def candidates(config: Config, probe: ProbeResult, data_size: int | None) -> Can
         baseline=config.baseline.batch_size,
         multiple_of=_multiple_of(config),
         data_size=data_size,
+        accumulates=accumulates,
     )
 
 
@@ -86,8 +89,8 @@ def measure_prior(config: Config, probe: ProbeResult, opened: Opened, worker: Wo
     micro, micro_reason = _split(config, probe, worker)
     loading = _loader_seconds(config, probe, worker)
     probe = with_loading(probe, loading, opened.device)
-    chosen, base = candidates(config, probe, opened.train_size), config.baseline
-    noise, test, start, skipped = _measure(config, probe, worker, chosen.batch_sizes)
+    chosen, base = candidates(config, probe, opened.train_size, accumulates=opened.accumulates), config.baseline
+    noise, test, start, skipped = _measure(config, probe, opened, worker, chosen.batch_sizes)
     rate, decades, why = rate_belief(
         optimizer=opened.optimizer, rate_today=base.learning_rate, batch_size=start, range_test=test
     )
@@ -151,7 +154,7 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
 
 
 def _measure(
-    config: Config, probe: ProbeResult, worker: Worker, batch_sizes: Sequence[int]
+    config: Config, probe: ProbeResult, opened: Opened, worker: Worker, batch_sizes: Sequence[int]
 ) -> tuple[NoiseScale | None, RangeTest | None, int, str | None]:
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
     base, budget, skipped = config.baseline, PRIOR_SHARE * config.budget.run, []
@@ -159,6 +162,8 @@ def _measure(
     precision, seconds = probe.precision, budget
     try:
         planned = affordable_noise_scale(base.batch_size, probe, budget)
+        if opened.steps_by_itself:
+            planned = "no noise scale, since a train_step takes its gradients by itself"
         if isinstance(planned, str):
             skipped.append(planned)
         else:

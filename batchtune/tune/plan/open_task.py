@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, Literal
 
-from batchtune.config.schema import Config
+from batchtune.config.schema import Config, Parameter
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
@@ -54,6 +54,7 @@ def open_task(worker: Worker, config: Config) -> Opened:
 
 def worker_settings(config: Config) -> OpenTask:
     """What every worker of the study opens."""
+    clipping = config.gradient_clipping
     precision = [config.precision] if isinstance(config.precision, str) else config.precision
     return OpenTask(
         task=config.task,
@@ -63,6 +64,9 @@ def worker_settings(config: Config) -> OpenTask:
         margin=config.memory.margin,
         precision=tuple(precision),
         optimizer_arguments=tuple(config.space),
+        gradient_clipping=clipping.of(clipping.given)
+        if clipping and not isinstance(clipping.given, Parameter)
+        else None,
         metric=config.objective.metric,
     )
 

@@ -32,7 +32,14 @@ class Candidates:
 
 
 def candidate_batch_sizes(
-    probe: ProbeResult, *, minimum: int, maximum: int | None, baseline: int, multiple_of: int, data_size: int | None
+    probe: ProbeResult,
+    *,
+    minimum: int,
+    maximum: int | None,
+    baseline: int,
+    multiple_of: int,
+    data_size: int | None,
+    accumulates: bool = True,
 ) -> Candidates:
     """Powers of two and their multiples from about a quarter of the saturation batch size up to what memory allows.
 
@@ -46,6 +53,7 @@ def candidate_batch_sizes(
         baseline: the batch size run today; a candidate where the user's bounds allow it.
         multiple_of: only multiples are taken.
         data_size: samples in the training set.
+        accumulates: whether a batch may be made of several micro-batches.
 
     Raises:
         UsageError: no batch size is within the bounds.
@@ -54,11 +62,13 @@ def candidate_batch_sizes(
     saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
     if maximum is not None:
         high, why = maximum, f"your maximum {maximum}"
-    elif probe.limited_by == "memory":
+    elif probe.limited_by == "memory" and accumulates:
         high = largest * 2**_OCTAVES_BEYOND_MEMORY
         why = f"{2**_OCTAVES_BEYOND_MEMORY} accumulated micro-batches of {largest}, the most that memory holds"
     else:
         high, why = largest, f"{largest}, the largest that trains ({probe.limited_by or 'no limit met'})"
+    if not accumulates and high > largest:
+        high, why = largest, f"{largest}, the largest that trains; this task cannot accumulate micro-batches"
     if data_size is not None and high > data_size:
         high, why = data_size, f"the data set's {data_size} samples"
     allowed = minimum <= baseline <= (maximum or baseline) and baseline % multiple_of == 0

@@ -9,9 +9,11 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from batchtune.config.schema import Config, Parameter
-from batchtune.document import Trial, Value
+from batchtune.document import GradientClipping, Trial, Value
 from batchtune.errors import UsageError
 from batchtune.tune.plan.plan import Plan
+
+CLIPPING = "gradient_clipping"  # the parameter's name in the study
 
 
 class Space:
@@ -47,7 +49,14 @@ class Space:
         self._arguments = argument_distributions(plan.config, plan.optimizer_defaults)
         self.distributions |= self._arguments
         self.baseline |= {name: plan.optimizer_defaults[name] for name in self._arguments}
-        for name, each in plan.config.space.items():
+        self._clipping = plan.gradient_clipping
+        searched = dict(plan.config.space)
+        if (clipping := plan.config.gradient_clipping) is not None and clipping.searched is not None:
+            searched[CLIPPING] = clipping.searched
+            self.distributions[CLIPPING] = clipping_distribution(plan.config, plan.gradient_clipping)
+            self.baseline[CLIPPING] = clipping_today(plan.config, plan.gradient_clipping)
+        self._clipping_of = clipping.of if clipping is not None else None
+        for name, each in searched.items():
             if each.min is not None and each.max is not None:
                 self.searched[name] = FloatDistribution(each.min, each.max, log=each.log)
                 self.baseline[name] = float(self.baseline[name])  # 0 is written 0.0 there
@@ -59,12 +68,18 @@ class Space:
 
     def of(self, trial: Trial) -> dict[str, Any]:
         """The parameters of a trial."""
-        values = trial.model_dump() | trial.optimizer_arguments
+        values = trial.model_dump() | trial.optimizer_arguments | {CLIPPING: _number_of(trial.gradient_clipping)}
         return {name: values[name] for name in self.distributions if name in values}
 
     def precision(self, params: Mapping[str, Any]) -> str:
         """The precision that parameters stand for."""
         return str(params.get("precision", self._first_precision))
+
+    def gradient_clipping(self, params: Mapping[str, Any]) -> GradientClipping:
+        """What parameters stand for; where it is not searched, what every run does."""
+        if CLIPPING not in params or self._clipping_of is None:
+            return self._clipping
+        return self._clipping_of(params[CLIPPING])
 
     def optimizer_arguments(self, params: Mapping[str, Any]) -> dict[str, Value]:
         """Those of the parameters that are for the user's build_optimizer."""
@@ -85,6 +100,45 @@ def argument_distributions(config: Config, defaults: Mapping[str, Value]) -> dic
         UsageError: today's value is no number although a range is asked for, has no logarithm, or is infinite.
     """
     return {name: _distribution(name, parameter, defaults[name]) for name, parameter in config.space.items()}
+
+
+def clipping_today(config: Config, own: GradientClipping) -> float:
+    """The norm or value to which gradients are clipped today, 0 for none."""
+    given = config.baseline.gradient_clipping
+    return _number_of(own) if given is None else given
+
+
+def clipping_distribution(config: Config, own: GradientClipping) -> BaseDistribution:
+    """What is searched of gradient clipping, today's included.
+
+    Args:
+        config: a configuration that searches it.
+        own: what the task does by itself.
+
+    Raises:
+        UsageError: today's is of the other kind, or there is none although a range is asked for.
+    """
+    clipping, today = config.gradient_clipping, clipping_today(config, own)
+    assert clipping is not None and clipping.searched is not None  # noqa: PT018, S101 - the caller looked
+    key, searched = f"gradient_clipping.{clipping.kind}", clipping.searched
+    if config.baseline.gradient_clipping is None and today and getattr(own, clipping.kind) is None:
+        raise UsageError(f"{key}: the task clips by the other of norm and value; search that one")
+    if searched.choices is None and not today:
+        raise UsageError(
+            f"{key}: a range has no place for what you run today, which clips nothing; write choices with a 0 in them, "
+            "such as {choices: [0, 0.5, 1.0, 5.0]}, or baseline: {gradient_clipping: 1.0}"
+        )
+    choices = searched.choices or []
+    if any(isinstance(each, bool | str) or each < 0 for each in choices):
+        raise UsageError(f"{key}: choices are numbers from 0 (none) up")
+    if searched.min is not None and searched.min <= 0:
+        raise UsageError(f"{key}: min {searched.min:g} clips everything away; raise it")
+    numbers = searched.model_copy(update={"choices": [float(each) for each in choices] or None})
+    return _distribution(key, numbers, today)
+
+
+def _number_of(clipping: GradientClipping | None) -> float:
+    return (clipping.norm or clipping.value or 0.0) if clipping else 0.0
 
 
 def _distribution(name: str, parameter: Parameter, today: Value) -> BaseDistribution:

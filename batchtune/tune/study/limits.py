@@ -64,6 +64,7 @@ class Limits:
             evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
             expected_step_seconds=self._history.step_seconds(micro, steps, precision, fit, pace_kind(arguments)),
             optimizer_arguments=arguments,
+            gradient_clipping=self._space.gradient_clipping(params),
             horizon_seconds=config.budget.run,
             total_steps=self._history.total_steps(params),
         )

@@ -180,4 +180,5 @@ def _about(spec: RunSpec, role: Role) -> dict[str, Any]:
         "micro_batch_size": spec.micro_batch_size,
         "gradient_accumulation_steps": spec.accumulation_steps,
         "precision": spec.precision,
+        "gradient_clipping": spec.gradient_clipping.model_dump(exclude_none=True),
     }

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from batchtune.document import Interval, Recommendation, Trial, Value
+from batchtune.document import GradientClipping, Interval, Recommendation, Trial, Value
 from batchtune.tune.objective.cost import JOULES, SECONDS, Cost, cost_of
 from batchtune.tune.objective.records import FAILED, FAILED_FOR_GOOD
 from batchtune.tune.verdict.intervals import CONFIDENCE, difference_interval, median_interval, ratio_interval
@@ -16,13 +16,14 @@ LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 _WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
-Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...]]
+Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None]
 Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
 
 
 def config_of(trial: Trial) -> Configuration:
     """What makes two trials the same configuration, whatever their seed."""
-    return trial.batch_size, trial.learning_rate, trial.precision, tuple(sorted(trial.optimizer_arguments.items()))
+    arguments = tuple(sorted(trial.optimizer_arguments.items()))
+    return trial.batch_size, trial.learning_rate, trial.precision, arguments, trial.gradient_clipping
 
 
 def score(trial: Trial, *, kind: Kind, goal: Goal) -> float | None:
@@ -282,6 +283,7 @@ def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Go
         precision=first.precision,
         optimizer_arguments=first.optimizer_arguments,
         optimizer=first.optimizer,
+        gradient_clipping=first.gradient_clipping,
         total_steps=first.total_steps,
         time_to_target_seconds=interval if cost is SECONDS else _other(group, SECONDS),
         energy_to_target_joules=interval if cost is JOULES else _other(group, JOULES),

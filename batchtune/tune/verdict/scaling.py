@@ -129,7 +129,7 @@ def _times(
             role = "confirm" if trial.role == "confirm" else "search"
             ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
     arguments = tuple(sorted(found.optimizer_arguments.items()))
-    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments
+    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping
     times: dict[Configuration, list[float]] = {}
     for config, each in (ended["search"] | ended["confirm"]).items():
         reached = [seconds for seconds in each if seconds is not None]
@@ -144,7 +144,7 @@ def _times(
 
 
 def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
-    batch_size, rate, precision, arguments = config
+    batch_size, rate, precision, arguments, clipping = config
     alone, here = split(batch_size, 1, step.largest), split(batch_size, world_size, step.largest)
     if alone is None or here is None:
         return None
@@ -158,6 +158,7 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
         learning_rate=rate,
         precision=precision,
         optimizer_arguments=dict(arguments),
+        gradient_clipping=clipping,
         step_seconds=seconds,
         time_to_target_seconds=Interval(
             median=one.median * ratio,
@@ -170,8 +171,8 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
 
 def _is(point: ScalingPoint, found: Recommendation) -> bool:
     """Whether it is the recommended configuration."""
-    theirs = (found.global_batch_size, found.learning_rate, found.precision, found.optimizer_arguments)
-    return (point.global_batch_size, point.learning_rate, point.precision, point.optimizer_arguments) == theirs
+    names = ("global_batch_size", "learning_rate", "precision", "optimizer_arguments", "gradient_clipping")
+    return all(getattr(point, name) == getattr(found, name) for name in names)
 
 
 def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
@@ -186,6 +187,7 @@ def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
         learning_rate=found.learning_rate,
         precision=found.precision,
         optimizer_arguments=found.optimizer_arguments,
+        gradient_clipping=found.gradient_clipping,
         step_seconds=step.seconds(micro, accumulation, 1),
         time_to_target_seconds=found.time_to_target_seconds,
         is_estimate=False,

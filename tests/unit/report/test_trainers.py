@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 
-from batchtune.document import DataParallel, Environment, TaskInfo
+from batchtune.document import DataParallel, Environment, GradientClipping, TaskInfo
 from batchtune.errors import UsageError
 from batchtune.report.export.settings import pytorch
 from batchtune.report.export.trainers import EXPORTS
@@ -235,3 +235,24 @@ def test_several_ranks_of_a_probe_are_trained_on_as_they_were_probed(probed):
     result = probed.model_copy(update={"probe": probe})
     assert deepspeed(result)["train_batch_size"] == 1408
     assert lightning(result)["trainer"]["devices"] == 4
+
+
+@pytest.mark.parametrize(
+    ("clipping", "of_hf", "of_lightning", "of_deepspeed", "line"),
+    [
+        ({"norm": 0.5}, 0.5, (0.5, None), 0.5, "clip_grad_norm_(model.parameters(), 0.5)"),
+        ({"value": 0.1}, 0.0, (0.1, "value"), 0.0, "clip_grad_value_(model.parameters(), 0.1)"),
+        ({}, 0.0, (0.0, None), 0.0, None),
+        (None, None, (None, None), None, None),
+    ],
+)
+def test_every_library_clips_gradients_as_it_was_measured(tuned, clipping, of_hf, of_lightning, of_deepspeed, line):
+    result = on("cuda", tuned, gradient_clipping=None if clipping is None else GradientClipping(**clipping))
+    assert hf(result).get("max_grad_norm") == of_hf
+    trainer = lightning(result)["trainer"]
+    assert (trainer.get("gradient_clip_val"), trainer.get("gradient_clip_algorithm")) == of_lightning
+    assert deepspeed(result).get("gradient_clipping") == of_deepspeed
+    assert ("clip_grad" in pytorch(result)) is (line is not None)
+    assert (line or "") in pytorch(result)
+    said = [text for name in ("hf", "deepspeed") for text in EXPORTS[name].said_beside(result) if "clip" in text]
+    assert len(said) == (2 if clipping and "value" in clipping else 0)

@@ -2,19 +2,22 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from batchtune.config.schema import Baseline, Config, LearningRate, Parameter
-from batchtune.document import ProbeResult, Trial
+from batchtune.document import NO_CLIPPING, GradientClipping, ProbeResult, Trial
 from batchtune.errors import UsageError
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.prior import Candidates
 from batchtune.tune.plan.space import Space
 
 
-def space(*, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, **parameters):
+def space(
+    *, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, clipping=None, own=NO_CLIPPING, **parameters
+):
     config = Config(
         task="model.py",
         space={name: Parameter(**each) for name, each in parameters.items()},
         baseline=Baseline(batch_size=48, learning_rate=2.0),
         learning_rate=LearningRate(**rates or {}),
+        gradient_clipping=clipping,
     )
     plan = Plan(
         config=config,
@@ -23,6 +26,7 @@ def space(*, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, *
         precisions=list(precisions),
         optimizer="SGD",
         optimizer_defaults=today or {},
+        gradient_clipping=own,
     )
     return Space(plan)
 
@@ -114,3 +118,47 @@ def test_a_trial_gives_its_parameters_back():
         seed=0,
     )
     assert found.of(trial) == {"batch_size": 64, "learning_rate": 0.1, "precision": "fp32", "momentum": 0.5}
+
+
+def test_gradients_are_clipped_as_the_task_does_where_that_is_not_searched():
+    own = GradientClipping(norm=1.0)
+    found = space(own=own)
+    assert "gradient_clipping" not in found.distributions
+    assert found.gradient_clipping(found.baseline) == own
+
+
+def test_clipping_is_searched_around_what_is_done_today():
+    searched = {"norm": {"min": 0.1, "max": 10.0, "log": True}}
+    found = space(clipping=searched, own=GradientClipping(norm=20.0))
+    assert found.distributions["gradient_clipping"] == FloatDistribution(0.1, 20.0, log=True)
+    assert found.searched["gradient_clipping"] == FloatDistribution(0.1, 10.0, log=True)
+    assert found.gradient_clipping(found.baseline) == GradientClipping(norm=20.0)
+    assert found.optimizer_arguments(found.baseline) == {}
+
+
+def test_one_of_the_choices_of_clipping_is_none():
+    found = space(clipping={"value": {"choices": [0, 1, 0.5]}})
+    assert found.distributions["gradient_clipping"] == CategoricalDistribution((0.0, 1.0, 0.5))
+    assert found.gradient_clipping(found.baseline) == NO_CLIPPING
+    assert found.gradient_clipping({"gradient_clipping": 0.5}) == GradientClipping(value=0.5)
+
+
+def test_a_trial_gives_its_clipping_back():
+    found = space(clipping={"norm": {"choices": [0, 1]}})
+    usual = {"number": 3, "state": "complete", "batch_size": 64, "learning_rate": 0.1, "precision": "fp32", "seed": 0}
+    assert found.of(Trial(**usual, gradient_clipping=GradientClipping(norm=1.0)))["gradient_clipping"] == 1.0
+    assert found.of(Trial(**usual, gradient_clipping=NO_CLIPPING))["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("clipping", "own", "told"),
+    [
+        ({"norm": {"min": 0.1, "max": 1.0}}, NO_CLIPPING, "norm: a range has no place for what you run today"),
+        ({"norm": {"choices": [1, 2]}}, GradientClipping(value=0.5), "norm: the task clips by the other of norm and"),
+        ({"value": {"choices": [-1, 2]}}, NO_CLIPPING, r"value: choices are numbers from 0 \(none\) up"),
+        ({"norm": {"min": 0.0, "max": 1.0}}, GradientClipping(norm=0.5), "norm: min 0 clips everything away"),
+    ],
+)
+def test_clipping_that_cannot_be_searched_is_refused(clipping, own, told):
+    with pytest.raises(UsageError, match=f"gradient_clipping.{told}"):
+        space(clipping=clipping, own=own)
