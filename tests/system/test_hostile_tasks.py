@@ -83,9 +83,9 @@ ALONE = {name: (ending, 0, None, "") for name, ending in BORNE.items()} | {
     ),
     "calls sys.exit in compute_loss": (
         "import sys\ndef misbehave(): sys.exit(0)\n" + ON_LOSS,
-        4,
-        4,
-        "ended with exit status 0",
+        3,
+        3,
+        r"compute_loss raised SystemExit .*exit\(0\)",
     ),
     "calls os._exit in compute_loss": (
         "import os\ndef misbehave(): os._exit(0)\n" + ON_LOSS,
