@@ -119,6 +119,7 @@ class Child:
             counts_energy=self._sensors.joules() is not None,
             precision=tuple(chosen),
             train_size=self._task.train_size(),
+            samples=self._task.find_worst_samples(command.samples),
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
