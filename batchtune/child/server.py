@@ -126,6 +126,7 @@ class Child:
             counts_energy=self._sensors.joules() is not None,
             precision=tuple(chosen),
             train_size=self._task.train_size(),
+            samples=self._task.find_worst_samples(command.samples),
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
@@ -235,7 +236,7 @@ def run_command(child: Child, command: AnyCommand) -> Json:
     except BatchtuneError as error:
         frames = getattr(error, "frames", "")
         return {"error": error.detail, "setting": error.setting, "exit_code": error.exit_code, "frames": frames}
-    except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - every failure becomes an answer
         return _unexpected(error)
     return {"done": done}
 
@@ -251,7 +252,7 @@ def _require_clocks() -> None:
             raise UserCodeError(f"the task replaces time.{name}, which times its steps; leave that clock as it is")
 
 
-def _unexpected(error: Exception) -> Json:
+def _unexpected(error: BaseException) -> Json:
     innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if classify(error) == "oom":
         return {"outcome": "oom", "error": str(error).split("\n")[0][:300], "usable": leaves_device_usable(error)}

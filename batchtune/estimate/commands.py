@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchtune.protocol.commands import Done
+from batchtune.protocol.commands import Done, SamplesSeen
 from batchtune.protocol.messages import Command
 
 PROGRAM = "batchtune.estimate.tracing.server"  # the module whose `main` such a child runs
@@ -34,4 +34,5 @@ class ExpectMemory(Command[dict[str, Any]]):
     precision: str
     accumulation_steps: int
     memory_limit: int
+    samples: SamplesSeen | None = None
     gpu: dict[str, Any] | None

@@ -119,6 +119,7 @@ class EstimatePrior:
                 precision=precision,
                 accumulation_steps=accumulation_steps,
                 memory_limit=limit,
+                samples=opened.samples,
                 gpu=None if is_cpu else _gpu(opened.device_name),
             )
             found = self._worker.call(command, timeout=min(timeout, _TIMEOUT_SECONDS))

@@ -23,6 +23,7 @@ from batchtune.probe.warnings import (
     recompile_warnings,
 )
 from batchtune.protocol.commands import Opened
+from batchtune.task.samples import unseen_warnings
 
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _REMEDIES = {
@@ -131,7 +132,7 @@ class Findings:
         low, slow = self.largest, self.too_slow_above
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
-        found += busy_warnings(self.throughput)
+        found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         if slow is not None and low + self.bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found

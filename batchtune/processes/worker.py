@@ -108,6 +108,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             metric=None,  # it is looked for once
             memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
             rank_memory_limits_bytes=self.opened.rank_memory_limits_bytes,
+            samples=self.opened.samples,  # every child is to train the same batch
         )
 
     def call(

@@ -42,6 +42,24 @@ class LoadLibraries(Command[Done]):
     """Imports what every task needs, before there is one."""
 
 
+class SamplesSeen(Message):
+    """What a look at the samples of the training set has found.
+
+    Attributes:
+        places: of the samples that make the worst batch, the largest first.
+        seen: how many were looked at.
+        total: of how many; None for a stream.
+        is_all: nothing is left that may be larger.
+        differing: by dimension, the least and greatest size among them where they differ.
+    """
+
+    places: tuple[int, ...]
+    seen: int
+    total: int | None
+    is_all: bool
+    differing: dict[str, tuple[int, int]]
+
+
 class Opened(Message):
     """A task on its device, ready to train.
 
@@ -51,6 +69,7 @@ class Opened(Message):
         nvml_uuid: by which NVML knows it.
         precision: each with the reason why it was chosen.
         train_size: samples; None for a stream, or where the task makes its batches.
+        samples: of the worst batch; None where the task makes it.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
         optimizer: its class, or those of several.
         gradient_clipping: that of every step unless a run is asked for another.
@@ -70,6 +89,7 @@ class Opened(Message):
     counts_energy: bool
     precision: tuple[tuple[str, str], ...]
     train_size: int | None
+    samples: SamplesSeen | None = None
     has_train_dataset: bool
     memory_limit_bytes: int | None
     optimizer_defaults: dict[str, Any]
@@ -101,6 +121,7 @@ class OpenTask(Command[Opened]):
         purpose: `probe` or `tune`: what the task must be able to do.
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
+        samples: of the worst batch, where another child has looked for them.
         device_name: what the device must be called; None: any.
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
@@ -113,6 +134,7 @@ class OpenTask(Command[Opened]):
     purpose: Literal["probe", "tune"] = "probe"
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    samples: SamplesSeen | None = None
     device_name: str | None = None
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)

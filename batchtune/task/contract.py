@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError, kind_of
+from batchtune.protocol.commands import SamplesSeen
 from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
-from batchtune.task.random_numbers import seeded
+from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
+from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module or a dict of them",
@@ -31,8 +36,6 @@ NAMES = {
     "build_scheduler": "build_scheduler(optimizer, total_steps)",
     "collate": "collate(samples) returning a batch",
 }
-_SAMPLED_FOR_LARGEST = 64
-_NO_SAMPLE: Any = object()  # None may be one
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
@@ -49,6 +52,7 @@ class Task:
     where: str
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
+    _worst_samples: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         for name, what in NAMES.items():
@@ -209,24 +213,49 @@ class Task:
         return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
 
     def worst_batch(self, batch_size: int) -> object:
-        """The batch that an attempt runs: the user's `make_batch`, or the largest of the first samples, repeated."""
+        """The batch that an attempt runs: the user's `make_batch`, or the largest samples of the training set.
+
+        The largest of all is repeated; those that are larger in a dimension come once, so that padding meets them.
+        """
         if self.has("make_batch"):
             return self.source.make_batch(batch_size)
-        return self.collate([self._largest_sample] * batch_size)
+        if not self._worst_samples:
+            self.find_worst_samples()
+        largest, *others = self._worst_samples
+        others = others[: batch_size - 1]
+        return self.collate([largest] * (batch_size - len(others)) + others)
 
-    @cached_property
-    def _largest_sample(self) -> Any:
-        data: Any = self.train_data
-        size = self.train_size()
-        samples: Iterable[Any]
-        if size is None or isinstance(data, IterableDataset):
-            samples = (sample for sample, _ in zip(data, range(_SAMPLED_FOR_LARGEST), strict=False))
-        else:
-            samples = (data[index] for index in range(0, size, max(1, size // _SAMPLED_FOR_LARGEST)))
-        largest = max(samples, key=tensor_bytes, default=_NO_SAMPLE)
-        if largest is _NO_SAMPLE:
+    def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
+        """Looks for the samples of the worst batch, or takes those that another process has found.
+
+        Returns:
+            What was seen; None where the user makes the batch.
+        """
+        if self.has("make_batch"):
+            return None
+        longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
+        seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
+        with kept_random_numbers(torch.device("cpu")):
+            samples = self._samples(known.places if known else (), longest)
+            seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
+        if not self._worst_samples:
             raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
-        return largest
+        return known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
+
+    def _is_stream(self) -> bool:
+        return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)
+
+    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
+        data: Any = self.train_data
+        if self._is_stream():
+            seed_the_cpu(0)
+            some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
+            yield from (each for each in some if each[0] in places or not places)
+            return
+        for place in places or itertools.chain(first, in_random_order(len(data))):
+            seed_the_cpu(place % 2**32)
+            yield place, data[place]
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
         """The user's metrics; a plain float is whatever metric the configuration names.
@@ -248,22 +277,6 @@ class Task:
             raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
             ) from None
-
-
-def tensor_bytes(value: object) -> int:
-    """Bytes of the tensors in a sample or batch of nested lists, tuples and dicts.
-
-    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
-    """
-    if isinstance(value, Mapping):
-        return sum(tensor_bytes(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(tensor_bytes(item) for item in value)
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, int | float):
-        return 8
-    return int(getattr(value, "nbytes", 0))
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -132,6 +132,8 @@ def describe_user_error(error: BaseException, doing: str) -> UserCodeError:
     whole = own is None and doing.startswith(("importing", "calling"))
     who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
     text = str(error).strip().splitlines() or ["(no message)"]
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
     place = f"{_short(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
     return UserCodeError(f"{who} raised {kind}{when}: {place}{text[0][:500]}", "".join(traceback.format_list(frames)))
 

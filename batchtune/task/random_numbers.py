@@ -21,9 +21,14 @@ def seed_everything(seed: int) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """The block draws what follows from the seed on the CPU; afterwards it is as if it had drawn nothing."""
     with kept_random_numbers(torch.device("cpu")):
-        _seed_the_host(seed)
-        torch.default_generator.manual_seed(seed)
+        seed_the_cpu(seed)
         yield
+
+
+def seed_the_cpu(seed: int) -> None:
+    """As `seed_everything`, without the random numbers of other devices."""
+    _seed_the_host(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager

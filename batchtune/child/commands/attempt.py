@@ -129,7 +129,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
                 _train(task, memory, tracker, times, command, parallel)
             except (NonFiniteLossError, UsageError):
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
                 ended, usable = _explain(error, command.batch_size)
         after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
@@ -177,7 +177,7 @@ class _Ended(NamedTuple):
     maps_file: bool | None = None
 
 
-def _explain(error: Exception, batch_size: int) -> tuple[_Ended, bool]:
+def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
     """How it ended, and whether the device survived; the frames are freed, since they hold the step's tensors."""
     outcome = classify(error)
     if outcome == "user_error":

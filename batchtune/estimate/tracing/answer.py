@@ -25,6 +25,7 @@ from batchtune.estimate.memory.overheads import (
     workspace_bytes,
 )
 from batchtune.estimate.memory.scratch import Gpu
+from batchtune.task.samples import unseen_warnings
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
@@ -76,6 +77,7 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
             if key not in searches:
                 searches[key] = _Searches.of(step.on(kind), gpu["memory_bytes"])
             rows.append(_row(searches[key], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
+            rows[-1]["notes"] += unseen_warnings(tracer.samples)
         largest = max((row["max_batch_size"] for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
         return {"gpus": rows, "details": [detail(step, largest or 1)], "has_softmax": has_softmax}

@@ -28,6 +28,7 @@ _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterfac
 # What native_functions.yaml gives a kernel for CUDA and, for all other devices, a composite of several operators, each
 # with a result of its own: without the kernel, that composite is what a CPU-only build would run.
 _ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_GRU_WORKSPACE, _GRU_GATES = 5, 3  # times the hidden size
 
 
 class _FakeMode(FakeTensorMode):
@@ -65,10 +66,25 @@ def _cuda_kernels() -> Iterator[None]:
     for name in _ONE_KERNEL_ON_CUDA:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
             library.impl(name, _not_to_be_run, "CUDA")
+    for name, shapes in (("_thnn_fused_gru_cell", _gru_cell), ("_thnn_fused_gru_cell_backward", _gru_cell_backward)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # noqa: SLF001
+            library.impl(name, shapes, "Meta")
     try:
         yield
     finally:
         library._destroy()  # noqa: SLF001
+
+
+def _gru_cell(_: Any, __: Any, hidden: Any, *___: Any) -> tuple[Any, Any]:
+    """The shapes of a cell's results in RNN.cu; torch has a rule for those of an LSTM's only."""
+    return torch.empty_like(hidden), hidden.new_empty(len(hidden), hidden.shape[1] * _GRU_WORKSPACE)
+
+
+def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
+    rows, gates = len(workspace), workspace.shape[1] // _GRU_WORKSPACE * _GRU_GATES
+    of_input, of_hidden = workspace.new_empty(rows, gates), workspace.new_empty(rows, gates)
+    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, torch.empty_like(grad), *biases
 
 
 def _not_to_be_run(*_: Any) -> Any:

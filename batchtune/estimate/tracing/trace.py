@@ -22,8 +22,10 @@ from batchtune.estimate.tracing.distributed import distributed, unit_bytes
 from batchtune.estimate.tracing.fake_cuda import fake_cuda
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.source_lines import place_of_error, place_outside_torch
-from batchtune.task.contract import Task, tensor_bytes
+from batchtune.protocol.commands import SamplesSeen
+from batchtune.task.contract import Task
 from batchtune.task.load import load_task
+from batchtune.task.samples import tensor_bytes
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
 _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy
@@ -44,8 +46,10 @@ class Tracer:
         strategy: ddp or fsdp, where there is more than one rank.
         world_size: number of ranks.
         device: `cpu` traces what the CPU would allocate.
+        samples: of the worst batch, where another child has looked for them.
 
     Attributes:
+        samples: of the worst batch; None where the task makes it.
         notes: what the traces had to assume.
         ops: the operators of the step.
     """
@@ -60,6 +64,7 @@ class Tracer:
         strategy: str = "ddp",
         world_size: int = 1,
         device: str = "cuda",
+        samples: SamplesSeen | None = None,
     ) -> None:
         self.notes: list[Assumption] = []
         self.ops: set[str] = set()
@@ -73,6 +78,7 @@ class Tracer:
         self._task.require("probe")
         if checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)
+        self.samples = self._task.find_worst_samples(samples)
 
     def trace(self, batch_size: int) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""

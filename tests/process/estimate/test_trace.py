@@ -266,6 +266,25 @@ def test_libraries_that_take_memory_for_themselves_lower_the_confidence(ask, lib
     )
 
 
+@pytest.mark.parametrize("arguments", ["8, 64, 2, dropout=0.1", "8, 64, 1, bias=False, bidirectional=True"])
+def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
+    source = f"""
+    def build_model():
+        return nn.GRU({arguments})
+
+    def make_batch(size):
+        return torch.randn(4, size, 8)
+
+    def compute_loss(model, batch):
+        return model(batch)[0].mean()
+"""
+    answer = ask(source, memory_limit=64 << 20)
+    assert answer["gpus"][0]["confidence"].startswith("low (±35%")
+    states = 4 * 2 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells
+    held = answer["details"][0]["activations_bytes"] / states
+    assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
+
+
 def test_an_operator_without_a_rule_for_shapes_is_refused_by_its_name(ask):
     loss = "nn.functional.ctc_loss(model(batch)[None], lengths[:, None], lengths, lengths)"
     source = MLP.replace("return model(batch)", f"lengths = torch.tensor([1] * len(batch)); return {loss}")

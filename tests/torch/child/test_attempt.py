@@ -195,6 +195,17 @@ class TestUserErrors:
         start = rf"compute_loss raised {kind.__name__} at batch size 7 \(not an out-of-memory error\): "
         assert re.match(start + r".*test_attempt.py:\d+: CUDA out of memory", result.message)
 
+    @pytest.mark.parametrize(
+        ("code", "said"), [(None, "with exit\\(\\)"), (3, "with exit\\(3\\)"), ("no data", "no data")]
+    )
+    def test_code_that_ends_the_process_is_the_users(self, run, wide, code, said):
+        def compute_loss(model, batch):
+            raise SystemExit(code)
+
+        result, usable = run(wide(compute_loss=compute_loss), 7)
+        assert (result.outcome, usable) == ("user_error", True)
+        assert re.search(rf"compute_loss raised SystemExit .*test_attempt.py:\d+: .*{said}", result.message)
+
     def test_a_size_that_the_users_layers_reject_is_theirs(self, run, wide):
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
         result, usable = run(wide(build_model=lambda: model), 1)

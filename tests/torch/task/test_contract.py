@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from batchtune.errors import UserCodeError
-from batchtune.task.contract import Task, tensor_bytes
+from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.optimizers import Optimizers
 
@@ -22,6 +22,13 @@ def task_of(**functions: object) -> Task:
 
 def mean_square(model, batch):
     return model(batch).square().mean()
+
+
+def padded(samples):
+    whole = torch.zeros(len(samples), *(max(sizes) for sizes in zip(*(each.shape for each in samples), strict=True)))
+    for place, sample in zip(whole, samples, strict=True):
+        place[tuple(map(slice, sample.shape))] = sample
+    return whole
 
 
 def points(count: int) -> TensorDataset:
@@ -182,7 +189,49 @@ class TestWorstBatch:
 
     def test_it_looks_all_over_a_large_data_set(self):
         data = [torch.zeros(1 + index) for index in range(1000)]
-        assert task_of(train_dataset=lambda: data).worst_batch(1).shape[1] > 950
+        assert task_of(train_dataset=lambda: data).worst_batch(1).shape[1] == 1000
+
+    def test_no_batch_of_a_shuffled_loop_is_larger_where_large_samples_lie_at_even_distances(self):
+        sizes = [
+            (3, 24, 8) if index % 100 == 49 else (3, 8, 30) if index % 100 == 99 else (3, 8, 8) for index in range(6400)
+        ]
+        data = [torch.zeros(size) for size in sizes]
+        task = task_of(train_dataset=lambda: data, collate=padded)
+        loader = torch.utils.data.DataLoader(data, 64, shuffle=True, collate_fn=padded)
+        assert task.worst_batch(64).shape == (64, 3, 24, 30)
+        assert max(batch.numel() for batch in loader) <= task.worst_batch(64).numel()
+
+    def test_other_processes_train_the_same_batch_without_looking_again(self):
+        class Random(torch.utils.data.Dataset):
+            def __len__(self):
+                return 10**12
+
+            def __getitem__(self, index):
+                read.append(index)
+                return torch.zeros(int(torch.randint(1, 10**6, ())))
+
+        read = []
+        first, second = task_of(train_dataset=Random), task_of(train_dataset=Random)
+        state = torch.get_rng_state()
+        seen = first.find_worst_samples()
+        assert seen.seen == len(read) > 100
+        assert not seen.is_all
+        read.clear()
+        assert second.find_worst_samples(seen) == seen
+        assert read == list(seen.places)
+        assert torch.equal(second.worst_batch(2), first.worst_batch(2))
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_the_longest_by_its_column_is_looked_at_first(self):
+        class Rows(list):
+            column_names = ("ids", "length")
+
+            def __getitem__(self, key):
+                return [len(row) for row in self] if key == "length" else super().__getitem__(key)
+
+        task = task_of(train_dataset=lambda: Rows([torch.zeros(2), torch.zeros(7), torch.zeros(3)]))
+        assert task.find_worst_samples().places == (1,)
+        assert task.worst_batch(2).shape == (2, 7)
 
     def test_a_stream_is_looked_at_as_it_comes(self):
         assert task_of(train_dataset=lambda: Stream(10)).worst_batch(2).shape == (2, 10)
@@ -204,11 +253,6 @@ def test_metrics_come_as_plain_numbers():
     found = task_of(evaluate=lambda _model: {"acc": torch.tensor(0.5), "f1": np.float32(1), "n": 3}).evaluate(None)
     assert found == {"acc": 0.5, "f1": 1.0, "n": 3.0}
     assert task_of(evaluate=lambda _model: torch.tensor([[2.0]])).evaluate(None) == 2.0
-
-
-def test_the_bytes_of_a_sample_are_those_of_all_its_tensors_and_numbers():
-    sample = {"x": torch.zeros(3), "y": [np.zeros(2), "four"], "z": (1, None)}
-    assert tensor_bytes(sample) == 12 + 16 + 4 + 8
 
 
 def test_the_worst_batch_of_a_stream_that_tells_its_size_is_read_from_its_start():

@@ -1,0 +1,147 @@
+"""Which samples of a training set make its worst batch: the largest, and those that are larger in one dimension."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from batchtune.protocol.commands import SamplesSeen
+
+LOOK_SECONDS = 2.0
+_MOST_NAMED = 4
+_BYTES = ""  # among the sizes of a sample, that of all of it
+
+
+def find_largest(
+    samples: Iterable[tuple[int, Any]],
+    total: int | None,
+    *,
+    seconds: float = LOOK_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[SamplesSeen, list[Any]]:
+    """Looks at samples for as long as asked.
+
+    Args:
+        samples: each with its place, in the order in which to look.
+        total: of all there are; None: nobody knows, or no more than can be read.
+        seconds: after which no more are looked at.
+        clock: for tests.
+
+    Returns:
+        What was seen, and the samples of the worst batch, the largest first: in each dimension one of them is as large
+        as any. No samples where there are none.
+    """
+    deadline = clock() + seconds
+    largest: dict[str, tuple[int, int, Any]] = {}  # size, place and sample
+    smallest: dict[str, int] = {}
+    seen, is_all = 0, True
+    for place, sample in samples:
+        seen += 1
+        for name, size in sizes_of(sample).items():
+            if name not in largest or size > largest[name][0]:
+                largest[name] = (size, place, sample)
+            smallest[name] = min(size, smallest.get(name, size))
+        if clock() >= deadline:
+            is_all = seen == total
+            break
+    chosen: dict[int, Any] = {}
+    for name in sorted(largest, key=lambda name: (name != _BYTES, -largest[name][0])):
+        size, place, sample = largest[name]
+        if all(sizes_of(other).get(name, 0) < size for other in chosen.values()):
+            chosen[place] = sample
+    ranges = {name: (smallest[name], size) for name, (size, _, _) in largest.items() if name != _BYTES}
+    told = SamplesSeen(
+        places=tuple(chosen),
+        seen=seen,
+        total=total,
+        is_all=is_all,
+        differing={name: both for name, both in ranges.items() if both[0] != both[1]},
+    )
+    return told, list(chosen.values())
+
+
+def in_random_order(size: int) -> Iterator[int]:
+    """All places of a set of any size, in the same order each time, which costs nothing before the first."""
+    dice, moved = random.Random(0), dict[int, int]()  # a shuffle that keeps only what it has moved
+    for last in range(size - 1, -1, -1):
+        at = dice.randint(0, last)
+        yield moved.get(at, at)
+        moved[at] = moved.pop(last, last)
+
+
+def longest_by_column(data: Any) -> list[int]:
+    """The place of the longest sample where the set has a column `length`, as those of Hugging Face may have."""
+    if "length" not in (getattr(data, "column_names", None) or ()):
+        return []
+    lengths = list(data["length"])
+    return [max(range(len(lengths)), key=lengths.__getitem__)]
+
+
+def unseen_warnings(seen: SamplesSeen | None) -> list[str]:
+    """One where samples differ in size and only some were looked at, with what was seen."""
+    if seen is None or seen.is_all or not seen.differing:
+        return []
+    ranges = [f"{name} from {least:,} to {most:,}" for name, (least, most) in seen.differing.items()]
+    of = f" of {seen.total:,}" if seen.total is not None else ""
+    seen_of = f"the {seen.seen:,}{of} that {LOOK_SECONDS:g} s sufficed for had {', '.join(ranges[:_MOST_NAMED])}"
+    remedy = "write make_batch(batch_size) with the largest there is"
+    return [f"samples differ in size, and {seen_of}: a larger one needs more memory than was found; {remedy}"]
+
+
+def sizes_of(sample: object) -> dict[str, int]:
+    """The sizes of a sample: in bytes under no name, and of each dimension of what is in it."""
+    found = {_BYTES: tensor_bytes(sample)}
+    for name, size in _dimensions(sample, ""):
+        found[name] = max(size, found.get(name, 0))
+    return found
+
+
+def _dimensions(value: object, name: str) -> Iterator[tuple[str, int]]:
+    parts = _parts(value)
+    shape = getattr(value, "shape", None)
+    if parts is not None:
+        for key, part in parts.items():
+            yield from _dimensions(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, tuple):
+        for index, part in enumerate(value):
+            yield from _dimensions(part, f"{name}[{index}]")
+    elif isinstance(value, list | str | bytes):
+        yield name or "length", len(value)
+        if isinstance(value, list) and not isinstance(value[0] if value else 0, int | float):
+            for part in value:
+                yield from _dimensions(part, f"{name}[]")
+    elif shape is not None:
+        yield from ((f"{name}.shape[{index}]".lstrip("."), int(size)) for index, size in enumerate(shape))
+
+
+def tensor_bytes(value: object) -> int:
+    """Bytes of the tensors in a sample or batch of nested lists, tuples, dicts and objects made of such.
+
+    Arrays count by their nbytes, numbers (a tokenizer's lists of them) as what torch makes of them.
+    """
+    parts = _parts(value)
+    if parts is not None:
+        return sum(tensor_bytes(item) for item in parts.values())
+    if isinstance(value, list | tuple):
+        if value and all(type(item) in (int, float) for item in value):
+            return 8 * len(value)
+        return sum(tensor_bytes(item) for item in value)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int | float):
+        return 8
+    return int(getattr(value, "nbytes", 0))
+
+
+def _parts(value: object) -> Mapping[Any, Any] | None:
+    """What a dict or an object (a dataclass, a graph of PyG) is made of; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return vars(value) if hasattr(value, "__dict__") else {}
+    to_dict = None if hasattr(value, "shape") else getattr(value, "to_dict", None)
+    made = to_dict() if callable(to_dict) else None
+    return made if isinstance(made, Mapping) else None

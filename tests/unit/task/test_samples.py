@@ -1,0 +1,88 @@
+"""Which samples make the worst batch, and what is said where not all could be looked at."""
+
+from dataclasses import dataclass
+from itertools import count, islice
+from types import SimpleNamespace
+
+import pytest
+
+from batchtune.task.samples import (
+    find_largest,
+    in_random_order,
+    longest_by_column,
+    sizes_of,
+    tensor_bytes,
+    unseen_warnings,
+)
+
+
+def array(*shape):
+    size = 4
+    for each in shape:
+        size *= each
+    return SimpleNamespace(shape=shape, nbytes=size)
+
+
+def looked(sizes, total=None, *, seconds=1e9):
+    """At samples, of which each takes a second."""
+    return find_largest(enumerate(array(*size) for size in sizes), total, seconds=seconds, clock=count().__next__)
+
+
+def test_the_largest_comes_first_then_what_is_larger_in_a_dimension():
+    seen, samples = looked([(8, 8), (2, 30), (9, 9), (20, 2), (1, 1)])
+    assert seen.places == (2, 1, 3)
+    assert [sample.shape for sample in samples] == [(9, 9), (2, 30), (20, 2)]
+
+
+def test_one_sample_stands_for_all_of_one_size():
+    seen, samples = looked([(3, 8)] * 5)
+    assert (seen.places, len(samples)) == ((0,), 1)
+    assert seen.differing == {}
+
+
+def test_a_look_ends_with_its_time_and_says_how_many_were_seen():
+    seen, _ = looked(((size,) for size in count(5)), 1000, seconds=12)
+    assert (seen.seen, seen.is_all, seen.differing) == (12, False, {"shape[0]": (5, 16)})
+    assert "the 12 of 1,000" in unseen_warnings(seen)[0]
+    assert "shape[0] from 5 to 16" in unseen_warnings(seen)[0]
+
+
+@pytest.mark.parametrize("sizes", [[(3,)] * 4, [(3,), (4,)]])
+def test_nothing_is_said_where_all_were_seen_or_none_differ(sizes):
+    everything, _ = looked(sizes, len(sizes))
+    some, _ = looked([(3,)] * 9, 9, seconds=2)
+    assert unseen_warnings(everything) == unseen_warnings(some) == unseen_warnings(None) == []
+
+
+def test_no_samples_make_no_batch():
+    assert looked([])[1] == []
+
+
+def test_the_order_has_every_place_once_and_is_the_same_again():
+    assert sorted(in_random_order(100)) == list(range(100))
+    assert list(in_random_order(100)) == list(in_random_order(100)) != list(range(100))
+    assert len(set(islice(in_random_order(10**12), 1000))) == 1000
+
+
+def test_a_column_of_lengths_tells_the_longest():
+    class Rows(SimpleNamespace):
+        def __getitem__(self, name):
+            return {"length": [3, 9, 4]}[name]
+
+    assert longest_by_column(Rows(column_names=["ids", "length"])) == [1]
+    assert longest_by_column(Rows(column_names=["ids"])) == longest_by_column([1, 2]) == []
+
+
+def test_the_bytes_of_a_sample_are_those_of_all_its_tensors_and_numbers():
+    assert tensor_bytes({"x": array(3), "y": [array(2, 2), "four"], "z": (1, None)}) == 12 + 16 + 4 + 8
+    assert tensor_bytes(list(range(100))) == 800
+
+
+def test_the_dimensions_of_nested_samples_have_names():
+    @dataclass
+    class Boxed:
+        boxes: list
+
+    sample = {"image": array(3, 5), "found": Boxed([array(2), array(7)]), "ids": [1, 2, 3]}
+    names = {"image.shape[0]": 3, "image.shape[1]": 5, "found.boxes": 2, "found.boxes[].shape[0]": 7, "ids": 3}
+    assert sizes_of(sample) == names | {"": 60 + 36 + 24}
