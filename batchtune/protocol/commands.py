@@ -29,8 +29,8 @@ class Describe(Command[Machine]):
     first_rank_only: ClassVar[bool] = True
 
 
-class LoadLibraries(Command[Done]):
-    """Imports what every task needs, before there is one."""
+class Renew(Command[Done]):
+    """Ends a fork in favour of the next one of the same image, which opens the task anew."""
 
 
 class Opened(Message):
@@ -48,6 +48,8 @@ class Opened(Message):
         strategy: ddp or fsdp, of a group.
         backend: of a group's process group.
         rank_memory_limits_bytes: by rank.
+        foreign_parameters: that the optimizer holds and the model does not.
+        forks: whether this child is a fork of an image, which can have others.
     """
 
     device: str
@@ -65,6 +67,8 @@ class Opened(Message):
     strategy: Literal["ddp", "fsdp"] | None = None
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    foreign_parameters: int = 0
+    forks: bool = False
 
     @property
     def device_name(self) -> str:
@@ -77,7 +81,7 @@ class Opened(Message):
         return self.strategy is not None
 
 
-class OpenTask(Command[Opened]):
+class OpenTask(Command[Opened | None]):
     """Opens the device, imports the task, builds the model once and sets the memory limit.
 
     Attributes:
@@ -88,6 +92,7 @@ class OpenTask(Command[Opened]):
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
         metric: the evaluation must have it; None: it does not matter.
+        again: the task is known: no model is built, and nothing is told.
     """
 
     task: str
@@ -100,6 +105,7 @@ class OpenTask(Command[Opened]):
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
     metric: str | None = None
+    again: bool = False
 
 
 class Tried(Message):
@@ -176,6 +182,7 @@ class RunRangeTest(Command[RangeTest]):
     highest_rate: float
     steps: int
     seconds: float
+    fresh: ClassVar[bool] = True
 
 
 class MeasureNoiseScale(Command[NoiseScale]):
@@ -188,12 +195,14 @@ class MeasureNoiseScale(Command[NoiseScale]):
     warm_up_steps: int
     draws: int
     seconds: float
+    fresh: ClassVar[bool] = True
 
 
 class Train(Command[RunEnd]):
     """One run; each evaluation is told, and the child waits for whether to go on."""
 
     spec: RunSpec
+    fresh: ClassVar[bool] = True
 
 
 class Rejoin(Command[Done]):
