@@ -42,8 +42,6 @@ class ScriptedLauncher:
         started: its children, the oldest first; each tells what it was `asked` and whether it `is_closed`.
     """
 
-    has_spares = False
-
     def __init__(self, *answers):
         self.answers, self.started = list(answers), []
 

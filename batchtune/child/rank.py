@@ -38,12 +38,12 @@ class RankChild(Child):
     def answer(self, command: AnyCommand) -> Any:
         return self._rejoin() if isinstance(command, Rejoin) else super().answer(command)
 
-    def open(self, command: OpenTask) -> Opened:
+    def open(self, command: OpenTask) -> Opened | None:
         """As a child alone does, with what is to be known of the group."""
         limits = command.rank_memory_limits_bytes
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
         opened, group = super().open(command.but(device=_own_device(command.device), **own)), self._parallel
-        assert group is not None  # noqa: S101 - it was made when the device was opened
+        assert group is not None and opened is not None  # noqa: PT018, S101 - it was made when the device was opened
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
         return opened.model_copy(update=about)
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,21 @@ class Child:
     Args:
         channel: the line to the parent.
         parallel: the ranks that this child trains with; None: it trains alone.
+        load: the task by its name, which may be there already.
+        leave: ends this process in favour of the next fork of its image; None: it is no fork.
     """
 
-    def __init__(self, channel: Channel, parallel: Parallel | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        parallel: Parallel | None = None,
+        *,
+        load: Callable[[str], Task] = load_task,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
         self._channel = channel
         self._parallel = parallel
+        self._load, self._leave = load, leave
         self._task: Task
         self._memory: DeviceMemory
         self._sensors: Sensors
@@ -69,9 +80,8 @@ class Child:
         match command:
             case commands.Describe():
                 return self._describe(command)
-            case commands.LoadLibraries():
-                _load_libraries()
-                return commands.Done()
+            case commands.Renew() if self._leave is not None:
+                return self._leave()  # the image answers
             case commands.OpenTask():
                 return self.open(command)
             case commands.TryBatchSize():
@@ -98,18 +108,15 @@ class Child:
         memory, sensors, seen = _open(command.device)
         return commands.Machine(environment=environment(memory, sensors, seen), sensors=sensors.read())
 
-    def open(self, command: commands.OpenTask) -> commands.Opened:
+    def open(self, command: commands.OpenTask) -> commands.Opened | None:
         """Opens the device, imports the task, builds the model and evaluates it once, then sets the memory limit.
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
         seen = self._open_device(command.device)
         _require_device(self._memory, command.device_name)
-        wanted = list(command.precision)
-        names = every_precision(self._memory.device) if wanted == ["all"] else wanted
-        chosen = [choose(name, self._memory.device) for name in names]
         limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
-        self._task = load_task(command.task)
+        self._task = self._load(command.task)
         self._task.require(command.purpose)
         if self._parallel is not None and self._task.has("train_step"):
             raise UsageError(
@@ -117,7 +124,26 @@ class Child:
             )
         if command.gradient_clipping is not None:
             self._task.gradient_clipping = command.gradient_clipping
-        _set_libraries_apart()
+        set_libraries_apart()
+        samples = self._task.find_worst_samples(command.samples)
+        opened = None if command.again else self._look_at_task(command, limit, seen, samples)
+        heartbeat.start(lambda: self._channel.send(alive=True))
+        heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
+        if limit is not None:
+            with usable_now(command.device, seen, only_if_full=True):
+                self._memory.enforce(limit)
+        return opened
+
+    def _look_at_task(
+        self,
+        command: commands.OpenTask,
+        limit: int | None,
+        seen: Sharing | None,
+        samples: commands.SamplesSeen | None,
+    ) -> commands.Opened:
+        wanted = list(command.precision)
+        names = every_precision(self._memory.device) if wanted == ["all"] else wanted
+        chosen = [choose(name, self._memory.device) for name in names]
         opened = commands.Opened(
             device=str(self._memory.device),
             device_count=count_devices(self._memory.device),
@@ -126,20 +152,16 @@ class Child:
             counts_energy=self._sensors.joules() is not None,
             precision=tuple(chosen),
             train_size=self._task.train_size(),
-            samples=self._task.find_worst_samples(command.samples),
+            samples=samples,
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
+            forks=self._leave is not None,
             **_about_steps(self._task),
         )
         if command.metric is not None:
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
             self._memory.release()
-        heartbeat.start(lambda: self._channel.send(alive=True))
-        heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
-        if limit is not None:
-            with usable_now(command.device, seen, only_if_full=True):
-                self._memory.enforce(limit)
         return opened
 
     def _open_device(self, name: str) -> Sharing | None:
@@ -175,9 +197,11 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
 
 def _about_steps(task: Task) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
-    optimizers = task.optimizers(task.model(), 1e-3)
+    model = task.model()
+    optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     return {
         "optimizer": optimizers.name,
+        "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
         "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
         "accumulation_steps": task.source.accumulation_steps if isinstance(task.source, Adapted) else 1,
         "accumulates": task.accumulates(optimizers),
@@ -197,15 +221,11 @@ def _require_device(memory: DeviceMemory, wanted: str | None) -> None:
         )
 
 
-def _set_libraries_apart() -> None:
+def set_libraries_apart() -> None:
     """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
-    _load_libraries()
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
     gc.collect()
     gc.freeze()
-
-
-def _load_libraries() -> None:
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)  # the first optimizer loads half of torch
 
 
 def environment(memory: DeviceMemory, sensors: Sensors, seen: Sharing | None) -> Environment:
@@ -263,12 +283,6 @@ def _unexpected(error: BaseException) -> Json:
         return {"error": traceback.format_exc(), "exit_code": BatchtuneError.exit_code, "frames": ""}
     described = describe_user_error(error, "in training")
     return {"error": str(described), "exit_code": UserCodeError.exit_code, "frames": described.frames}
-
-
-def main() -> None:
-    """The child of one parent."""
-    channel = Channel.on_standard_streams()
-    serve(Child(channel), channel)
 
 
 def serve(child: Child, channel: Channel) -> None:

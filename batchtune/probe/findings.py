@@ -17,6 +17,7 @@ from batchtune.probe.warnings import (
     attempt_warnings,
     busy_warnings,
     evaluation_warnings,
+    foreign_warnings,
     kept_warnings,
     leak_warnings,
     mapping_warnings,
@@ -133,6 +134,7 @@ class Findings:
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
+        found += foreign_warnings(self.opened.foreign_parameters)
         if slow is not None and low + self.bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found

@@ -48,7 +48,6 @@ class Probe:
         self._worker, self._options, self._observer, self._prior = worker, options, observer, prior
         self._started = time.perf_counter()
         opened = worker.start()
-        worker.prepare()  # the final check's
         self._found = Findings(
             options=options,
             opened=opened,

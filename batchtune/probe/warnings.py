@@ -116,6 +116,15 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
     return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
+def foreign_warnings(parameters: int) -> list[str]:
+    """One where the optimizer holds parameters that are not the model's."""
+    if not parameters:
+        return []
+    which = f"{parameters} parameter{'s that are' if parameters > 1 else ' that is'} not the model's"
+    text = f"the optimizer holds {which} (of a loss, say), which nobody moves to the device or saves with the model"
+    return [f"{text}; make it a module of what build_model returns"]
+
+
 def allocator_warnings(environment: Environment | None, probes: Sequence[ProbeResult]) -> list[str]:
     """One where a CPU's memory set the limit: attempts do without what glibc keeps when left to itself."""
     on_glibc = environment and environment.device_type == "cpu" and platform.libc_ver()[0] == "glibc"

@@ -96,10 +96,6 @@ class Process(Protocol):
 class Launcher(Protocol):
     """Starts a worker's children, here or elsewhere."""
 
-    @property
-    def has_spares(self) -> bool:
-        """Whether a second child may load its libraries beside the first."""
-
     def start(self) -> Process:
         """A new child.
 
@@ -117,13 +113,11 @@ class LocalLauncher:
         program: the module whose `main` they run.
     """
 
-    has_spares = True
-
     def __init__(
         self,
         echo: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
-        program: str = "batchtune.child.server",
+        program: str = "batchtune.child.image",
     ) -> None:
         self._echo, self._environment, self._program = echo, dict(environment or {}), program
 

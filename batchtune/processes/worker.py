@@ -11,7 +11,7 @@ from typing import Literal
 from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
 from batchtune.processes.local import Launcher, LocalLauncher, Process
-from batchtune.protocol.commands import LoadLibraries, Opened, OpenTask, Train, Tried
+from batchtune.protocol.commands import Opened, OpenTask, Renew, Train, Tried
 from batchtune.protocol.messages import Answer, Command, Json
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
@@ -65,14 +65,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self._note = note or (lambda _: None)
         self._starting = threading.RLock()
         self._process: Process | None = None
-        self._spare: Process | None = None
-        self._wants_spare = False
+        self._image: Process | None = None  # whose next fork has opened nothing yet
+        self._is_fresh = False
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> Opened:
-        """Starts the child unless it runs; returns what it said of the task.
+        """Starts the child unless it runs; returns what the first one said of the task.
 
         Raises:
             BatchtuneError: the task or the device cannot be used, or `stopping` is set; the class says which.
@@ -93,17 +93,18 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                     self._stopping.wait(_RETRY_SECONDS)
 
     def _open(self) -> None:
-        spare, self._spare = self._spare, None
-        self._process = (_ready(spare) if spare else None) or self._launcher.start()
-        if self._wants_spare:
-            self.prepare()  # both load at once
+        image, self._image = self._image, None
+        self._process = image or self._launcher.start()
         if self.settings is None:
             return
+        again = self.opened is not None and not self.opened.is_group
         try:
-            self.opened = self._ask(self.settings, START_TIMEOUT_SECONDS, None)
+            self.opened = self._ask(self.settings.but(again=again), START_TIMEOUT_SECONDS, None) or self.opened
         except WorkerDied as died:
             doing = f"{self.settings.task}: importing it and building the model once"
             raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
+        assert self.opened is not None  # noqa: S101 - the first child tells
+        self._is_fresh = again
         self.settings = self.settings.but(
             metric=None,  # it is looked for once
             memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
@@ -130,11 +131,17 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         """
         for _ in range(0 if isinstance(command, Train) else _RETRIES):
             try:
-                self._run()
-                return self._ask(command, timeout, on_event)
+                return self._call(command, timeout, on_event)
             except NodeLost as lost:
                 self._note(f"{type(command).__name__} is retried: {lost}")
+        return self._call(command, timeout, on_event)
+
+    def _call(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
         self._run()
+        if command.fresh and not self._is_fresh:
+            self.renew()
+            self._run()
+        self._is_fresh = False
         return self._ask(command, timeout, on_event)
 
     def kill(self) -> None:
@@ -142,27 +149,29 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._process is not None:
             self._process.kill()
 
-    def prepare(self) -> None:
-        """Has the next child load its libraries meanwhile; where there is none yet, as soon as there is."""
-        self._wants_spare = self._process is None
-        if self._spare is None and not self._wants_spare and self._launcher.has_spares:
-            self._spare = self._launcher.start()
-            self._spare.send(LoadLibraries().to_message())
-
     def renew(self) -> None:
-        """Ends the child and everything it started; the next command is a fresh one's."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
+        """Ends the child; the next command is a fresh one's: another fork of its image, or a new process."""
+        if self._process is None:
+            return
+        if self.opened is None or not self.opened.forks:
+            self._discard()
+            return
+        with contextlib.suppress(WorkerDied, NodeLost):  # then the next one is a new process
+            self._ask(Renew(), START_TIMEOUT_SECONDS, None)
+            self._image, self._process = self._process, None
+
+    def _discard(self) -> None:
+        """Ends the child with its image and everything they started."""
+        for process in (self._process, self._image):
+            if process is not None:
+                process.close()
+        self._process = self._image = None
 
     def close(self) -> None:
-        """Ends the child, its spare and everything they started, and forgets them."""
+        """Ends the child and everything it started, and forgets it."""
         self.kill()
         with self._starting:
-            self.renew()
-            if self._spare is not None:
-                self._spare.close()
-            self._spare = None
+            self._discard()
 
     def _ask(self, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None) -> Answer:
         """The answer; after anything else the child is of no more use."""
@@ -172,22 +181,13 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         try:
             answer = ask(self._process, command, timeout, on_event)
         except BaseException as error:
-            self.renew()
+            self._discard()
             if isinstance(error, WorkerDied) and self._stopping.is_set():
                 raise RunInterrupted(STOPPED) from None
             raise
         if isinstance(answer, Tried) and not answer.usable:
             self.renew()
         return answer
-
-
-def _ready(spare: Process) -> Process | None:
-    """A process that was prepared, once it has loaded the libraries; None where it has died."""
-    with contextlib.suppress(TimeoutError):
-        if spare.answer(START_TIMEOUT_SECONDS) is not None:
-            return spare
-    spare.close()
-    return None
 
 
 def ask(

@@ -1,7 +1,8 @@
 """A child's line to its parent: commands come in and answers go out, as JSON lines.
 
 A child has it on its original stdin and stdout. Both are moved away before the user's code is imported, so that nothing
-it prints, reads or closes can disturb them. A rank has a socket in their place (see `batchtune.child.rank`).
+it prints, reads or closes can disturb them; forks of one image have the line one after the other. A rank has a socket
+in their place (see `batchtune.child.rank`).
 """
 
 from __future__ import annotations
@@ -24,20 +25,26 @@ class Channel:
     Args:
         commands: what the parent says, a line each.
         answers: what it is told.
+        first: a command that was read before.
     """
 
-    def __init__(self, commands: IO[str], answers: IO[str]) -> None:
+    def __init__(self, commands: IO[str], answers: IO[str], first: Json | None = None) -> None:
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
         self._answers, self._process = answers, os.getpid()
         self._commands: queue.Queue[Json] = queue.Queue()
+        if first is not None:
+            self._commands.put(first)
         threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
 
     @classmethod
     def on_standard_streams(cls) -> Self:
-        """The line on stdin and stdout, which are moved away: what is printed from now on goes to stderr."""
-        answers, commands = os.fdopen(os.dup(1), "w", encoding="utf-8"), os.fdopen(os.dup(0), "r", encoding="utf-8")
-        give_standard_streams_away()
-        return cls(commands, answers)
+        """The line on stdin and stdout, which are moved away."""
+        return cls.on_files(*move_standard_streams())
+
+    @classmethod
+    def on_files(cls, commands: int, answers: int, first: Json | None = None) -> Self:
+        """The line on two file descriptors."""
+        return cls(os.fdopen(commands, "r", encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8"), first)
 
     def _listen(self, commands: IO[str]) -> None:
         try:
@@ -45,9 +52,7 @@ class Channel:
                 self._commands.put(json.loads(line))
         except OSError as error:
             _end_if_closed(error)
-        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(0)
+        end_with_parent()
 
     def receive(self) -> Json:
         """The next command."""
@@ -72,6 +77,20 @@ def _end_if_closed(error: OSError) -> None:
         with contextlib.suppress(OSError):
             os.write(2, b"the task's code has closed file descriptors that it did not open\n")
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Ends this process and all of its session's first group: what the parent started, and what that has started."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getsid(0):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def move_standard_streams() -> tuple[int, int]:
+    """New file descriptors of stdin and stdout; what is printed from now on goes to stderr."""
+    moved = os.dup(0), os.dup(1)
+    give_standard_streams_away()
+    return moved
 
 
 def give_standard_streams_away() -> None:

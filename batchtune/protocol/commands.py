@@ -38,8 +38,8 @@ class Describe(Command[Machine]):
     first_rank_only: ClassVar[bool] = True
 
 
-class LoadLibraries(Command[Done]):
-    """Imports what every task needs, before there is one."""
+class Renew(Command[Done]):
+    """Ends a fork in favour of the next one of the same image, which opens the task anew."""
 
 
 class SamplesSeen(Message):
@@ -80,6 +80,8 @@ class Opened(Message):
         strategy: ddp or fsdp, of a group.
         backend: of a group's process group.
         rank_memory_limits_bytes: by rank.
+        foreign_parameters: that the optimizer holds and the model does not.
+        forks: whether this child is a fork of an image, which can have others.
     """
 
     device: str
@@ -102,6 +104,8 @@ class Opened(Message):
     strategy: Literal["ddp", "fsdp"] | None = None
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    foreign_parameters: int = 0
+    forks: bool = False
 
     @property
     def device_name(self) -> str:
@@ -114,7 +118,7 @@ class Opened(Message):
         return self.strategy is not None
 
 
-class OpenTask(Command[Opened]):
+class OpenTask(Command[Opened | None]):
     """Opens the device, imports the task, builds the model once and sets the memory limit.
 
     Attributes:
@@ -127,6 +131,7 @@ class OpenTask(Command[Opened]):
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
         gradient_clipping: of every step; None: what the task does by itself.
         metric: the evaluation must have it; None: it does not matter.
+        again: the task is known: no model is built, and nothing is told.
     """
 
     task: str
@@ -141,6 +146,7 @@ class OpenTask(Command[Opened]):
     optimizer_arguments: tuple[str, ...] = ()
     gradient_clipping: GradientClipping | None = None
     metric: str | None = None
+    again: bool = False
 
 
 class Tried(Message):
@@ -217,6 +223,7 @@ class RunRangeTest(Command[RangeTest]):
     highest_rate: float
     steps: int
     seconds: float
+    fresh: ClassVar[bool] = True
 
 
 class MeasureNoiseScale(Command[NoiseScale]):
@@ -229,12 +236,14 @@ class MeasureNoiseScale(Command[NoiseScale]):
     warm_up_steps: int
     draws: int
     seconds: float
+    fresh: ClassVar[bool] = True
 
 
 class Train(Command[RunEnd]):
     """One run; each evaluation is told, and the child waits for whether to go on."""
 
     spec: RunSpec
+    fresh: ClassVar[bool] = True
 
 
 class Rejoin(Command[Done]):

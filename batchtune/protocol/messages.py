@@ -22,9 +22,11 @@ class Command(Message, Generic[Answer]):
 
     Attributes:
         first_rank_only: of a group of ranks, only the first one is asked.
+        fresh: it is done by a child that has opened the task and done nothing else, so that it begins as any other.
     """
 
     first_rank_only: ClassVar[bool] = False
+    fresh: ClassVar[bool] = False
     _by_name: ClassVar[dict[str, type[AnyCommand]]] = {}
 
     @classmethod

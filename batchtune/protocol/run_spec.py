@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,6 @@ class RunSpec:
     limit_joules: float | None = None
     horizon_seconds: float | None = None
     total_steps: int | None = None
-
-    @property
-    def shape(self) -> Hashable:
-        """What has a pace of its own."""
-        return self.micro_batch_size, self.accumulation_steps, self.precision, pace_kind(self.optimizer_arguments)
 
     @property
     def batch_size(self) -> int:

@@ -75,8 +75,6 @@ class Tuning:
 
     def _open(self, pool: WorkerPool) -> Opened:
         progress = self._progress
-        if progress.earlier_probe() is None:
-            pool.first.prepare()  # for the probe's final check
         progress.opened = opened = open_task(pool.first, self._config)
         progress.identity = identity_of(self._config) | {"the device": opened.device_name}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was

@@ -171,9 +171,9 @@ def _import_much():
     import batchtune.estimate.tracing.answer
     import batchtune.estimate.tracing.trace
     import batchtune.probe.run  # noqa: F401
-    from batchtune.child.server import _load_libraries
+    from batchtune.child.server import set_libraries_apart
 
-    _load_libraries()
+    set_libraries_apart()
     assert not torch.cuda.is_initialized()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.freeze()  # a collection in a fork copies none of these pages

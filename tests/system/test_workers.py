@@ -21,7 +21,7 @@ def test_two_workers_share_one_study_and_leave_nobody_behind(cli):
     command = cli.start("tune", "config.yaml", "device=cpu", "budget.trials=12", "--workers", "2", "--json", "-v")
     command.wait_for("searching", 120)
     family, deadline = command.family(), time.monotonic() + 60
-    while sum("batchtune.child.server" in line_of(each) for each in family) < 2:
+    while sum("batchtune.child.image" in line_of(each) for each in family) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
         family = command.family()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from batchtune.child.training.clock import StepClock
-from batchtune.child.training.compiled import forget_compiled
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
@@ -62,11 +61,9 @@ def train(
     Returns:
         `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
-    compiles = forget_compiled()
     memory.release()
-    clock = StepClock(spec.shape, spec.expected_step_seconds)
-    if compiles or not clock.knows_pace:  # else this process has trained at this size before
-        _warm_up(task, memory, spec, clock)
+    clock = StepClock(spec.expected_step_seconds)
+    _warm_up(task, memory, spec, clock)
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
     run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules)

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections import deque
 
 SLOWED = 1.5  # a stretch this much slower than the usual pace was held up by something else on the machine
 _EXPECTATION_ERROR = 1.33  # how far off a step time predicted from other batch sizes may be
-_REMEMBERED = 200  # stretches of one shape
-_paces: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+_REMEMBERED = 200  # stretches
 
 
 class StepClock:
     """Adds up training seconds; stretches that something else slowed down count at the usual pace.
 
-    The usual pace of a shape is the lower quartile of all stretches of it that this process has timed, the runs before
-    included, or what the caller expects where that is less.
+    The usual pace is the lower quartile of the latest stretches, or what the caller expects where that is less.
 
     Args:
-        shape: what has a pace of its own: see `RunSpec.shape`.
-        expected_step_seconds: seconds of an optimizer step as predicted from other sizes; None: nothing is.
+        expected_step_seconds: seconds of an optimizer step as other runs had it; None: there were none.
     """
 
-    def __init__(self, shape: Hashable, expected_step_seconds: float | None = None) -> None:
+    def __init__(self, expected_step_seconds: float | None = None) -> None:
         self.seconds = 0.0
         self.measured_seconds = 0.0
         self.joules: float | None = None
-        self._paces = _paces[shape]
+        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
         self._expected = expected_step_seconds
-
-    @property
-    def knows_pace(self) -> bool:
-        """Whether this process has timed steps of this shape before."""
-        return bool(self._paces)
 
     @property
     def step_seconds(self) -> float:

@@ -24,8 +24,6 @@ class RankLauncher:
         leader: where the user's own launcher runs the ranks; None: torch's is started for each group.
     """
 
-    has_spares = False  # a second group would be in the way of the first
-
     def __init__(
         self,
         world_size: int,

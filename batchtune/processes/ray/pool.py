@@ -68,8 +68,6 @@ class RayLauncher:
         observer: told what they print, and that there is no room yet.
     """
 
-    has_spares = False  # an actor has one child
-
     def __init__(self, actor: Actor, stopping: threading.Event, observer: Observer) -> None:
         self._actor, self._stopping, self._observer = actor, stopping, observer
 

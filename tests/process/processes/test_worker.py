@@ -363,62 +363,6 @@ def test_a_child_without_a_task_describes_the_machine():
     assert answer.sensors == {}
 
 
-class TestASpare:
-    """A process that has loaded the libraries takes the place of a child that has ended."""
-
-    def test_it_is_the_next_child_and_trains_as_any_other(self, settings):
-        with Worker(settings) as worker:
-            worker.start()
-            worker.prepare()
-            spare = worker._spare.pid
-            assert try_size(worker, PLAIN)["outcome"] == "fit"
-            assert worker._process.pid != spare
-            worker.renew()
-            assert try_size(worker, PLAIN)["outcome"] == "fit"
-            assert worker._process.pid == spare
-            worker.renew()
-            assert try_size(worker, PLAIN)["outcome"] == "fit"
-            assert worker._process.pid != spare
-
-    def test_one_that_died_meanwhile_is_not_missed(self, settings):
-        with Worker(settings) as worker:
-            worker.start()
-            worker.prepare()
-            os.kill(worker._spare.pid, signal.SIGKILL)
-            worker.renew()
-            assert try_size(worker, PLAIN)["outcome"] == "fit"
-
-    def test_asked_for_before_the_child_is_there_it_starts_beside_that(self, settings):
-        with Worker(settings) as worker:
-            worker.prepare()
-            assert worker._spare is None
-            worker.start()
-            first, spare = worker._process.pid, worker._spare.pid
-            worker.renew()
-            worker.start()
-            assert worker._process.pid == spare != first
-            assert worker._spare is None
-
-    def test_it_ends_with_its_worker(self, settings):
-        with Worker(settings) as worker:
-            worker.start()
-            worker.prepare()
-            spare = worker._spare.pid
-        with pytest.raises(ProcessLookupError):
-            os.kill(spare, 0)
-
-    def test_it_has_not_seen_the_task(self, settings, tmp_path):
-        path = tmp_path / "model.py"
-        path.write_text(Path(settings.task).read_text())
-        with Worker(settings.but(task=str(path))) as worker:
-            worker.start()
-            worker.prepare()
-            path.write_text("raise RuntimeError('imported')")
-            worker.renew()
-            with pytest.raises(UserCodeError, match="imported"):
-                worker.start()
-
-
 RUNAWAY = """
 import subprocess, sys
 sleeping = subprocess.Popen(["sleep", "30"], start_new_session=True, stdin=subprocess.DEVNULL)

@@ -45,7 +45,7 @@ def done(monkeypatch):
     monkeypatch.setattr(Sensors, "sharing", look)
     monkeypatch.setattr("batchtune.child.server.open_device", open_device)
     monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
-    monkeypatch.setattr(child, "_set_libraries_apart", lambda: None)
+    monkeypatch.setattr(child, "set_libraries_apart", lambda: None)
     monkeypatch.setattr(child.heartbeat, "start", lambda _: None)
     return done
 
@@ -81,6 +81,22 @@ def test_a_rank_does_so_too_and_opens_the_device_once_with_its_part_of_the_hosts
 def test_the_limit_that_the_user_names_is_each_ranks(done, opening, rank):
     rank.open(opening.but(memory_limit=70))
     assert done[-1] == "limited to 70"
+
+
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_counted(done, opening, tmp_path):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            "import torch\n"
+            "criterion = torch.nn.Linear(2, 1)\n"
+            "def build_optimizer(model, lr):\n"
+            "    return torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=lr)\n"
+        )
+    assert Child(None).open(opening).foreign_parameters == 2
+
+
+def test_a_task_that_is_known_is_opened_without_a_word_of_it(done, opening):
+    assert Child(None).open(opening.but(again=True)) is None
+    assert done[-1] == "limited to 100"
 
 
 def test_no_room_at_all_is_a_limit_too(done, opening):

@@ -1,7 +1,6 @@
 """A training run against the clock; the clock is the test's own, and a sample takes 1/128 second: sums are exact."""
 
 import itertools
-from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from batchtune.child.commands import train as loop
 from batchtune.child.commands.train import EVALUATION_SHARE, next_evaluation, train
-from batchtune.child.training import clock as clock_module
 from batchtune.child.training.trainer import NonFiniteLossError
 from batchtune.protocol.run_spec import RunSpec
 
@@ -47,7 +45,6 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(clock_module, "_paces", defaultdict(lambda: deque(maxlen=200)))  # other tests' paces
     return clock
 
 
@@ -224,26 +221,6 @@ class TestTime:
         last = done.points[-1]
         assert last.seconds == pytest.approx(5.0, abs=0.2)
         assert last.measured_seconds > last.seconds + 1
-
-    def test_a_size_that_has_trained_in_this_process_needs_no_warm_up(self, run, monkeypatch):
-        models = []
-
-        def build_model():
-            models.append(torch.nn.Linear(4, 1))
-            return models[-1]
-
-        def built(**changes):
-            before = len(models)
-            run(spec_of(limit_seconds=1.0, **changes), build_model=build_model)
-            return len(models) - before
-
-        assert built() == 2  # one is thrown away
-        assert built(learning_rate=0.1) == 1
-        assert built(accumulation_steps=2) == 2
-        assert built(micro_batch_size=4) == 2
-        assert built() == 1
-        monkeypatch.setattr(loop, "forget_compiled", lambda: True)
-        assert built() == 2  # what was compiled is gone
 
     def test_undisturbed_runs_have_one_time_only(self, run):
         assert {point.measured_seconds for point in run(spec_of()).points} == {None}

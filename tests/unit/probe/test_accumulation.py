@@ -19,9 +19,6 @@ class FakeWorker(FakeChild):
         environment = {"device": "NVIDIA A100-SXM4-80GB"}
         return opened(memory_limit_bytes=800, device="cuda:0", environment=environment)
 
-    def prepare(self):
-        """Nothing to do."""
-
     def renew(self):
         self.asked.append(("renew", None))
 

@@ -10,6 +10,7 @@ from batchtune.probe.warnings import (
     allocator_warnings,
     attempt_warnings,
     busy_warnings,
+    foreign_warnings,
     kept_warnings,
     recompile_warnings,
     sharing_warnings,
@@ -177,3 +178,8 @@ def test_sizes_that_cannot_be_counted_stay_as_they_are():
     points = [point(1), point(2), point(4)]
     found = with_flops(points, lambda size: None if size == 2 else float(size), None)
     assert found == [points[0].model_copy(update={"flops_per_sample": 1.0}), *points[1:]]
+
+
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_told():
+    assert "the optimizer holds 2 parameters that are not the model's" in foreign_warnings(2)[0]
+    assert foreign_warnings(0) == []

@@ -56,9 +56,6 @@ class ScriptedGpu(FakeChild):
             self.free -= CONTEXT // 2
         return self.opened
 
-    def prepare(self):
-        """Nothing to do."""
-
     def renew(self):
         self.free = FREE
 

@@ -59,9 +59,6 @@ class ScriptedWorker(FakeChild):
         about = {"memory_limit_bytes": self.limit, "train_size": self.samples}
         return opened(device=self.device, environment={"device": "NVIDIA H200"}, **about)
 
-    def prepare(self):
-        """Nothing to do."""
-
     def renew(self):
         self.running = False
 

@@ -13,6 +13,7 @@ from batchtune.protocol.run_spec import RunSpec
 
 HERE = {"done": opened(device="cuda:0", memory_limit_bytes=7).model_dump()}
 BUSY = refusal(DeviceError("--device cuda: cannot be used now"))
+TRAINED, NOTHING = {"done": {"outcome": "finished"}}, {"done": None}
 NODE = NodeLost("its node is gone")
 DONE = {"done": {"environment": {"device": "a card"}, "sensors": {}}}
 RUN = RunSpec(
@@ -34,6 +35,36 @@ def test_later_children_open_the_task_with_the_limit_of_the_first():
     (first,), (second,) = (child.asked for child in launcher.started)
     assert (first["memory_limit"], first["metric"]) == (None, "val_loss")
     assert (second["memory_limit"], second["metric"]) == (7, None)
+
+
+class TestRuns:
+    """Each is a fresh child's: the first command that is asked of it."""
+
+    def train(self, worker):
+        return worker.call(Train(spec=RUN), timeout=1.0)
+
+    def test_another_fork_of_the_same_image_where_there_is_one(self):
+        here = {"done": opened(forks=True).model_dump()}
+        renewed = [{"done": {}}, NOTHING]
+        worker, launcher = worker_of(here, *renewed, TRAINED, *renewed, TRAINED)
+        for _ in range(2):
+            self.train(worker)
+        (child,) = launcher.started
+        assert [each["command"] for each in child.asked] == ["OpenTask", *["Renew", "OpenTask", "Train"] * 2]
+        assert [each["again"] for each in child.asked if each["command"] == "OpenTask"] == [False, True, True]
+
+    def test_else_a_process_of_its_own(self):
+        worker, launcher = worker_of(HERE, NOTHING, TRAINED, NOTHING, TRAINED)
+        for _ in range(2):
+            self.train(worker)
+        asked = [[each["command"] for each in child.asked] for child in launcher.started]
+        assert asked == [["OpenTask"], *[["OpenTask", "Train"]] * 2]
+
+    def test_an_image_that_dies_is_replaced(self):
+        here = {"done": opened(forks=True).model_dump()}
+        worker, launcher = worker_of(here, None, NOTHING, TRAINED)
+        self.train(worker)
+        assert [child.is_closed for child in launcher.started] == [True, False]
 
 
 class TestADeviceThatIsBusyForAMoment:
@@ -112,10 +143,10 @@ class TestANodeThatIsLost:
         assert len(launcher.started) == 3
 
     def test_a_run_is_the_studys_to_give_back(self):
-        worker, launcher = worker_of(HERE, NODE)
+        worker, launcher = worker_of(HERE, NOTHING, NODE)
         with pytest.raises(NodeLost):
             worker.call(Train(spec=RUN), timeout=1.0)
-        assert [child.is_closed for child in launcher.started] == [True]
+        assert [child.is_closed for child in launcher.started] == [True, True]
 
     def test_while_a_message_is_sent_its_child_is_ended(self):
         class Deaf(ScriptedLauncher):

@@ -1,0 +1,185 @@
+"""An image: torch and the user's code imported, with its data sets, and no device opened; children are forks of it.
+
+Whatever a run leaves behind in the user's modules, in libraries or in torch ends with the fork that it ran in, and the
+next begins as the first did, without an import. Where a fork would not be as good as a new process (another system than
+Linux, a task that starts threads or asks for a GPU when it is imported), the image is itself the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import mmap
+import multiprocessing
+import os
+import select
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from batchtune.child.server import Child, serve, set_libraries_apart
+from batchtune.protocol.channel import Channel, end_with_parent, move_standard_streams
+from batchtune.protocol.commands import OpenTask
+from batchtune.protocol.messages import Command, Json
+from batchtune.task.contract import Task
+from batchtune.task.load import load_task
+
+_HARD_PAUSE = 2  # omp.h: omp_pause_hard
+_OWN_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch asks NVML whether there is a GPU: CUDA itself cannot be forked
+_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")  # open as soon as a GPU was asked for, by whatever library
+
+
+def main() -> None:
+    """The child of one parent, or its image."""
+    commands, answers = move_standard_streams()
+    first: Json | None = json.loads(_read_line(commands))
+    load: Callable[[str], Task] = load_task
+    leave = None
+    asked = Command.from_message(first or {})
+    if sys.platform == "linux" and isinstance(asked, OpenTask):
+        with _ending_with_parent(commands):
+            load = _Imported(asked)
+        if _can_fork():
+            number, leave = _fork_one_by_one(answers)
+            first = None if number else first
+    channel = Channel.on_files(commands, answers, first)
+    serve(Child(channel, load=load, leave=leave), channel)
+
+
+class _Imported:
+    """The task as it was imported, or what that raised, to be raised where it is asked for."""
+
+    def __init__(self, command: OpenTask) -> None:
+        self._found: Task | Exception
+        is_ours = _OWN_CHECK not in os.environ
+        os.environ.setdefault(_OWN_CHECK, "1")
+        try:
+            self._found = load_task(command.task)
+            with contextlib.suppress(Exception):  # it is raised again, where it is looked for
+                self._found.require(command.purpose)
+                self._found.train_size()
+        except Exception as error:  # noqa: BLE001 - all of it is the answer's to tell
+            self._found = error
+        finally:
+            if is_ours:
+                os.environ.pop(_OWN_CHECK, None)
+        set_libraries_apart()
+
+    def __call__(self, _: str) -> Task:
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+
+def _read_line(file: int) -> bytes:
+    """One line and not a byte of the next, which is for another process to read."""
+    line = b""
+    while not line.endswith(b"\n"):
+        found = os.read(file, 1)
+        if not found:
+            sys.exit(0)  # the parent is gone
+        line += found
+    return line
+
+
+@contextlib.contextmanager
+def _ending_with_parent(commands: int) -> Iterator[None]:
+    """Within, a thread ends this process when its parent closes the line; afterwards there is no other thread."""
+    told, tell = os.pipe()
+
+    def watch() -> None:
+        watched = select.poll()
+        watched.register(commands, 0)  # nothing but its end
+        watched.register(told, select.POLLIN)
+        if commands in dict(watched.poll()):
+            end_with_parent()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(tell, b".")
+        thread.join()
+        os.close(told)
+        os.close(tell)
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process is as good as a new one: no other thread is lost, and no device is open."""
+    _end_openmp_threads()
+    pid = os.fork()  # before which libraries that can be forked end threads of theirs
+    if pid == 0:
+        os._exit(torch.cuda._is_in_bad_fork() or torch.xpu._is_in_bad_fork())  # noqa: SLF001 - torch has no public name
+    asked_torch = os.waitpid(pid, 0)[1] != 0
+    links = [_target(file) for file in Path("/proc/self/fd").iterdir()]
+    alone = len(list(Path("/proc/self/task").iterdir())) == 1
+    return alone and not asked_torch and not any(link.startswith(_DEVICES) for link in links)
+
+
+def _target(file: Path) -> str:
+    try:
+        return str(file.readlink())
+    except OSError:  # the one by which the folder is read
+        return ""
+
+
+def _end_openmp_threads() -> None:
+    """Ends those that computing at import has started; they come again when they are needed."""
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    end = getattr(ctypes.CDLL(str(library)), "omp_pause_resource_all", None) if library.is_file() else None
+    if end is not None:
+        end(_HARD_PAUSE)
+
+
+def _fork_one_by_one(answers: int) -> tuple[int, Callable[[], None]]:
+    """Returns in one fork after the other: its number, and what ends it in favour of the next.
+
+    A fork that ends in another way takes the image along, with the same exit status.
+    """
+    is_followed, offsets = mmap.mmap(-1, 1), _offsets()
+
+    def leave() -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+        is_followed[0] = 1
+        os._exit(0)
+
+    for number in itertools.count():
+        is_followed[0] = 0
+        for file, offset in offsets.items():
+            os.lseek(file, offset, os.SEEK_SET)
+        pid = os.fork()
+        if pid == 0:
+            return number, leave
+        status = os.waitpid(pid, 0)[1]
+        if not is_followed[0]:
+            _end_as(os.waitstatus_to_exitcode(status))
+        os.write(answers, b'{"done": {}}\n')
+    raise AssertionError
+
+
+def _offsets() -> dict[int, int]:
+    """Where the files stand that the user's code has opened: forks share that."""
+    files = [int(each.name) for each in Path("/proc/self/fd").iterdir() if _target(each)]
+    plain = [file for file in files if stat.S_ISREG(os.fstat(file).st_mode)]
+    return {file: os.lseek(file, 0, os.SEEK_CUR) for file in plain}
+
+
+def _end_as(code: int) -> None:
+    """Ends this process as a fork has ended."""
+    if code < 0:
+        import resource  # there is none on Windows
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # nobody handles SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
