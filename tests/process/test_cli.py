@@ -1,6 +1,7 @@
 """Every command through the command line itself: what it prints where, what it writes, and what it exits with."""
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -57,11 +58,12 @@ WORK = {
 
 
 @pytest.fixture(scope="module")
-def work(tuned, new_cli, pool):
-    """What takes long, begun together: a function from a name to its folder and what its commands came to."""
+def work(tuned, new_quick_cli):
+    """What several tests ask about: a function from a name to its folder and what its commands came to."""
 
-    def carry_out(name):
-        cli = new_cli()
+    @functools.cache
+    def carried_out(name):
+        cli = new_quick_cli()
         cli.write("wide.py", WIDE)
         cli.write("huge.py", WIDE.replace("batch_size, 1", "batch_size * 512, 1"))
         if name == "fresh":
@@ -69,8 +71,7 @@ def work(tuned, new_cli, pool):
         environment = {"BATCHTUNE_BUDGET_TRIALS": "7", "BATCHTUNE_SEED": "5"} if name == "a new task" else {}
         return cli, *(cli(*command, environment=environment) for command in WORK[name])
 
-    begun = {name: pool.submit(carry_out, name) for name in WORK}
-    return lambda name: begun[name].result()
+    return carried_out
 
 
 # help and version
@@ -250,9 +251,9 @@ def test_the_resolved_configuration_is_kept_with_the_run(tuned):
     assert (tuned.cli.run_folder() / "study.log").stat().st_size > 0
 
 
-def test_tune_again_gives_the_same_answer_without_another_trial(tuned, cli):
-    tuned.copy_to(cli)
-    again = cli("tune", "config.yaml", "--json", "-q")
+def test_tune_again_gives_the_same_answer_without_another_trial(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    again = quick_cli("tune", "config.yaml", "--json", "-q")
     assert again.code == 0, again.err
     changes_with_time = {"created_at", "task", "environment"}  # the folder is another; free memory varies
     for key in tuned.document.keys() - changes_with_time:
@@ -268,10 +269,10 @@ def test_fresh_starts_over_and_a_study_without_confirmation_ends_for_good(work):
     assert again.document["trials"] == first.document["trials"]
 
 
-def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, cli):
-    tuned.copy_to(cli)
-    (cli.run_folder() / "study.log").unlink()  # the probe stands, and has taken longer than this
-    finished = cli("tune", "config.yaml", "budget.total=1s", "confirm=off", "--json", "-q")
+def test_a_study_whose_budget_is_gone_before_the_search_says_so(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    (quick_cli.run_folder() / "study.log").unlink()  # the probe stands, and has taken longer than this
+    finished = quick_cli("tune", "config.yaml", "budget.total=1s", "confirm=off", "--json", "-q")
     assert finished.code == 4
     assert finished.document["probe"]["max_batch_size"] > 0
     assert "budget.total (1 s) was used up before the baseline had shown a target; raise it" in finished.err
@@ -463,8 +464,8 @@ def test_words_for_people_are_written_as_stdout_can(cli):
     assert "wrote mod?le/model.py" in finished.out
 
 
-def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(cli):
-    cli.write("tune.json", unusual("tune"))
+def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(quick_cli):
+    quick_cli.write("tune.json", unusual("tune"))
     commands = [
         ("report", "tune.json"),
         ("env", "--device", "cpu"),
@@ -473,9 +474,9 @@ def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(c
         ("tune", "config.yaml", "--dry-run", "-q"),
     ]
     for command in commands:
-        finished = cli(*command, "--json", "-o", "out.json")
+        finished = quick_cli(*command, "--json", "-o", "out.json")
         assert finished.code == 0, finished.err
-        assert finished.document == json.loads((cli.folder / "out.json").read_text()), command
+        assert finished.document == json.loads((quick_cli.folder / "out.json").read_text()), command
 
 
 @pytest.mark.parametrize("arguments", [("report", "tune.json"), ("report", "tune.json", "--json", "-o", "out.json")])

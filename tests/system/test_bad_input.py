@@ -1,6 +1,9 @@
 """Whatever is wrong with what a user gives, they get one clear line with the remedy and the documented exit code."""
 
+import contextlib
+import errno
 import json
+import os
 import re
 import resource
 from pathlib import Path
@@ -130,12 +133,12 @@ def test_numbers_and_switches_may_be_spelled_as_people_spell_them(invoke, folder
         (["report", "newer.json"], "newer.json: a newer batchtune wrote it (schema 2)"),
     ],
 )
-def test_a_command_that_cannot_be_carried_out_says_why(cli, arguments, told):
-    cli.write("other.json", '{"schema": "something.else/1"}')
-    cli.write("broken.json", '{"schema": "batch')
-    cli.write("newer.json", '{"schema": "batchtune.result/2"}')
-    cli.write("model.py", "raise AssertionError('never imported')")
-    answer = cli(*arguments)
+def test_a_command_that_cannot_be_carried_out_says_why(quick_cli, arguments, told):
+    quick_cli.write("other.json", '{"schema": "something.else/1"}')
+    quick_cli.write("broken.json", '{"schema": "batch')
+    quick_cli.write("newer.json", '{"schema": "batchtune.result/2"}')
+    quick_cli.write("model.py", "raise AssertionError('never imported')")
+    answer = quick_cli(*arguments)
     assert answer.code == 2
     assert told in answer.err
     assert "Traceback" not in answer.err
@@ -144,21 +147,21 @@ def test_a_command_that_cannot_be_carried_out_says_why(cli, arguments, told):
 
 @pytest.mark.parametrize("command", [["probe", "marking.py"], ["tune", "config.yaml"], ["report"], ["env"]])
 @pytest.mark.parametrize("place", ["missing/out.json", ".", "/proc/nothing"])
-def test_an_output_file_that_cannot_be_written_is_found_before_the_work_starts(cli, command, place):
-    cli.write("marking.py", "open('imported', 'w')")
-    cli.write("config.yaml", "task: marking.py\n")
-    answer = cli(*command, "-o", place)
+def test_an_output_file_that_cannot_be_written_is_found_before_the_work_starts(quick_cli, command, place):
+    quick_cli.write("marking.py", "open('imported', 'w')")
+    quick_cli.write("config.yaml", "task: marking.py\n")
+    answer = quick_cli(*command, "-o", place)
     assert answer.code == 2
     assert answer.err.startswith(f"batchtune: --output {place}: cannot be written: ")
     assert answer.err.endswith("; name a file elsewhere, or make room\n")
-    assert not (cli.folder / "imported").exists()
-    assert not (cli.folder / ".batchtune").exists()
+    assert not (quick_cli.folder / "imported").exists()
+    assert not (quick_cli.folder / ".batchtune").exists()
     assert answer.seconds < 3
 
 
-def test_an_output_file_keeps_what_it_holds_until_there_is_a_result(cli):
-    kept = cli.write("out.json", "precious")
-    assert cli("probe", "linear.py", "--device", "cuda:99", "-o", "out.json").code == 5
+def test_an_output_file_keeps_what_it_holds_until_there_is_a_result(quick_cli):
+    kept = quick_cli.write("out.json", "precious")
+    assert quick_cli("probe", "linear.py", "--device", "cuda:99", "-o", "out.json").code == 5
     assert kept.read_text() == "precious"
 
 
@@ -299,16 +302,18 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def answers(new_cli, pool):
-    """All the commands of CASES, two at a time while the other tests run."""
-    begun = {}
-    for name, (command, ending, _, _) in CASES.items():
-        cli = new_cli()
+@pytest.fixture(scope="module")
+def answer_to(new_quick_cli):
+    """A function from a name in CASES to what its command came to."""
+
+    def answer_to(name):
+        command, ending, _, _ = CASES[name]
+        cli = new_quick_cli()
         cli.write("task.py", (cli.folder / "linear.py").read_text() + "\n" + ending + "\n")
         cli.write("task.yaml", TUNED)
-        begun[name] = pool.submit(cli, *command)
-    return begun
+        return cli(*command)
+
+    return answer_to
 
 
 # A run folder that is another's
@@ -323,49 +328,49 @@ def answers(new_cli, pool):
         ((), "the task's code = "),
     ],
 )
-def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, cli, change, key):
-    tuned.copy_to(cli)
+def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_changed(tuned, quick_cli, change, key):
+    tuned.copy_to(quick_cli)
     if not change:
-        cli.write("linear.py", (cli.folder / "linear.py").read_text() + "# changed\n")
-    before = {path.name: path.read_bytes() for path in cli.run_folder().iterdir()}
-    answer = cli("tune", "config.yaml", *change)
+        quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + "# changed\n")
+    before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
+    answer = quick_cli("tune", "config.yaml", *change)
     assert answer.code == 2
     assert f"measured with {key}" in answer.err
     assert "Use --fresh to start over, or another 'name' to keep both" in answer.err
     assert len(answer.err.splitlines()) == 1
-    assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
+    assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
 
 
-def test_a_study_does_not_go_on_on_another_device(tuned, cli):
-    tuned.copy_to(cli)
-    file = cli.run_folder() / "identity.json"
+def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    file = quick_cli.run_folder() / "identity.json"
     known = json.loads(file.read_text())
     assert known["the device"] == tuned.document["environment"]["device"]
     file.write_text(json.dumps(known | {"the device": "NVIDIA A100"}))
-    result = (cli.run_folder() / "result.json").read_bytes()
-    answer = cli("tune", "config.yaml", "baseline.learning_rate=0.01")
+    result = (quick_cli.run_folder() / "result.json").read_bytes()
+    answer = quick_cli("tune", "config.yaml", "baseline.learning_rate=0.01")
     assert answer.code == 2
     assert 'measured with the device = "NVIDIA A100", now ' in answer.err
-    assert (cli.run_folder() / "result.json").read_bytes() == result
+    assert (quick_cli.run_folder() / "result.json").read_bytes() == result
 
 
-def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, cli):
-    tuned.copy_to(cli)
-    file = cli.run_folder() / "result.json"
+def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    file = quick_cli.run_folder() / "result.json"
     file.write_text(file.read_text().replace("batchtune.result/1", "batchtune.result/2"))
-    before = {path.name: path.read_bytes() for path in cli.run_folder().iterdir()}
+    before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
     for command in (("tune", "config.yaml"), ("report",)):
-        answer = cli(*command)
+        answer = quick_cli(*command)
         assert answer.code == 2
         assert "a newer batchtune wrote it (schema 2)" in answer.err
-    assert {path.name: path.read_bytes() for path in cli.run_folder().iterdir()} == before
+    assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
 
 
-def test_a_run_folder_in_use_is_not_shared(tuned, cli):
+def test_a_run_folder_in_use_is_not_shared(tuned, cli, quick_cli):
     tuned.copy_to(cli)
     first = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
     first.wait_for("searching")
-    second = cli("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
+    second = quick_cli("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
     first.process.terminate()
     first.finish()
     assert second.code == 2
@@ -375,9 +380,9 @@ def test_a_run_folder_in_use_is_not_shared(tuned, cli):
 # No space
 
 
-def test_a_full_output_device_loses_nothing(tuned, cli):
-    tuned.copy_to(cli)
-    answer = cli("tune", "config.yaml", "-q", "-o", "/dev/full")
+def test_a_full_output_device_loses_nothing(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    answer = quick_cli("tune", "config.yaml", "-q", "-o", "/dev/full")
     assert answer.code == 2
     assert "--output /dev/full: cannot be written: No space left on device" in answer.err
     assert "train with" in answer.out  # shown, since it could not be written
@@ -394,25 +399,23 @@ def test_a_full_disk_is_told_when_an_attempt_is_kept(tmp_path):
     folder.close()
 
 
-def test_a_probe_that_comes_to_nothing_leaves_an_earlier_one_as_it_was(cli):
-    cli.write("task.py", (cli.folder / "linear.py").read_text())
-    before = cli(*PROBE)
+def test_a_probe_that_comes_to_nothing_leaves_an_earlier_one_as_it_was(quick_cli):
+    quick_cli.write("task.py", (quick_cli.folder / "linear.py").read_text())
+    before = quick_cli(*PROBE)
     assert before.code == 0, before.err
-    kept = {path.name: path.read_bytes() for path in cli.run_folder("probe-task").iterdir()}
-    cli.write("task.py", "def build_model(:\n")
-    assert cli(*PROBE).code == 3
-    assert {path.name: path.read_bytes() for path in cli.run_folder("probe-task").iterdir()} == kept
+    kept = {path.name: path.read_bytes() for path in quick_cli.run_folder("probe-task").iterdir()}
+    quick_cli.write("task.py", "def build_model(:\n")
+    assert quick_cli(*PROBE).code == 3
+    assert {path.name: path.read_bytes() for path in quick_cli.run_folder("probe-task").iterdir()} == kept
 
 
-def test_a_full_disk_at_the_end_of_a_probe_shows_the_result_all_the_same(cli):
-    full = (
-        "import errno, os, batchtune.run_folder as place\n"
-        "def full(path, text): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
-        "place.write_atomically = full\n"
-        "from batchtune.cli import main; main()"
-    )
-    cli.write("task.py", (cli.folder / "linear.py").read_text())
-    answer = cli(*PROBE, python=("-c", full))
+def test_a_full_disk_at_the_end_of_a_probe_shows_the_result_all_the_same(quick_cli, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("batchtune.run_folder.write_atomically", full)
+    quick_cli.write("task.py", (quick_cli.folder / "linear.py").read_text())
+    answer = quick_cli(*PROBE)
     assert answer.code == 2
     assert answer.err == (
         "batchtune: .batchtune/probe-task/result.json: cannot be written: No space left on device; "
@@ -421,23 +424,30 @@ def test_a_full_disk_at_the_end_of_a_probe_shows_the_result_all_the_same(cli):
     assert answer.document["probe"]["max_batch_size"] == 2
 
 
-def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, cli):
-    tuned.copy_to(cli)
+@contextlib.contextmanager
+def no_file_larger_than(count):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
     before = len(tuned.document["trials"])
-    journal = (cli.run_folder() / "study.log").stat().st_size
+    journal = (quick_cli.run_folder() / "study.log").stat().st_size
     more = ("tune", "config.yaml", f"budget.trials={before + 2}", "confirm=off", "--json", "-q")
-
-    def no_more_than_a_little():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (journal + 4000, journal + 4000))
-
-    answer = cli(*more, preexec_fn=no_more_than_a_little)
+    with no_file_larger_than(journal + 4000):
+        answer = quick_cli(*more)
     assert answer.code == 2, answer.err
     *warned, told = answer.err.splitlines()
     assert re.match("batchtune: .*File too large; make room and start again", told)
     assert all(line.startswith("batchtune: warning: report.html was not written: ") for line in warned)
     assert answer.document["status"] == "failed"
     assert answer.document["trials"][:before] == tuned.document["trials"]
-    again = cli(*more)
+    again = quick_cli(*more)
     assert again.code == 0, again.err
     assert again.document["status"] == "complete"
     assert again.document["trials"][:before] == tuned.document["trials"]
@@ -447,9 +457,9 @@ def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, cli):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_task_is_refused_in_one_line_that_says_why_when_it(answers, name):
+def test_a_task_is_refused_in_one_line_that_says_why_when_it(answer_to, name):
     _, _, code, told = CASES[name]
-    answer = answers[name].result()
+    answer = answer_to(name)
     assert answer.code == code, answer.err
     for pattern in told:
         assert re.search(pattern, answer.err), answer.err

@@ -69,13 +69,13 @@ def killed(begun):
     return begun.result()
 
 
-def test_a_journal_cut_off_in_its_last_line_is_mended(tuned, cli):
-    tuned.copy_to(cli)
-    journal = cli.run_folder() / "study.log"
+def test_a_journal_cut_off_in_its_last_line_is_mended(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    journal = quick_cli.run_folder() / "study.log"
     whole = journal.read_text()
     journal.write_text(whole + '{"op_code": 6, "worker_id": "somebody')
-    (cli.run_folder() / "study.log.lock").symlink_to("study.log")  # held by a process that was killed
-    again = cli("tune", "config.yaml", "--json", "-q")
+    (quick_cli.run_folder() / "study.log.lock").symlink_to("study.log")  # held by a process that was killed
+    again = quick_cli("tune", "config.yaml", "--json", "-q")
     assert again.code == 0, again.err
     assert again.document["trials"] == tuned.document["trials"]
     lines = journal.read_text().splitlines(keepends=True)
@@ -83,21 +83,21 @@ def test_a_journal_cut_off_in_its_last_line_is_mended(tuned, cli):
     assert all(json.loads(line) for line in lines)
 
 
-def test_a_trial_that_had_ended_when_the_kill_came_is_not_run_again(tuned, cli):
-    tuned.copy_to(cli)
-    journal = cli.run_folder() / "study.log"
+def test_a_trial_that_had_ended_when_the_kill_came_is_not_run_again(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    journal = quick_cli.run_folder() / "study.log"
     lines = journal.read_text().splitlines(keepends=True)
     ends = {TrialState.COMPLETE, TrialState.PRUNED}  # a baseline that was cut off may well be the last
     last = max(number for number, line in enumerate(lines) if json.loads(line).get("state") in ends)
     journal.write_text("".join(lines[:last]))  # all about the last trial is there but its end
-    again = cli("tune", "config.yaml", "--json", "-q")
+    again = quick_cli("tune", "config.yaml", "--json", "-q")
     assert again.document["trials"] == tuned.document["trials"]
 
 
-def test_a_budget_that_grew_is_used_for_more_trials(tuned, cli):
-    tuned.copy_to(cli)
+def test_a_budget_that_grew_is_used_for_more_trials(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
     before = tuned.document["trials"]
-    more = cli("tune", "config.yaml", "budget.trials=6", "confirm=off", "--json", "-q").document
+    more = quick_cli("tune", "config.yaml", "budget.trials=6", "confirm=off", "--json", "-q").document
     assert more["trials"][: len(before)] == before
     assert all(trial["role"] == "search" for trial in more["trials"][len(before) :])
 
@@ -146,19 +146,19 @@ def test_the_child_of_a_killed_process_ends_by_itself(killed, all_gone):
     assert all_gone([process for family in orphans for process in family])
 
 
-def test_a_study_in_a_file_of_its_own_is_not_mixed_with_another_and_is_started_over_on_demand(cli):
+def test_a_study_in_a_file_of_its_own_is_not_mixed_with_another_and_is_started_over_on_demand(quick_cli):
     storage = ("--storage", "sqlite:///study.db")
     command = ("tune", "config.yaml", "batch_size.max=8", "baseline.batch_size=8", "budget.trials=1", "confirm=off")
-    first = cli(*command, *storage, "--json", "-q")
+    first = quick_cli(*command, *storage, "--json", "-q")
     assert first.code == 0, first.err
-    shutil.rmtree(cli.run_folder())  # which held the identity: the study still knows what it is of
-    task = cli.folder / "linear.py"
+    shutil.rmtree(quick_cli.run_folder())  # which held the identity: the study still knows what it is of
+    task = quick_cli.folder / "linear.py"
     task.write_text(task.read_text() + "\nCHANGED = True\n")
-    mixed = cli(*command, *storage, "-q")
+    mixed = quick_cli(*command, *storage, "-q")
     assert mixed.code == 2
     assert "study config was begun with the task's code = " in mixed.err
     assert "--fresh deletes that study" in mixed.err
-    again = cli(*command, *storage, "--fresh", "--json", "-q")
+    again = quick_cli(*command, *storage, "--fresh", "--json", "-q")
     assert again.code == 0, again.err
     assert [trial["number"] for trial in again.document["trials"]] == [0, 1]
     assert again.document["created_at"] != first.document["created_at"]

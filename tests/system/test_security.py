@@ -45,21 +45,21 @@ def bomb(tmp_path):
     assert not marker.exists()
 
 
-def test_a_pickle_in_every_file_of_a_run_folder_is_not_loaded(tuned, cli, bomb):
-    tuned.copy_to(cli)
-    folder = cli.run_folder()
+def test_a_pickle_in_every_file_of_a_run_folder_is_not_loaded(tuned, quick_cli, bomb):
+    tuned.copy_to(quick_cli)
+    folder = quick_cli.run_folder()
     kept = [trial["number"] for trial in tuned.document["trials"]]
     for name in ("study.log", "attempts.jsonl"):
         with (folder / name).open("ab") as stream:
             stream.write(pickle.dumps(bomb, protocol=0) + b"\n")
     (folder / "study.log.snapshot").write_bytes(pickle.dumps(bomb))
-    again = cli("tune", "config.yaml", "budget.trials=5", "confirm=off", "--json", "-q")
+    again = quick_cli("tune", "config.yaml", "budget.trials=5", "confirm=off", "--json", "-q")
     assert again.code == 0, again.err
     assert again.document["trials"][: len(kept)] == tuned.document["trials"]
     for name in ("config.yaml", "identity.json", "result.json", "report.html"):
         (folder / name).write_bytes(pickle.dumps(bomb))
     for command in (["tune", "config.yaml"], ["report"], ["report", "config", "--format", "html"]):
-        refused = cli(*command)
+        refused = quick_cli(*command)
         assert refused.code == 2
         assert "result.json: not a JSON document" in refused.err
 

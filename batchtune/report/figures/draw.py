@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from batchtune.report.figures.theme import LIGHT, SERIES, axis, batch_axis, label, layout, log_axis
 from batchtune.report.view.model import Axis, Field, Plot, Scale, Series
@@ -49,28 +48,43 @@ _LONGEST_LINE, _BESIDE = 26, 18  # characters: of a GPU's name, of the name of a
 
 
 def draw(plot: Plot) -> go.Figure:
-    """A figure with those below it."""
+    """A figure with those below it, checked by plotly once as a whole: each change of a figure would be as slow."""
     rows = [plot, *plot.below]
-    figure = make_subplots(rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(rows))
-    for row, each in enumerate(rows, start=1):
-        xs, ys = ([point[at] for series in each.series for point in series.drawn] for at in (0, 1))
-        if each.field is not None:
-            figure.add_trace(_contour(each.field), row=row, col=1)
-        for series in each.series:
-            trace = _bars(series) if series.mark in _BARS else _scatter(series, max(xs) * _RIGHT)
-            figure.add_trace(trace, row=row, col=1)
-        below = label(each.x.title) if row == len(rows) else ""
-        beside = _lines(each.y.title, _BESIDE) if plot.below else label(each.y.title)
-        figure.update_xaxes(_axis(each.x, xs, _RIGHT) | {"title.text": below}, row=row, col=1)
-        figure.update_yaxes(_axis(each.y, ys, _ABOVE) | {"title.text": beside}, row=row, col=1)
     named = any(each.name for each in plot.series) or plot.field is not None
-    figure.update_layout(layout(label(plot.title), height=_height(plot), showlegend=named, barmode="overlay"))
+    shown = layout(label(plot.title), height=_height(plot), showlegend=named, barmode="overlay")
+    traces: list[dict[str, Any]] = []
+    for row, each in enumerate(rows):
+        which = str(row + 1) if row else ""
+        xs, ys = ([point[at] for series in each.series for point in series.drawn] for at in (0, 1))
+        drawn = [_contour(each.field)] if each.field is not None else []
+        drawn += [
+            _bars(series) if series.mark in _BARS else _scatter(series, max(xs) * _RIGHT) for series in each.series
+        ]
+        traces += [trace | {"xaxis": f"x{which}", "yaxis": f"y{which}"} for trace in drawn]
+        below = label(each.x.title) if row == len(rows) - 1 else ""
+        beside = _lines(each.y.title, _BESIDE) if plot.below else label(each.y.title)
+        shown[f"xaxis{which}"] = _axis(each.x, xs, _RIGHT, below) | _across(row, len(rows))
+        place = {"anchor": f"x{which}", "domain": _heights(row, len(rows))}
+        shown[f"yaxis{which}"] = _axis(each.y, ys, _ABOVE, beside) | place
     if plot.note:
-        figure.add_annotation(
-            {"text": f"↑ {label(plot.note)}", "showarrow": False, "font": {"color": LIGHT["muted"]}}
-            | {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top"}
-        )
-    return figure
+        note = {"text": f"↑ {label(plot.note)}", "showarrow": False, "font": {"color": LIGHT["muted"]}}
+        corner = {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "top"}
+        shown["annotations"] = [note | corner]
+    return go.Figure(data=traces, layout=shown)
+
+
+def _across(row: int, rows: int) -> dict[str, Any]:
+    """The x axis of a row: all of them run alike, and the lowest is labelled."""
+    above = {"matches": f"x{rows}", "showticklabels": False} if row < rows - 1 else {}
+    return {"anchor": f"y{row + 1}" if row else "y", "domain": [0.0, 1.0]} | above
+
+
+def _heights(row: int, rows: int) -> list[float]:
+    """Where a row begins and ends, counted from the bottom of the figure."""
+    gap = 0.12 / rows
+    height = (1 - gap * (rows - 1)) / rows
+    bottom = (rows - 1 - row) * (height + gap)
+    return [bottom, min(bottom + height, 1.0)]
 
 
 def _height(plot: Plot) -> int:
@@ -87,14 +101,15 @@ def _lines(text: str, width: int = _LONGEST_LINE) -> str:
     return "<br>".join(map(label, textwrap.wrap(text, width, max_lines=2, placeholder="…")))
 
 
-def _axis(of: Axis, values: Sequence[float], room: float) -> dict[str, Any]:
+def _axis(of: Axis, values: Sequence[float], room: float, title: str) -> dict[str, Any]:
     if of.ticks is not None:
-        return axis(tickmode="array", tickvals=list(of.ticks), ticktext=[_lines(text) for text in of.ticks.values()])
+        texts = [_lines(text) for text in of.ticks.values()]
+        return axis(title, tickmode="array", tickvals=list(of.ticks), ticktext=texts)
     if of.log:
         known = [value for value in values if value > 0]
-        return (batch_axis if of.whole else log_axis)(min(known), max(known))
+        return (batch_axis if of.whole else log_axis)(title, min(known), max(known))
     ends: dict[str, Any] = {"range": [0, of.end or max(values) * room], "nticks": 7} if of.from_zero else {}
-    return axis(tickformat=",d" if of.whole else None, **ends)
+    return axis(title, tickformat=",d" if of.whole else None, **ends)
 
 
 def _shared(series: Series) -> dict[str, Any]:
@@ -104,14 +119,15 @@ def _shared(series: Series) -> dict[str, Any]:
     return {"name": label(series.name), "showlegend": bool(series.name)} | said
 
 
-def _bars(series: Series) -> go.Bar:
+def _bars(series: Series) -> dict[str, Any]:
     colour, width = _BARS[series.mark]
     lengths, places = [point[0] for point in series.drawn], [point[1] for point in series.drawn]
     marker = {"color": LIGHT[colour], "line": {"width": 0}}
-    return go.Bar(x=lengths, y=places, orientation="h", width=width, marker=marker, **_shared(series))
+    bars = {"type": "bar", "x": lengths, "y": places, "orientation": "h", "width": width, "marker": marker}
+    return bars | _shared(series)
 
 
-def _scatter(series: Series, right: float) -> go.Scatter:
+def _scatter(series: Series, right: float) -> dict[str, Any]:
     points = list(series.points)
     if series.mark == "limit":
         points = [(0.0, series.drawn[0][1]), (right, series.drawn[0][1])]
@@ -125,7 +141,8 @@ def _scatter(series: Series, right: float) -> go.Scatter:
         modes.append("markers")
         trace["marker"] = _marker(series)
     if series.mark == "area":
-        trace |= {"line_shape": "hv", "fill": "tozeroy", "fillcolor": LIGHT["tint"]}
+        trace["line"]["shape"] = "hv"
+        trace |= {"fill": "tozeroy", "fillcolor": LIGHT["tint"]}
     if series.labels:
         modes.append("text")
         font = {"size": 11, "color": LIGHT["muted"]}
@@ -136,7 +153,7 @@ def _scatter(series: Series, right: float) -> go.Scatter:
         up, down = ([rate * factor for rate in rates] for factor in (series.spread - 1, 1 - 1 / series.spread))
         bar = {"color": trace["marker"]["color"], "thickness": 1.2}
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down} | bar
-    return go.Scatter(mode="+".join(modes), **trace, **_shared(series))
+    return {"type": "scatter", "mode": "+".join(modes)} | trace | _shared(series)
 
 
 def _colour(name: str, series: Series) -> str:
@@ -161,18 +178,19 @@ def _colour_bar(scale: Scale) -> dict[str, Any]:
     return {"title": {"text": f"{title} ", "font": {"size": 11.5}}} | ticks | look
 
 
-def _contour(field: Field) -> go.Contour:
+def _contour(field: Field) -> dict[str, Any]:
     font = {"size": 11, "color": LIGHT["muted"]}
     lines = {"coloring": "none", "showlabels": True, "labelformat": "~g", "labelfont": font}
-    return go.Contour(
-        x=list(field.x),
-        y=list(field.y),
-        z=[list(row) for row in field.z],
-        hovertext=[["<br>".join(map(label, text)) for text in row] for row in field.hover],
-        hoverinfo="text",
-        name=label(field.name),
-        contours=lines | {"start": field.start, "end": field.end, "size": field.step},
-        line={"color": LIGHT["faint"], "width": 1, "dash": "dot"},
-        showlegend=True,
-        showscale=False,
-    )
+    return {
+        "type": "contour",
+        "x": list(field.x),
+        "y": list(field.y),
+        "z": [list(row) for row in field.z],
+        "hovertext": [["<br>".join(map(label, text)) for text in row] for row in field.hover],
+        "hoverinfo": "text",
+        "name": label(field.name),
+        "contours": lines | {"start": field.start, "end": field.end, "size": field.step},
+        "line": {"color": LIGHT["faint"], "width": 1, "dash": "dot"},
+        "showlegend": True,
+        "showscale": False,
+    }

@@ -66,10 +66,10 @@ def layout(title: str, *, height: int = 360, **more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def axis(**more: Any) -> dict[str, Any]:
+def axis(title: str, **more: Any) -> dict[str, Any]:
     """One axis: thin rules, and room for its name."""
     shared: dict[str, Any] = {
-        "title": {"standoff": 8, "font": {"size": 12, "color": LIGHT["muted"]}},
+        "title": {"text": title, "standoff": 8, "font": {"size": 12, "color": LIGHT["muted"]}},
         "gridcolor": LIGHT["rule"],
         "linecolor": LIGHT["faint"],
         "tickcolor": LIGHT["faint"],
@@ -80,21 +80,21 @@ def axis(**more: Any) -> dict[str, Any]:
     return shared | more
 
 
-def batch_axis(low: float, high: float) -> dict[str, Any]:
+def batch_axis(title: str, low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis over batch sizes, with powers of two for ticks."""
     first, last = math.floor(math.log2(max(low, 1))), math.ceil(math.log2(max(high, 2)))
     ticks = [2**power for power in range(first, last + 1, math.ceil((last - first + 1) / _MOST_TICKS))]
     texts = [f"{tick:,}" for tick in ticks]
-    return axis(type="log", range=_padded(low, high), tickmode="array", tickvals=ticks, ticktext=texts)
+    return axis(title, type="log", range=_padded(low, high), tickmode="array", tickvals=ticks, ticktext=texts)
 
 
-def log_axis(low: float, high: float) -> dict[str, Any]:
+def log_axis(title: str, low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis with ticks at every digit of a decade, at 1, 2 and 5, or at the decades, as there is room."""
     decades = math.log10(high) - math.log10(low)
     ticks: dict[str, Any] = {"dtick": 1, "exponentformat": "power"}
     if decades < 3:  # noqa: PLR2004 - about six ticks each
         ticks = {"dtick": "D1" if decades < 0.9 else "D2", "tickformat": "~g"}  # noqa: PLR2004
-    return axis(type="log", range=_padded(low, high), **ticks)
+    return axis(title, type="log", range=_padded(low, high), **ticks)
 
 
 def _padded(low: float, high: float) -> list[float]:

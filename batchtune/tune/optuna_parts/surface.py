@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 PARTICLES = 1024
-_TEMPERATURES = 10
-_MOVES = 3
+TEMPERATURES = 10
+MOVES = 3
 _NOISE, _NOISE_SPREAD = 0.2, 0.4  # of log T between seeds, and how far off (its logarithm) that may be
 _MISFIT = 0.1  # of log T: how far the law is off a configuration's mean
 _OUTLIER_SCALE = 4.0  # degrees of freedom of the Student t that keeps one odd run from bending the surface
@@ -167,12 +167,12 @@ class Surface:
     def _sample(self, random: np.random.Generator) -> Array:
         theta = self._mean + self._spread * random.standard_normal((PARTICLES, self._mean.size))
         likelihood = self._log_likelihood(theta)
-        steps = np.linspace(0, 1, _TEMPERATURES + 1) ** 2
+        steps = np.linspace(0, 1, TEMPERATURES + 1) ** 2
         for before, now in itertools.pairwise(steps):
             weights = np.exp((now - before) * (likelihood - likelihood.max()))
             chosen = random.choice(PARTICLES, size=PARTICLES, p=weights / weights.sum())
             theta, likelihood = theta[chosen], likelihood[chosen]
-            for move in range(_MOVES):
+            for move in range(MOVES):
                 scale = 2.38 / math.sqrt(theta.shape[1]) / 2**move
                 moved = theta + scale * _correlated_noise(theta, random)
                 moved_likelihood = self._log_likelihood(moved)

@@ -81,7 +81,7 @@ def test_a_stream_that_is_empty_is_said_to_be():
     assert "too few samples" in rate_of(Once(0)).message
 
 
-def test_the_memory_limit_of_a_cpu_child_does_not_stop_its_loaders_workers(tmp_path):
+def test_the_memory_limit_of_a_cpu_child_does_not_stop_its_loaders_workers(tmp_path, as_forks):
     (tmp_path / "model.py").write_text(
         "import torch\n"
         "class Data:\n"
@@ -92,7 +92,7 @@ def test_the_memory_limit_of_a_cpu_child_does_not_stop_its_loaders_workers(tmp_p
         "def compute_loss(model, batch): return model(batch[:, :2]).mean()\n"
     )
     settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", memory_limit=50_000_000)
-    with Worker(settings) as worker:
+    with as_forks(), Worker(settings) as worker:
         alone = worker.call(TimeLoader(batch_size=16, num_workers=2, pin_memory=False, seconds=0.1), timeout=60)
         children = psutil.Process(worker._process.pid).children()
     assert alone.message is None

@@ -13,8 +13,14 @@ from batchtune.processes.worker import Worker
 A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
 
 
-@pytest.fixture(scope="session")
-def child():
+@pytest.fixture(scope="package", autouse=True)
+def _children_are_forks(as_forks):
+    with as_forks():
+        yield
+
+
+@pytest.fixture(scope="package")
+def child(_children_are_forks):
     with Worker(None, LocalLauncher(program=PROGRAM)) as worker:
         yield worker
 

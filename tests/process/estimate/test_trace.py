@@ -132,7 +132,7 @@ def test_checkpointing_halves_what_is_kept(ask):
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)
+                nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)
             )
 
         def forward(self, x):
@@ -234,7 +234,7 @@ def test_what_a_custom_autograd_function_saves_is_an_activation(ask):
 def test_a_loop_that_waits_for_a_value_is_refused_with_its_line_instead_of_going_on_for_ever(ask):
     source = MLP.replace(
         "return model(batch)",
-        "x = model(batch).sum()\n        while x.item() < 1: x = x + 1\n        return model(batch)",
+        "x = model(batch).sum()\n        while x.item() < 1: pass\n        return model(batch)",
     )
     refusal = ask(source)["refused"]
     assert "task.py:12: cannot be traced without data" in refusal

@@ -52,8 +52,8 @@ CASES = {
     "segfaults above 4": (DIE.format(above=4, name="SIGSEGV"), BOTH, "300MiB"),
     "is killed": (DIE.format(above=0, name="SIGKILL"), BOTH, "300MiB"),
     "is killed above 4": (DIE.format(above=4, name="SIGKILL"), BOTH, "300MiB"),
-    "hangs": (HANG.format(above=0), (*BOTH, "--timeout", "5s"), "300MiB"),
-    "hangs above 4": (HANG.format(above=4), (*BOTH, "--timeout", "5s"), "300MiB"),
+    "hangs": (HANG.format(above=0), (*BOTH, "--timeout", "3s"), "300MiB"),
+    "hangs above 4": (HANG.format(above=4), (*BOTH, "--timeout", "3s"), "300MiB"),
     "leaks more than there is": (LEAK, ("--max", 2), "600MiB"),
     "leaks a part of what there is": (LEAK, ("--max", 1), "1500MiB"),
     "has no room for its optimizer": (STATES, (), "200MiB"),
@@ -89,7 +89,7 @@ def outcomes(document, purpose="search"):
 DEATHS = {
     "segfaults": ("crash", "the process died by SIGSEGV"),
     "is killed": ("crash", "killed by SIGKILL"),
-    "hangs": ("timeout", "no sign of life for 5 s"),
+    "hangs": ("timeout", "no sign of life for 3 s"),
 }
 
 

@@ -1,6 +1,7 @@
 """Real child processes, and what users' code does to them.
 
-Starting a child takes seconds (it imports torch), so each is asked as much as possible and many die side by side.
+Starting a child takes seconds (it imports torch), so that all but those of `tests/process/test_cli.py` are forks of one
+that has done so.
 """
 
 import os
@@ -144,6 +145,12 @@ def train_arguments(**changes: object) -> dict:
     return usual | changes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _children_are_forks(as_forks):
+    with as_forks():
+        yield
+
+
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
     return []
@@ -234,10 +241,10 @@ def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, 
 
 
 @pytest.fixture(scope="module")
-def fates(settings, as_forks):
+def fates(settings):
     """How children ended that were given a deadly batch."""
     sizes = (SEGFAULT, KILL, REAL_TIME, EXIT, HANG, QUIET_EXIT, ORPHAN)
-    with as_forks(), ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         ends = pool.map(lambda size: fate_of(settings, size, 1.0 if size == HANG else 60.0), sizes)
         return dict(zip(sizes, ends, strict=True))
 
@@ -305,7 +312,7 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory, as_forks):
+def refusals(tmp_path_factory):
     def refusal(name: str) -> BaseException:
         text, changes, kind, _ = BAD[name]
         path = tmp_path_factory.mktemp("bad") / "model.py"
@@ -315,7 +322,7 @@ def refusals(tmp_path_factory, as_forks):
             worker.start()
         return raised.value
 
-    with as_forks(), ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
         return dict(zip(BAD, pool.map(refusal, BAD), strict=True))
 
 

@@ -329,7 +329,7 @@ def test_every_curve_ends_with_a_proven_bracket(shape: str, tolerance: float, mo
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_bound_is_ever_exceeded(shape: str) -> None:
-    for seed in range(100):
+    for seed in range(50):
         draw = random.Random(seed)
         minimum = draw.randint(1, 50)
         bounds = Bounds(
@@ -343,7 +343,7 @@ def test_no_bound_is_ever_exceeded(shape: str) -> None:
 
 
 def test_the_worst_case_holds_even_where_memory_lies() -> None:
-    for seed in range(400):
+    for seed in range(150):
         draw = random.Random(seed)
         true_limit, memory = int(math.exp(draw.uniform(0, math.log(200_000)))), draw.uniform(0.01, 0.99)
 

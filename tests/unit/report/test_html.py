@@ -68,9 +68,15 @@ def page_of(name):
     return to_html(documents.result(name))
 
 
+@functools.cache
+def read(name):
+    """The same page as a browser would find it."""
+    return Page(page_of(name))
+
+
 @pytest.fixture(params=list(documents.DOCUMENTS))
-def any_page(request):
-    return page_of(request.param)
+def page(request):
+    return read(request.param)
 
 
 def headings(page):
@@ -99,8 +105,7 @@ def test_hostile_text_appears_as_text_only():
     assert "&lt;script&gt;alert(1)" in page
 
 
-def test_every_kind_and_state_of_a_result_makes_a_page_of_known_elements_only(any_page):
-    page = Page(any_page)
+def test_every_kind_and_state_of_a_result_makes_a_page_of_known_elements_only(page):
     assert {name for name, _ in page.elements} <= ELEMENTS
     handlers = [key for _, attributes in page.elements for key in attributes if key.startswith("on") or key == "style"]
     assert handlers == []
@@ -108,15 +113,13 @@ def test_every_kind_and_state_of_a_result_makes_a_page_of_known_elements_only(an
     assert len(ids) == len(set(ids))
 
 
-def test_links_lead_to_places_on_the_page_only(any_page):
-    page = Page(any_page)
+def test_links_lead_to_places_on_the_page_only(page):
     targets = [attributes["href"] for name, attributes in page.elements if name == "a"]
     ids = {attributes.get("id") for _, attributes in page.elements}
     assert all(target.startswith("#") and target[1:] in ids for target in targets)
 
 
-def test_only_the_page_s_own_scripts_may_run_each_named_by_its_hash(any_page):
-    page = Page(any_page)
+def test_only_the_page_s_own_scripts_may_run_each_named_by_its_hash(page):
     policy = next(each["content"] for name, each in page.elements if name == "meta" and "http-equiv" in each)
     allowed = re.findall(r"'sha256-([^']+)'", policy)
     running = [text for attributes, text in page.scripts if "type" not in attributes]
@@ -194,7 +197,7 @@ def test_no_text_in_any_field_of_a_result_can_become_a_part_of_the_page(name, pi
     for place, key in changed:
         place[key] = "".join(pieces)
     result = Result.model_validate(document)
-    plain = Page(page_of(name))
+    plain = read(name)
     for text in (to_html(result), result._repr_html_()):
         page = Page(text)
         assert {element for element, _ in page.elements} <= ELEMENTS
@@ -208,7 +211,7 @@ def test_no_text_in_any_field_of_a_result_can_become_a_part_of_the_page(name, pi
 
 @pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
 def test_hostile_text_is_readable_as_it_was_written(name):
-    assert HOSTILE in "".join(Page(page_of(name)).texts)
+    assert HOSTILE in "".join(read(name).texts)
 
 
 @pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
@@ -256,7 +259,7 @@ def test_a_study_reads_from_the_answer_to_the_circumstances(result_of):
 
 
 def test_the_certificate_names_both_sides_and_the_proof():
-    shown = " ".join(Page(page_of("probe")).texts)
+    shown = " ".join(read("probe").texts)
     assert "177 (out of memory)" in shown
     assert "ran 20 steps, then evaluation and saving, in a fresh process" in shown
     assert "1.5 GiB (97.5% of the limit)" in shown
@@ -280,7 +283,7 @@ def test_an_estimate_says_that_it_is_one():
     ],
 )
 def test_figures_without_measurements_are_left_out(name, drawn):
-    page = Page(page_of(name))
+    page = read(name)
     assert [each["data-figure"] for _, each in page.elements if "data-figure" in each] == drawn
     assert list(page.data("figures")) == drawn
 
@@ -343,7 +346,7 @@ def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ra
 
 
 def test_the_answer_of_a_study_of_energy_is_the_saving():
-    page = Page(page_of("tune of energy"))
+    page = read("tune of energy")
     answer = " ".join(page.texts).partition("Paste")[0]
     assert "3× less energy until the target than what you run today (2.5 to 3.5)" in answer
     assert answer.index("Energy to target") < answer.index("Time to target")
@@ -352,7 +355,7 @@ def test_the_answer_of_a_study_of_energy_is_the_saving():
 
 
 def test_runs_without_an_energy_counter_have_no_such_column():
-    assert "energy" not in Page(page_of("tune")).texts
+    assert "energy" not in read("tune").texts
 
 
 @pytest.mark.parametrize(

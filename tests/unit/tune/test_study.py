@@ -35,6 +35,8 @@ def few_particles():
     """These tests ask in which order a study does what; how well the surface guesses has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surface, "PARTICLES", surface.PARTICLES // 8)
+        patch.setattr(surface, "TEMPERATURES", 4)
+        patch.setattr(surface, "MOVES", 1)
         yield
 
 
