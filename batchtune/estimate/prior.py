@@ -31,7 +31,7 @@ class TaskEstimate:
     Attributes:
         expected: the largest batch size within the limit; 0 where none is expected to fit.
         peaks: (batch size, bytes of the traced storages at their peak), by size; straight lines run between them.
-        room_bytes: the limit, less the workspaces.
+        unseen_share: of the traced peak, which kernels take on top of it.
         workspace_bytes: taken by libraries within the limit.
         kind: whose kernels take memory that the trace does not see.
         model_independent: the trace assumed nothing, so that what it lacks is the GPU's and the libraries'.
@@ -39,7 +39,7 @@ class TaskEstimate:
 
     expected: int
     peaks: list[tuple[int, int]]
-    room_bytes: int
+    unseen_share: float
     workspace_bytes: int
     kind: Literal["plain", "convolution", "recurrent"]
     model_independent: bool
@@ -51,10 +51,9 @@ class TaskEstimate:
         (low, below), (high, above) = self.peaks[at - 1], self.peaks[at]
         return below + (above - below) * (batch_size - low) / (high - low)
 
-    def reserved_bytes(self, batch_size: int) -> int:
-        """The prior: peak reserved bytes, fragmentation as at the largest batch that is expected to fit."""
-        waste = self.room_bytes / self.traced_bytes(self.expected) if self.expected else 1.0
-        return int(self.traced_bytes(batch_size) * max(1.0, waste)) + self.workspace_bytes
+    def allocated_bytes(self, batch_size: int) -> float:
+        """Peak of what a step allocates, libraries and all."""
+        return self.traced_bytes(batch_size) * (1 + self.unseen_share) + self.workspace_bytes
 
     def learn(self, device_name: str, attempts: Sequence[Attempt]) -> None:
         """Keeps the median offset between attempts and trace for later estimates on this GPU.

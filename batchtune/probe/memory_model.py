@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from batchtune.document import Attempt
+from batchtune.vocabulary import LARGEST
 
-PeakEstimate = Callable[[int], int]  # batch size -> estimated peak reserved bytes, called some dozens of times
-
-CEILING = 2**22  # samples; a search without a maximum ends here
 MAX_GROWTH = 128.0  # in one step: memory that hardly grows says nothing about sizes further away
 REFUTED = 0.7  # a prior that is off by more than this factor (its logarithm) in growth is not used
+FORESEEN = 0.01  # of a measured peak: an estimate of it that is off by less knows the model
 PRIOR_SCALE_ERROR = 0.07  # standard deviation of the prior's scale before anything was measured
 NOISE, NOISE_OF_RESERVED = 0.001, 0.01  # share of a peak: of allocated bytes; of reserved ones, if that is all (CPU)
 KEPT, KEPT_DOUBT = (0.1, 0.5, 0.9), 0.1  # shares of reserved - allocated that stay at the limit, without a prior
@@ -29,6 +28,17 @@ TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution,
 LEAST_ERROR, LEAST_NOISE = 0.15, 0.1  # of a slope's error and of noise: so much is believed in whatever three fits say
 DRIFT = 0.05  # how far off an extrapolation may be, per factor e
 BROAD, BENT, CURVED, FROM_PRIOR = 0.03, 0.15, 4.0, 6.0  # weights of guesses; that of a straight line is 1
+
+
+class PeakEstimate(Protocol):
+    """What was expected before anything was tried; may be off by a tenth and an offset."""
+
+    @property
+    def expected(self) -> int:
+        """The largest batch size within the limit; 0 where none is expected to fit."""
+
+    def allocated_bytes(self, batch_size: int) -> float:
+        """Peak allocated bytes of a batch size; asked some dozens of times."""
 
 
 class Point(NamedTuple):
@@ -171,29 +181,33 @@ def _curve_guesses(grown: Growth, last: int, room: float, blur: float) -> list[G
 def prior_guess(points: list[Point], room: float, blur: float, prior: PeakEstimate) -> Guess:
     """The prior, shifted to the largest fit and scaled by the growth measured since the smallest."""
     last, first = points[-1], points[0]
-    here, scale, scale_error = prior(last.size), 1.0, PRIOR_SCALE_ERROR
-    rise, weight = here - prior(first.size), FROM_PRIOR
+    here, scale, scale_error = prior.allocated_bytes(last.size), 1.0, PRIOR_SCALE_ERROR
+    rise, weight = here - prior.allocated_bytes(first.size), FROM_PRIOR
     if rise > 0:
         measured, error = (last.allocated - first.allocated) / rise, 1.4 * last.noise / rise + 0.01
         trust = scale_error**2 / (scale_error**2 + error**2)
         if error < trust and abs(math.log(max(measured, 0.01))) > REFUTED:
             weight = 0.0  # no such curve: the measured one takes over
         scale, scale_error = min(max(1 + trust * (measured - 1), 0.5), 2.0), math.sqrt(trust) * error
-    size = prior_fit(prior, here + room / scale, 1, CEILING)
+    size = _largest_within(prior.allocated_bytes, here + room / scale)
     step = max(1, size // 50)
-    slope = scale * max(prior(size + step) - prior(size), 1) / step
+    slope = scale * max(prior.allocated_bytes(size + step) - prior.allocated_bytes(size), 1) / step
     return Guess(weight, size, min(1.0, math.hypot(blur, scale_error * room) / slope / size) + 1e-4)
 
 
-def prior_fit(prior: PeakEstimate, limit: float, floor: int, ceiling: int) -> int:
-    """Largest size, at least `floor`, that the prior puts within `limit` bytes, to within a thousandth."""
-    low, high = floor, floor * 2
-    while high < ceiling and prior(high) <= limit:
+def is_right(prior: PeakEstimate, points: list[Point]) -> bool:
+    """Whether the prior has foreseen the peak of the largest fit, so that it may well know the end, too."""
+    return bool(points) and abs(points[-1].allocated / prior.allocated_bytes(points[-1].size) - 1) < FORESEEN
+
+
+def _largest_within(bytes_at: Callable[[int], float], limit: float) -> int:
+    """Largest size of at most `limit` bytes, at least 1, to within a thousandth."""
+    low, high = 1, 2
+    while high < LARGEST and bytes_at(high) <= limit:
         low, high = high, high * 2
-    high = min(high, ceiling + 1)
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2
-        low, high = (middle, high) if prior(middle) <= limit else (low, middle)
+        low, high = (middle, high) if bytes_at(middle) <= limit else (low, middle)
     return low
 
 

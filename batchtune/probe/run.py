@@ -190,7 +190,7 @@ def _probe_at(
     estimated = None
     if not opened.is_group:  # of a group, the memory of one process alone says too little
         estimated = estimate_prior.look(opened, precision, options.accumulation_steps, timeout=options.timeout)
-    probe = Probe(worker, options, precision, observer, prior=estimated.reserved_bytes if estimated else None)
+    probe = Probe(worker, options, precision, observer, prior=estimated)
     session.probes.append(probe)
     probe.find()
     session.look(worker)

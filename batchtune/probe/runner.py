@@ -33,7 +33,7 @@ class Probe:
         precision: bf16, fp16, fp32 or tf32.
         observer: told of every attempt.
         known: attempts of the search in an earlier, interrupted start.
-        prior: peak reserved bytes by batch size as estimated; it chooses where to look, never the answer.
+        prior: what was estimated; it chooses where to look, never the answer.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from batchtune.document import Attempt
 from batchtune.probe.memory_model import (
-    CEILING,
     MAX_GROWTH,
     Guess,
     PeakEstimate,
@@ -20,12 +19,13 @@ from batchtune.probe.memory_model import (
     consistent_share,
     growth,
     guesses_of,
+    is_right,
     measured_points,
-    prior_fit,
     prior_guess,
     quantile,
     reach,
 )
+from batchtune.vocabulary import LARGEST
 
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
@@ -34,7 +34,7 @@ FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an e
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly
 LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
-PRIOR_STARTS, SAFE_PRIOR_START = (0.99, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
+PRIOR_STARTS, SAFE_PRIOR_START = (1 / 1.01, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
@@ -103,23 +103,22 @@ def next_size(
         attempts: Every attempt in order, of search and verification.
         bounds: What may be tried, and how narrow the bracket must become.
         memory_limit_bytes: What peak reserved bytes may reach. None: grow and bisect without guesses.
-        prior: An estimate of peak reserved bytes by size; may be off by a tenth and an offset.
+        prior: An estimate of the end and of the peaks below it.
     """
     unit, limit = bounds.multiple_of, memory_limit_bytes
     floor = max(1, math.ceil(bounds.minimum / unit)) * unit
-    ceiling = max(CEILING, floor) if bounds.maximum is None else bounds.maximum
+    ceiling = max(LARGEST, floor) if bounds.maximum is None else bounds.maximum
     ceiling = ceiling // unit * unit
     if ceiling < floor:
         return Choice(None, f"no multiple of {unit} lies between the minimum and the maximum")
     attempts = [attempt for attempt in attempts if floor <= attempt.batch_size <= ceiling]
     low, high = bracket(attempts)
-    if prior and limit:
-        failed = (attempt.batch_size for attempt in attempts if attempt.outcome == "oom")
-        prior = None if any(prior(size) < PRIOR_REFUTED * limit for size in failed) else prior
+    prior = None if limit is None or _is_refuted(prior, attempts) else prior
+    expected = min(prior.expected, ceiling) // unit * unit if prior else 0
     if low == 0:
-        expected = prior_fit(prior, limit, floor, CEILING) if prior and limit else 0
         shares = (SAFE_PRIOR_START,) if bounds.no_oom else PRIOR_STARTS
-        starts = [max(min(int(share * expected), ceiling) // unit * unit, floor) for share in shares]
+        sizes = (min(math.ceil(share * (prior.expected + unit)), expected) if prior else 0 for share in shares)
+        starts = [max(size // unit * unit, floor) for size in sizes]
         return _first_fit(attempts, starts, floor, ceiling, unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     if high is not None and high - low <= gap:
@@ -132,12 +131,43 @@ def next_size(
         if wanted < min(low + gap, ceiling):
             return Choice(None, f"{low} fits, {reason}")
     else:
-        wanted, reason = _next_inside(attempts, guesses_of(points, limit or 0, prior), low, high, gap)
+        is_foreseen = prior is not None and is_right(prior, points)
+        block = _block(expected, unit) if is_foreseen and gap == unit else unit
+        wanted, reason = _by_estimate(expected, block, low, high, gap) if is_foreseen else (0, "")
+        if not wanted:
+            wide = high is None or high - low > block
+            guesses = guesses_of(points, limit or 0, prior)
+            wanted, reason = _next_inside(attempts, guesses, low, high, max(gap, block) if wide else gap)
         # Only an exact search promises its worst case; the others may leap a little further.
         tried = len({attempt.batch_size for attempt in attempts}) - (3 if bounds.tolerance else 0)
-        wanted = _affordable(min(wanted, max(CEILING, 2 * low)) // unit * unit, low, high, gap, tried)
+        wanted = _affordable(min(wanted, max(LARGEST, 2 * low)) // unit * unit, low, high, gap, tried)
     size = int(min(wanted, low * MAX_GROWTH, ceiling, (high or math.inf) - unit)) // unit * unit
     return Choice(max(size, low // unit * unit + unit), reason)
+
+
+def _is_refuted(prior: PeakEstimate | None, attempts: Sequence[Attempt]) -> bool:
+    failed = (attempt.batch_size for attempt in attempts if attempt.outcome == "oom")
+    return prior is not None and any(
+        prior.allocated_bytes(size) < PRIOR_REFUTED * prior.allocated_bytes(prior.expected) for size in failed
+    )
+
+
+def _block(expected: int, unit: int) -> int:
+    """So many sizes up to the expected one take the same: at round sizes, tensors fill the allocator's blocks."""
+    block = unit
+    while block and expected % (2 * block) == 0 and 2 * block <= FINE * expected:
+        block *= 2
+    return block
+
+
+def _by_estimate(expected: int, block: int, low: int, high: int | None, gap: int) -> tuple[int, str]:
+    """Where to look when an estimate has foreseen the memory used so far; 0 where it does not say."""
+    if high is not None and low % block == 0 and gap < high - low <= block:
+        return low + gap, f"{low} fills the allocator's blocks, as far as the estimate tells"
+    if low <= expected and (high is None or high > expected):
+        wanted = expected + block if low + gap > expected else expected
+        return wanted, f"by an estimate of {expected}, which foresaw the memory used so far"
+    return 0, ""
 
 
 def _first_fit(attempts: Sequence[Attempt], starts: Sequence[int], floor: int, ceiling: int, unit: int) -> Choice:

@@ -36,10 +36,10 @@ from torch.overrides import TorchFunctionMode
 from zoo import Case
 
 from batchtune.child.commands import attempt as commands
-from batchtune.estimate.memory.capacity import LARGEST
 from batchtune.estimate.tracing import answer as product
 from batchtune.estimate.tracing import trace
 from batchtune.protocol.commands import TryBatchSize
+from batchtune.vocabulary import LARGEST
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30

@@ -72,8 +72,7 @@ class Truth:
     def search(self, limit: int, estimated: TaskEstimate | None) -> list[Attempt]:
         """The attempts of a probe."""
         attempts: list[Attempt] = []
-        prior = estimated.reserved_bytes if estimated else None
-        while (size := next_size(attempts, Bounds(), limit, prior).batch_size) is not None:
+        while (size := next_size(attempts, Bounds(), limit, estimated).batch_size) is not None:
             attempts.append(self.attempt(size, limit))
         return attempts
 

@@ -85,9 +85,9 @@ class Row:
     @property
     def too_low(self) -> bool:
         """Not where the search ended for the sake of its own end, far above what anybody trains with."""
-        from batchtune.probe.memory_model import CEILING
+        from batchtune.vocabulary import LARGEST
 
-        known = self.answer is not None and self.truth is not None and self.answer < CEILING
+        known = self.answer is not None and self.truth is not None and self.answer < LARGEST
         return known and self.answer * (1 + CLOSE) + 1 <= self.truth
 
 

@@ -22,6 +22,7 @@ from statistics import mean, quantiles
 from batchtune import __version__
 from batchtune.document import Attempt
 from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.vocabulary import LARGEST
 
 GIB = 1 << 30
 BLOCK_BYTES = 2 << 20
@@ -39,6 +40,24 @@ SHAPES = (
     "multiple of",
     "smooth",
 )
+
+
+@dataclass(frozen=True)
+class Prior:
+    """An estimate as the search takes it."""
+
+    expected: int
+    allocated_bytes: Callable[[int], float]
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    low, high = 0, 1
+    while high < LARGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass
@@ -119,17 +138,17 @@ class Curve:
             forward_backward_peak_bytes=int(activation),
         )
 
-    def prior(self) -> Callable[[int], int]:
+    def prior(self) -> Prior:
         """An estimate of this curve: its scale, an offset and half of the fragmentation are wrong."""
         draw = random.Random(f"prior-{self.shape}-{self.seed}")
         scale = 1 + draw.gauss(-0.03, 0.05)
         offset = draw.uniform(0.1, 0.9) / 24 * self.limit_bytes
 
-        def estimate(size: int) -> int:
-            allocated = max(self.activation_bytes(size, estimated=True), self.optimizer)
-            return int(allocated * (1 + 0.5 * self.fragmentation) * scale - offset)
+        def allocated(size: int) -> float:
+            return max(self.activation_bytes(size, estimated=True), self.optimizer) * scale - offset
 
-        return estimate
+        room = self.limit_bytes / (1 + 0.5 * self.fragmentation)
+        return Prior(_largest(lambda size: allocated(size) <= room), allocated)
 
 
 @dataclass(frozen=True)

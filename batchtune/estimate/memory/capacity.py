@@ -10,10 +10,11 @@ from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Birth, Trace, Work
 from batchtune.estimate.memory.fit import Step, peak_allocated_bytes, replay
 from batchtune.estimate.memory.scratch import Gpu
+from batchtune.vocabulary import LARGEST
 
-LARGEST = 1 << 20  # a batch beyond a million samples answers nobody's question
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
 _LONGEST_STRIDE = 64  # of the size: blocks fall into place at some sizes and not at smaller ones
+_NEAR = 256  # of the size: so far above an end another one is looked for
 _STEPS_PER_DOUBLING = 4
 
 
@@ -62,7 +63,18 @@ class Search:
                 fitting = middle
             else:
                 failing = middle
+        fitting = self._beyond(fitting, finest, capacity_bytes)
         self._share = fitting / bound if fitting else self._share
+        return fitting
+
+    def _beyond(self, fitting: int, finest: int, capacity_bytes: int) -> int:
+        """A larger size near one that fits, though the next does not: tensors of some sizes fill their blocks."""
+        stride = 1 << (fitting // _NEAR).bit_length()
+        while stride >= finest and fitting:
+            if fitting + stride <= LARGEST and self._fits(fitting + stride, capacity_bytes):
+                fitting += stride
+            else:
+                stride //= 2
         return fitting
 
     def _fits(self, batch_size: int, capacity_bytes: int) -> bool:

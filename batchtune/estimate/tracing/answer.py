@@ -11,7 +11,7 @@ from typing import Any
 
 from batchtune.estimate.calibration import Offsets
 from batchtune.estimate.memory.allocator import ExpandableAllocator, FallingAllocator
-from batchtune.estimate.memory.capacity import LARGEST, Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.capacity import Search, TracedStep, largest_allocated
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.memory.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.memory.overheads import (
@@ -26,10 +26,10 @@ from batchtune.estimate.memory.overheads import (
 )
 from batchtune.estimate.memory.scratch import Gpu
 from batchtune.task.samples import unseen_warnings
+from batchtune.vocabulary import LARGEST
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
-_PROBE_RESOLUTION = 64  # a probe measures the rest
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
@@ -114,20 +114,19 @@ def estimate_for_probe(*, gpu: dict[str, Any] | None, memory_limit: int, **trace
 
 def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_limit: int) -> dict[str, Any]:
     """The fields of `TaskEstimate` that follow from the step, the device and the limit."""
-    workspace = 0
+    unseen, workspace = 0.0, 0
     step = step if gpu is None else step.on(gpu_of(gpu.get("name", ""), gpu["generation"]))
     if gpu is None:  # a block of its own for every large tensor, nothing cached
-        room, expected = memory_limit, largest_allocated(step, memory_limit)
+        expected = largest_allocated(step, memory_limit)
     else:
         measured = _measured(gpu)
         unseen, workspace = unseen_share(ops, measured), workspace_bytes(ops, measured)
-        room = max(0, memory_limit - workspace)
-        expected = Search(step, resolution=_PROBE_RESOLUTION)(int(room / (1 + unseen)))
+        expected = Search(step, resolution=LARGEST)(max(0, int((memory_limit - workspace) / (1 + unseen))))
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return {
         "expected": expected,
         "peaks": [(size, peak_allocated_bytes(step, size)) for size in sorted(sizes | {max(1, expected)})],
-        "room_bytes": room,
+        "unseen_share": unseen,
         "workspace_bytes": workspace,
         "kind": kind_of(ops),
     }

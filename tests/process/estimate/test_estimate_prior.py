@@ -68,7 +68,7 @@ def estimated(**changes):
     fields = {
         "expected": 18_000,
         "peaks": [(1, GIB + MIB), (100, GIB + 100 * MIB), (100_000, GIB + 100_000 * MIB)],
-        "room_bytes": 20 * GIB - 64 * MIB,
+        "unseen_share": 0.0,
         "workspace_bytes": 64 * MIB,
         "kind": "plain",
         "model_independent": True,
@@ -80,17 +80,11 @@ def fits(*pairs):
     return [Attempt(batch_size=size, outcome="fit", peak_allocated_bytes=int(peak)) for size, peak in pairs]
 
 
-def test_the_prior_reaches_the_limit_where_the_estimate_ends_and_runs_straight_below():
-    found = estimated()
-    assert found.reserved_bytes(18_000) == pytest.approx(20 * GIB, rel=1e-6)
+def test_the_peaks_run_straight_between_those_that_were_traced_with_what_libraries_take_on_top():
+    found = estimated(unseen_share=0.5)
+    assert found.allocated_bytes(18_000) == pytest.approx(1.5 * (GIB + 18_000 * MIB) + 64 * MIB)
     assert found.traced_bytes(5_000) == pytest.approx(GIB + 5_000 * MIB)
     assert found.traced_bytes(400_000) == pytest.approx(GIB + 400_000 * MIB)
-    sizes = [1, 2, 50, 1000, 18_000, 90_000, 400_000]
-    assert sorted(map(found.reserved_bytes, sizes)) == [found.reserved_bytes(size) for size in sizes]
-
-
-def test_where_nothing_is_expected_to_fit_the_prior_still_answers():
-    assert estimated(expected=0).reserved_bytes(1) > GIB
 
 
 def test_a_constant_offset_is_learnt_as_the_gpus_own():
@@ -171,7 +165,7 @@ def on_this_cpu(tmp_path, task):
 def test_a_cpu_is_foreseen_by_what_its_own_operators_allocate(tmp_path):
     found, notes = on_this_cpu(tmp_path, TASK)
     assert notes == [f"estimate: about {found.expected:,} samples fit at fp32"]
-    assert found.reserved_bytes(found.expected) == pytest.approx(2 * GIB, rel=0.01)
+    assert found.allocated_bytes(found.expected) == pytest.approx(2 * GIB, rel=0.01)
     per_sample = 64 * (1024 + 3 * 4096 + 2 * 1024) * 4  # input, hidden layer, output, gradients
     growth = found.traced_bytes(2 * found.expected) - found.traced_bytes(found.expected)
     assert growth / found.expected == pytest.approx(per_sample, rel=0.25)
@@ -203,7 +197,6 @@ def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
     with EstimatePrior(str(path), "auto", notes, on_cpu=False) as sight:
         found = sight.look(opened(**FACTS), "fp32", 1, timeout=120)
     assert found is not None, notes.notes
-    assert 18 * GIB < found.traced_bytes(found.expected) < 20 * GIB
-    assert found.reserved_bytes(found.expected) == pytest.approx(20 * GIB, rel=1e-3)
+    assert 18 * GIB < found.allocated_bytes(found.expected) < 20 * GIB
     assert found.kind == "plain"
     assert found.model_independent

@@ -72,7 +72,7 @@ def expecting(size):
     return TaskEstimate(
         expected=size,
         peaks=[(1, int(GIB + per_sample)), (10 * size, int(GIB + 10 * size * per_sample))],
-        room_bytes=LIMIT,
+        unseen_share=0.0,
         workspace_bytes=0,
         kind="plain",
         model_independent=True,
@@ -85,38 +85,38 @@ def probed(device, prior=None, **options):
 
 
 def test_the_first_attempt_lies_just_below_the_estimate():
-    _, tried = probed(Device(), expecting(4700).reserved_bytes)
+    _, tried = probed(Device(), expecting(4700))
     assert tried[0] == pytest.approx(0.99 * 4700, rel=0.002)
 
 
 def test_the_second_attempt_lies_at_four_fifths_of_an_estimate_that_was_too_high():
-    _, tried = probed(Device(), expecting(5000).reserved_bytes)
+    _, tried = probed(Device(), expecting(5000))
     assert tried[:2] == pytest.approx([0.99 * 5000, 0.8 * 5000], rel=0.002)
 
 
 @pytest.mark.parametrize("expected", [4864, 5000, 4500])
 def test_an_estimate_that_is_about_right_spares_attempts_and_changes_no_answer(expected):
     without, more = probed(Device())
-    found, fewer = probed(Device(), expecting(expected).reserved_bytes)
+    found, fewer = probed(Device(), expecting(expected))
     assert len(fewer) < len(more)
     assert found.max_batch_size == pytest.approx(without.max_batch_size, rel=0.01)
 
 
 @pytest.mark.parametrize("expected", [60, 400_000])
 def test_an_estimate_that_is_far_off_changes_no_answer(expected):
-    found, _ = probed(Device(), expecting(expected).reserved_bytes)
+    found, _ = probed(Device(), expecting(expected))
     assert found.max_batch_size == pytest.approx(4864, rel=0.01)
 
 
 def test_an_estimate_that_an_oom_has_refuted_is_asked_no_more():
     _, without = probed(Device())
-    _, tried = probed(Device(), expecting(400_000).reserved_bytes)
+    _, tried = probed(Device(), expecting(400_000))
     assert tried[0] > 300_000
     assert len(tried) <= len(without) + 4
 
 
 def test_a_maximum_that_is_expected_to_fit_is_tried_at_once():
-    found, tried = probed(Device(), expecting(4864).reserved_bytes, maximum=1000)
+    found, tried = probed(Device(), expecting(4864), maximum=1000)
     assert (found.max_batch_size, tried) == (1000, [1000])
 
 
@@ -160,5 +160,5 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
 def test_a_start_at_the_maximum_that_the_task_rejects_does_not_end_the_search():
     bounds = Bounds(minimum=10, maximum=14, multiple_of=1, tolerance=0.0)
     rejected = Attempt(batch_size=14, outcome="user_error", seconds=0.1, message="no more than 12 classes")
-    choice = next_size([rejected], bounds, LIMIT, lambda size: size)
+    choice = next_size([rejected], bounds, LIMIT, expecting(1_000_000))
     assert choice.batch_size == 10

@@ -4,14 +4,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import mean
 
 import pytest
 
 from batchtune.document import Attempt
-from batchtune.probe.memory_model import CEILING
 from batchtune.probe.search import Bounds, Choice, bracket, next_size
-from batchtune.vocabulary import Outcome
+from batchtune.vocabulary import LARGEST, Outcome
 
 GIB = 1 << 30
 LIMIT = 24 * GIB
@@ -47,18 +47,29 @@ def device(used: Callable[[int], float], *, optimizer: float = 0.0, waste: float
     return attempt
 
 
+@dataclass
+class Expecting:
+    """An estimate: so many samples fit, and so much does a batch take; without a curve, `expected` fill the limit."""
+
+    expected: int
+    curve: Callable[[int], float] | None = None
+
+    def allocated_bytes(self, batch_size: int) -> float:
+        return self.curve(batch_size) if self.curve else batch_size * LIMIT / self.expected
+
+
 def dies_above(size: int, outcome: Outcome = "oom") -> Device:
     return lambda tried: fit(tried) if tried <= size else failure(tried, outcome)
 
 
 def search(
-    attempt: Device, bounds: Bounds | None = None, prior: Callable[[int], int] | None = None, limit: int | None = LIMIT
+    attempt: Device, bounds: Bounds | None = None, prior: Expecting | None = None, limit: int | None = LIMIT
 ) -> list[Attempt]:
     """Searches to the end; no size may be tried twice or lie outside the bounds."""
     bounds = bounds or Bounds()
     attempts: list[Attempt] = []
     while (size := next_size(attempts, bounds, limit, prior).batch_size) is not None:
-        assert bounds.minimum <= size <= (bounds.maximum or CEILING)
+        assert bounds.minimum <= size <= (bounds.maximum or LARGEST)
         assert size % bounds.multiple_of == 0
         assert size not in {earlier.batch_size for earlier in attempts}
         attempts.append(attempt(size))
@@ -106,11 +117,11 @@ def test_starts_at_the_minimum_rounded_up_to_a_multiple() -> None:
 
 
 def test_starts_below_what_the_prior_says_fits() -> None:
-    assert next_size([], Bounds(), LIMIT, lambda size: size * LIMIT // 1000).batch_size == pytest.approx(990, abs=2)
+    assert next_size([], Bounds(), LIMIT, Expecting(1000)).batch_size == pytest.approx(990, abs=2)
 
 
 def test_a_prior_beyond_the_maximum_does_not_exceed_it() -> None:
-    assert (next_size([], Bounds(maximum=50), LIMIT, lambda size: size).batch_size or 99) <= 50
+    assert (next_size([], Bounds(maximum=50), LIMIT, Expecting(LARGEST)).batch_size or 99) <= 50
 
 
 def test_nothing_lies_within_contradictory_bounds() -> None:
@@ -127,9 +138,7 @@ def test_the_search_is_over_when_the_minimum_fails() -> None:
 
 @pytest.mark.parametrize("outcome", ["oom", "crash", "timeout", "kernel_limit"])
 def test_goes_down_while_nothing_fits(outcome: Outcome) -> None:
-    sizes = [
-        attempt.batch_size for attempt in search(lambda size: failure(size, outcome), None, lambda size: size << 20)
-    ]
+    sizes = [attempt.batch_size for attempt in search(lambda size: failure(size, outcome), None, Expecting(24 << 10))]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 1
 
@@ -144,7 +153,7 @@ def test_gives_up_when_the_task_rejects_three_sizes() -> None:
 
 
 def test_a_task_that_rejects_everything_is_found_out_with_a_prior_too() -> None:
-    assert len(search(lambda size: failure(size, "user_error"), None, lambda size: size << 20)) <= 20
+    assert len(search(lambda size: failure(size, "user_error"), None, Expecting(24 << 10))) <= 20
 
 
 def test_searches_between_a_size_too_small_and_a_size_too_large() -> None:
@@ -164,8 +173,8 @@ def test_is_over_when_the_maximum_fits() -> None:
 
 
 def test_ends_at_a_ceiling_when_nothing_ever_fails() -> None:
-    assert bracket(search(device(lambda _: 0.1)))[0] == CEILING
-    assert bracket(search(dies_above(10**9), limit=None))[0] == CEILING
+    assert bracket(search(device(lambda _: 0.1)))[0] == LARGEST
+    assert bracket(search(dies_above(10**9), limit=None))[0] == LARGEST
 
 
 def test_memory_that_does_not_grow_allows_no_leap_without_bounds() -> None:
@@ -239,26 +248,43 @@ def test_an_optimizer_that_needs_more_than_the_activations_does_not_mislead() ->
 
 
 def test_a_prior_saves_attempts() -> None:
-    def prior(size: int) -> int:
-        return int((0.3 + 0.7 * size / 5000) * LIMIT * 0.95 - GIB / 2)
-
+    prior = Expecting(5512, lambda size: (0.3 + 0.7 * size / 5000) * LIMIT * 0.95 - GIB / 2)
     assert len(search(device(lambda tried: 0.3 + 0.7 * tried / 5000), prior=prior)) <= 4
+
+
+@pytest.mark.parametrize(("tolerance", "most"), [(0.01, 2), (0.0, 4)])
+@pytest.mark.parametrize("size", [100, 444, 9_711, 3_619_840])
+def test_an_estimate_that_is_right_is_confirmed_at_once(size: int, tolerance: float, most: int) -> None:
+    def used(tried: int) -> float:
+        return 0.3 + 0.7 * tried / (size + 0.5)
+
+    prior = Expecting(size, lambda tried: used(tried) * LIMIT / 1.003)
+    attempts = search(device(used), Bounds(tolerance=tolerance), prior)
+    low, high = bracket(attempts)
+    assert (low, high) == (size, size + 1) or tolerance
+    assert len(attempts) <= most
+
+
+@pytest.mark.parametrize("end", [123_904, 124_416])
+def test_an_estimate_that_is_off_by_one_block_of_the_allocator_costs_an_exact_search_two_attempts(end: int) -> None:
+    def used(size: int) -> float:  # of 256 sizes each takes the same
+        return math.ceil(size / 256) * 256 / (end + 0.5)
+
+    attempts = search(device(used), Bounds(tolerance=0), Expecting(124_160, lambda size: used(size) * LIMIT))
+    assert bracket(attempts) == (end, end + 1)
+    assert len(attempts) <= 5
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.1, 10, 1e3])
 def test_a_prior_that_is_far_off_costs_attempts_but_not_the_answer(factor: float) -> None:
-    attempts = search(
-        device(lambda tried: 0.3 + 0.7 * tried / 500), prior=lambda size: int(LIMIT * factor * size / 500)
-    )
+    attempts = search(device(lambda tried: 0.3 + 0.7 * tried / 500), prior=Expecting(max(1, int(500 / factor))))
     assert_proven(attempts, Bounds())
     assert len(attempts) <= 30
 
 
 @pytest.mark.parametrize("attempts", [[failure(400)], [fit(100), failure(400)]])
 def test_a_prior_that_an_out_of_memory_error_refutes_is_dropped(attempts: list[Attempt]) -> None:
-    assert next_size(attempts, Bounds(), LIMIT, lambda size: size * LIMIT // 1000) == next_size(
-        attempts, Bounds(), LIMIT
-    )
+    assert next_size(attempts, Bounds(), LIMIT, Expecting(1000)) == next_size(attempts, Bounds(), LIMIT)
 
 
 def test_no_oom_stays_below_the_limit_of_a_plain_curve_and_comes_close() -> None:
@@ -339,7 +365,7 @@ def test_no_bound_is_ever_exceeded(shape: str) -> None:
             tolerance=draw.choice((0.0, 0.01, 0.1)),
             no_oom=draw.random() < 0.3,
         )
-        search(curves(shape, seed), bounds, (lambda size: size << 24) if draw.random() < 0.5 else None)
+        search(curves(shape, seed), bounds, Expecting(24 << 6) if draw.random() < 0.5 else None)
 
 
 def test_the_worst_case_holds_even_where_memory_lies() -> None:
@@ -374,7 +400,7 @@ def test_an_exact_search_looks_at_round_sizes_where_blocks_of_the_allocator_end_
     def used(size: int) -> float:  # each tensor grows by blocks of 2 MiB, the last of which is full every 256 samples
         return math.ceil(size / 256) / 1_536.5
 
-    attempts = search(device(used), Bounds(tolerance=0), lambda size: int(used(size) * 0.985 * LIMIT))
+    attempts = search(device(used), Bounds(tolerance=0), Expecting(399_000, lambda size: used(size) * 0.985 * LIMIT))
     assert bracket(attempts) == (393_216, 393_217)
     assert len(attempts) <= 11
 
