@@ -122,7 +122,7 @@ class Child:
             has_train_dataset=self._task.has("train_dataset"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
-            optimizer=self._task.optimizers(self._task.model(), 1e-3).name,
+            optimizer=self._optimizer(),
         )
         if command.metric is not None:
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
@@ -133,6 +133,11 @@ class Child:
             with usable_now(command.device, seen, only_if_full=True):
                 self._memory.enforce(limit)
         return opened
+
+    def _optimizer(self) -> str:
+        """The class of the optimizer; the model is built for inference, too, so that what is wrong with it is said."""
+        model = self._task.model()
+        return "" if self._task.is_for_inference else self._task.optimizers(model, 1e-3).name
 
     def _open_device(self, name: str) -> Sharing | None:
         """Opens the device; returns who held memory of it before."""

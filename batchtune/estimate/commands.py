@@ -25,6 +25,7 @@ class EstimateMemory(Command[dict[str, Any]]):
     strategy: str = "ddp"
     world_size: int = 1
     checkpointing: bool = False
+    inference: bool = False
 
 
 class ExpectMemory(Command[dict[str, Any]]):
@@ -35,3 +36,4 @@ class ExpectMemory(Command[dict[str, Any]]):
     accumulation_steps: int
     memory_limit: int
     gpu: dict[str, Any] | None
+    inference: bool = False

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from batchtune.document import Attempt, Environment, LoaderPoint, NoiseScale, RangeTest, ThroughputPoint
 from batchtune.protocol.messages import Command, Message
 from batchtune.protocol.run_spec import RunEnd, RunSpec
+from batchtune.vocabulary import Purpose
 
 STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
 
@@ -43,7 +44,7 @@ class Opened(Message):
         precision: each with the reason why it was chosen.
         train_size: samples; None for a stream, or where the task makes its batches.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
-        optimizer: its class.
+        optimizer: its class; empty for inference, which has none.
         world_size: number of ranks; 1 for a child alone.
         strategy: ddp or fsdp, of a group.
         backend: of a group's process group.
@@ -67,6 +68,11 @@ class Opened(Message):
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
 
     @property
+    def is_for_inference(self) -> bool:
+        """Whether forward passes are taken instead of optimizer steps."""
+        return not self.optimizer
+
+    @property
     def device_name(self) -> str:
         """What the device is called."""
         return self.environment.device
@@ -81,7 +87,8 @@ class OpenTask(Command[Opened]):
     """Opens the device, imports the task, builds the model once and sets the memory limit.
 
     Attributes:
-        purpose: `probe` or `tune`: what the task must be able to do.
+        purpose: what the task must be able to do; for inference, attempts and timings take forward passes instead of
+            optimizer steps.
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
         device_name: what the device must be called; None: any.
@@ -92,7 +99,7 @@ class OpenTask(Command[Opened]):
 
     task: str
     device: str = "auto"
-    purpose: Literal["probe", "tune"] = "probe"
+    purpose: Purpose = "probe"
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     device_name: str | None = None

@@ -218,7 +218,9 @@ class TestSeveralOptimizers:
         both = trainer(build_optimizer=build_optimizer)
         before = [each.detach().clone() for each in both.model.parameters()]
         both.step(iter(batches_of(both, 1)))
-        changes = [float((each - was).detach().abs().max()) for each, was in zip(both.model.parameters(), before, strict=True)]
+        changes = [
+            float((each - was).detach().abs().max()) for each, was in zip(both.model.parameters(), before, strict=True)
+        ]
         assert changes[0] > 0
         assert changes[1] == pytest.approx(0.01, rel=0.1)  # Adam's first step
         assert both.optimizers.name == "SGD + AdamW"
