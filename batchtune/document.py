@@ -76,6 +76,9 @@ class Attempt(Record):
     )
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
+    evaluation_batch_size: Size | None = Field(
+        default=None, description="Samples of a forward pass of the evaluation, where fewer had to be taken."
+    )
     message: Text | None = Field(default=None, description="Why it did not fit, in one line.")
     maps_file: bool | None = Field(
         default=None, description="Memory ended where a file was to be mapped; absent elsewhere."
@@ -190,6 +193,9 @@ class ProbeResult(Record):
     """The largest batch that really trains, proven from both sides."""
 
     precision: Text
+    inference: bool | None = Field(
+        default=None, description="Forward passes without gradients were tried: no size here is one to train with."
+    )
     max_batch_size: Size | None = None
     first_failing_batch_size: Size | None = None
     limited_by: Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"] | None = None
@@ -424,6 +430,7 @@ class Estimate(Record):
     gpu: Text
     memory_bytes: Count
     precision: Text
+    inference: bool | None = Field(default=None, description="Of forward passes without gradients, not of training.")
     max_batch_size: Count | None = None
     safe_max_batch_size: Count | None = None
     expandable_segments_max_batch_size: Count | None = None

@@ -197,7 +197,9 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
 
 def _about_steps(task: Task) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
-    model = task.model()
+    model = task.model()  # for inference, too, so that what is wrong with it is said
+    if task.is_for_inference:
+        return {"optimizer": ""}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     return {
         "optimizer": optimizers.name,
