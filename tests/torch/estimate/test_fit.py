@@ -110,7 +110,7 @@ def test_a_search_for_many_capacities_finds_what_a_search_for_each_alone_finds(a
 def test_a_step_that_fits_at_any_size_is_answered_with_the_cap_itself():
     step = fit(lambda size: step_trace(size, linear=100))
     search = Search(step)
-    assert search(3000 * MIB) == search(2000 * MIB) == LARGEST
+    assert search(9000 * MIB) == search(8000 * MIB) == LARGEST
     assert 0 < search(20 * MIB) < LARGEST
 
 
