@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.child.training.batches import TrainingBatches
+from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
 from batchtune.document import NoiseScale
 from batchtune.protocol.commands import MeasureNoiseScale

@@ -10,7 +10,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.child.training.batches import TrainingBatches
+from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
 from batchtune.document import RangeTest
 from batchtune.protocol.commands import RunRangeTest

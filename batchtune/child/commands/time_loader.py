@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from batchtune.child.training.trainer import move, training_loader
+from batchtune.child.training.batches import move, training_loader
 from batchtune.device._base import DeviceMemory
 from batchtune.document import LoaderPoint
 from batchtune.protocol.commands import TimeLoader

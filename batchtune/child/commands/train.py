@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
+from batchtune.child.training.batches import TrainingBatches
 from batchtune.child.training.clock import StepClock
 from batchtune.child.training.evaluate import fitting_metric_value
-from batchtune.child.training.trainer import Trainer, TrainingBatches, require_finite
+from batchtune.child.training.trainer import Trainer, require_finite
 from batchtune.device._base import DeviceMemory
 from batchtune.document import CurvePoint
 from batchtune.protocol.run_spec import RunEnd, RunSpec

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchtune.child.training import heartbeat
-from batchtune.child.training.trainer import Trainer, move
+from batchtune.child.training.batches import move
+from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable
 from batchtune.errors import UsageError, UserCodeError

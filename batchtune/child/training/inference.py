@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from batchtune.child.training import heartbeat
+from batchtune.child.training.batches import move
 from batchtune.child.training.precision import Precision
-from batchtune.child.training.trainer import move
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import seed_everything
 

@@ -13,9 +13,10 @@ from batchtune.child.commands import train as loop
 from batchtune.child.commands.noise_scale import noise_scale
 from batchtune.child.commands.range_test import range_test
 from batchtune.child.training import clock as clock_module
+from batchtune.child.training.batches import TrainingBatches
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.inference import Inference
-from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.child.training.trainer import Trainer
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
 from batchtune.protocol.run_spec import RunSpec

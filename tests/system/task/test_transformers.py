@@ -7,8 +7,9 @@ import torch
 from fixtures.adapted import SCRIPT
 from torch.utils.data import SequentialSampler
 
+from batchtune.child.training.batches import TrainingBatches
 from batchtune.child.training.evaluate import metric_value
-from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.child.training.trainer import Trainer
 from batchtune.errors import UsageError
 
 pytestmark = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.child.training.trainer import Trainer, TrainingBatches
+from batchtune.child.training.batches import TrainingBatches
+from batchtune.child.training.trainer import Trainer
 from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError
 
