@@ -153,7 +153,7 @@ class Child:
             precision=tuple(chosen),
             train_size=self._task.train_size(),
             samples=samples,
-            has_train_dataset=self._task.has("train_dataset"),
+            has_train_dataset=self._task.has("train_dataset") and not self._task.has("train_loader"),
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
             forks=self._leave is not None,

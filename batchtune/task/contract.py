@@ -6,8 +6,9 @@ import contextlib
 import inspect
 import itertools
 import math
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -22,12 +23,13 @@ from batchtune.protocol.commands import SamplesSeen
 from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
 from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
-from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column
+from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
 from batchtune.vocabulary import Purpose
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module or a dict of them",
     "train_dataset": "train_dataset() returning a torch Dataset",
+    "train_loader": "train_loader(batch_size) returning the batches of an epoch, such as a DataLoader",
     "make_batch": "make_batch(batch_size) returning the worst-case batch",
     "compute_loss": "compute_loss(model, batch) returning a scalar tensor",
     "train_step": "train_step(model, batch, optimizers, context) returning a scalar tensor",
@@ -36,6 +38,7 @@ NAMES = {
     "evaluate": "evaluate(model) returning a float or a dict of floats",
     "build_scheduler": "build_scheduler(optimizer, total_steps)",
     "collate": "collate(samples) returning a batch",
+    "batch_size_of": "batch_size_of(batch) returning its number of samples",
 }
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
@@ -89,12 +92,12 @@ class Task:
         if isinstance(self.source, Adapted):
             self.source.require("tune" if purpose == "tune" else "probe")
         if purpose != "tune":
-            self._need("make_batch", "train_dataset")
+            self._need("make_batch", "train_dataset", "train_loader")
             if self.is_for_inference and self.has("train_step"):
                 self._need("compute_loss")
         else:
             self._trains_anew = True
-            self._need("train_dataset")
+            self._need("train_dataset", "train_loader")
             self._need("val_dataset", "evaluate")
             if self.has("train_step") and not self.has("compute_loss"):
                 self._need("evaluate")
@@ -209,6 +212,22 @@ class Task:
             raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
         return cast("Dataset[object]", data)
 
+    def loader(self, batch_size: int) -> Iterable[object]:
+        """The batches of an epoch as the user makes them."""
+        found = self.source.train_loader(batch_size)
+        if not hasattr(found, "__iter__"):
+            raise UserCodeError(f"{self.where}: train_loader returned {kind_of(found)}, not batches to go through")
+        return cast("Iterable[object]", found)
+
+    def samples_in(self, batch: object, batch_size: int) -> int:
+        """Samples of a batch of about this size: as many as the user counts, where they do."""
+        if not self.has("batch_size_of"):
+            return batch_size
+        found = self.source.batch_size_of(batch)
+        if not isinstance(found, int) or found < 1:
+            raise UserCodeError(f"{self.where}: batch_size_of returned {found!r}, not a number of samples from 1 up")
+        return found
+
     def train_size(self) -> int | None:
         """Samples in the training set; None where there is no set or it does not tell."""
         if not self.has("train_dataset"):
@@ -230,19 +249,41 @@ class Task:
         """
         if self.has("make_batch"):
             return self.source.make_batch(batch_size)
+        if self.has("train_loader"):
+            return self._largest_batch(batch_size)
         if not self._worst_samples:
             self.find_worst_samples()
         largest, *others = self._worst_samples
         others = others[: batch_size - 1]
         return self.collate([largest] * (batch_size - len(others)) + others)
 
+    def _largest_batch(self, batch_size: int) -> object:
+        """The largest of the first batches of an epoch, as many as there is time for."""
+        deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
+        with kept_random_numbers(torch.device("cpu")):
+            seed_the_cpu(0)
+            for batch in self.loader(batch_size):
+                if found is None or tensor_bytes(batch) > tensor_bytes(found):
+                    found = batch
+                if time.monotonic() >= deadline:
+                    break
+        if found is None:
+            raise UserCodeError(f"{self.where}: train_loader({batch_size}) yields no batch")
+        size = self.samples_in(found, batch_size)
+        if size != batch_size:
+            raise UserCodeError(
+                f"{self.where}: train_loader({batch_size}) yields batches of {size} samples, says batch_size_of; they "
+                "must be as large as asked for"
+            )
+        return found
+
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.
 
         Returns:
-            What was seen; None where the user makes the batch.
+            What was seen; None where the user makes the batches.
         """
-        if self.has("make_batch"):
+        if self.has("make_batch") or self.has("train_loader"):
             return None
         longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
         seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())

@@ -53,6 +53,8 @@ def build_optimizer(model, lr):
 #     run, however soon it ends: so runs compared early are equally far in their schedules. Set budget.run to the
 #     training time you have in mind.
 # def collate(samples):                  how samples become a batch
+# def train_loader(batch_size):          the batches of an epoch, instead of train_dataset: your sampler, your batchify
+# def batch_size_of(batch):              its samples, where batches are not all as large as asked for
 # gradient_clipping = {"norm": 1.0}      or {"value": 0.5}, before each optimizer step
 #
 # build_model may return a dict of modules (a criterion with parameters, an EMA, a discriminator), and build_optimizer a

@@ -93,7 +93,6 @@ class _Run:
     ) -> None:
         self.trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
         self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
-        self._samples = 0
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
@@ -133,7 +132,6 @@ class _Run:
             steps = _steps_until(due - clock.seconds, clock.step_seconds)
             spent, finite = _timed_steps(self.trainer, self._memory, self._batches, steps, spec.accumulation_steps)
             clock.add(steps, spent)
-            self._samples += steps * spec.batch_size
         clock.add_energy(before, self._joules())
         return finite
 
@@ -142,7 +140,11 @@ class _Run:
         clock = self._clock
         measured = clock.measured_seconds if clock.measured_seconds > clock.seconds else None
         return CurvePoint(
-            seconds=clock.seconds, samples=self._samples, value=value, measured_seconds=measured, joules=clock.joules
+            seconds=clock.seconds,
+            samples=self._batches.samples,
+            value=value,
+            measured_seconds=measured,
+            joules=clock.joules,
         )
 
     def _worse_for_long(self, value: float) -> bool:

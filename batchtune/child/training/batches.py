@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +24,11 @@ def move(value: Any, device: torch.device) -> Any:
         return type(value)(*(move(item, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(move(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
+        return moved
     return value
 
 
@@ -64,22 +71,30 @@ def training_loader(
 
 
 class TrainingBatches(Iterator[object]):
-    """Shuffled batches from the training set without end, epoch after epoch; incomplete ones are left out."""
+    """Batches of the training set without end, epoch after epoch.
+
+    They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
+
+    Attributes:
+        samples: of the batches so far.
+    """
 
     def __init__(self, task: Task, micro_batch_size: int, seed: int) -> None:
-        self._where = task.where
-        self._loader = training_loader(task, micro_batch_size, seed)
+        self._task, self._size, self.samples = task, micro_batch_size, 0
+        self._loader = None if task.has("train_loader") else training_loader(task, micro_batch_size, seed)
         self._batches = self._epochs()
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        batch = next(self._batches)
+        self.samples += self._task.samples_in(batch, self._size)
+        return batch
 
     def _epochs(self) -> Iterator[object]:
         while True:
             empty = True
-            for batch in self._loader:
+            for batch in self._task.loader(self._size) if self._loader is None else self._loader:
                 empty = False
                 yield batch
             if empty:
-                size = self._loader.batch_size
-                raise UserCodeError(f"{self._where}: train_dataset yields no batch of {size} samples in an epoch")
+                which = "train_dataset" if self._loader is not None else "train_loader"
+                raise UserCodeError(f"{self._task.where}: {which} yields no batch of {self._size} samples in an epoch")

@@ -1,5 +1,6 @@
 """Optimizer steps as the user trains."""
 
+import dataclasses
 import random
 from collections import namedtuple
 from itertools import islice
@@ -177,3 +178,75 @@ class TestMove:
 def test_a_plain_tensor_dataset_works_too(linear_task):
     task = linear_task(train_dataset=lambda: TensorDataset(torch.arange(6.0)))
     assert len(next(TrainingBatches(task, 2, 0))[0]) == 2
+
+
+class Sentence:
+    """A batch that is an object of the user's."""
+
+    def __init__(self, words):
+        self.words = words
+
+
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+    nodes: torch.Tensor
+    names: list
+
+
+class TestBatchesOfTheUsersOwn:
+    @staticmethod
+    def loader(batch_size):
+        """A text cut into columns, read row by row."""
+        columns = torch.arange(60).reshape(batch_size, -1)
+        return [columns[:, at : at + 2] for at in range(0, columns.shape[1], 2)]
+
+    def test_a_loader_keeps_its_order_and_starts_again(self, linear_task):
+        task = linear_task(train_loader=self.loader)
+        batches = TrainingBatches(task, 10, 0)
+        columns = [next(batches)[0].tolist() for _ in range(4)]
+        assert columns == [[0, 1], [2, 3], [4, 5], [0, 1]]
+        assert batches.samples == 40
+
+    def test_samples_are_counted_by_the_user(self, linear_task):
+        def loader(batch_size):
+            return [Sentence("a" * batch_size), Sentence("a")]
+
+        task = linear_task(train_loader=loader, batch_size_of=lambda batch: len(batch.words))
+        batches = TrainingBatches(task, 10, 0)
+        assert [len(next(batches).words) for _ in range(3)] == [10, 1, 10]
+        assert batches.samples == 21
+
+    def test_the_worst_batch_is_the_largest_of_the_first(self, linear_task):
+        sizes = [3, 7, 5]
+        task = linear_task(train_loader=lambda size: [torch.zeros(size, length) for length in sizes])
+        assert task.worst_batch(4).shape == (4, 7)
+
+    @pytest.mark.parametrize(
+        ("functions", "words"),
+        [
+            ({"train_loader": lambda _size: 3}, "train_loader returned an int, not batches to go through"),
+            ({"train_loader": lambda _size: []}, r"train_loader\(8\) yields no batch"),
+            (
+                {"train_loader": lambda _size: [torch.zeros(4)], "batch_size_of": len},
+                r"train_loader\(8\) yields batches of 4 samples, says batch_size_of; they must be as large as asked",
+            ),
+            (
+                {"train_loader": lambda size: [torch.zeros(size)], "batch_size_of": lambda _batch: None},
+                "batch_size_of returned None, not a number of samples",
+            ),
+        ],
+    )
+    def test_what_is_wrong_with_them_is_said(self, linear_task, functions, words):
+        with pytest.raises(UserCodeError, match=words):
+            linear_task(**functions).worst_batch(8)
+
+    def test_a_loader_is_enough_to_probe_and_with_evaluate_to_tune(self, linear_task):
+        for purpose in ("probe", "tune"):
+            task = linear_task(train_dataset=None, train_loader=self.loader, evaluate=lambda _model: 0.0)
+            task.require(purpose)
+            assert task.train_size() is None
+
+    def test_dataclasses_are_moved_field_by_field(self):
+        moved = move(Graphs(torch.zeros(2), ["a"]), torch.device("meta"))
+        assert moved.nodes.device.type == "meta"
+        assert moved.names == ["a"]

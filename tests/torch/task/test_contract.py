@@ -50,7 +50,11 @@ class TestRequirements:
         ("functions", "purpose", "missing"),
         [
             ({"make_batch": None}, "probe", r"no make_batch\(batch_size\) .* or train_dataset\(\)"),
-            ({}, "tune", r"no train_dataset\(\) returning a torch Dataset; 'batchtune init' writes a template"),
+            (
+                {},
+                "tune",
+                r"no train_dataset\(\) returning a torch Dataset or train_loader\(batch_size\) .*; 'batchtune init' writes a template",
+            ),
             ({"train_dataset": lambda: points(9)}, "tune", r"no val_dataset\(\) .* or evaluate\(model\)"),
         ],
     )
