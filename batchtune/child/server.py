@@ -200,12 +200,14 @@ def _about_steps(task: Task) -> dict[str, Any]:
     model = task.model()  # for inference, too, so that what is wrong with it is said
     if task.is_for_inference:
         return {"optimizer": ""}
+    source = task.source if isinstance(task.source, Adapted) else Adapted("")
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     return {
         "optimizer": optimizers.name,
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
         "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
-        "accumulation_steps": task.source.accumulation_steps if isinstance(task.source, Adapted) else 1,
+        "accumulation_steps": source.accumulation_steps,
+        "notes": source.notes,
         "accumulates": task.accumulates(optimizers),
         "steps_by_itself": task.has("train_step"),
     }

@@ -35,6 +35,7 @@ class Adapted:
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
         gradient_clipping: what the library's own trainer would do.
+        notes: sentences on what of the user's own training is not taken over.
         keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
     """
 
@@ -43,6 +44,7 @@ class Adapted:
     accumulation_steps = 1
     gradient_clipping: GradientClipping | None = None
     keeps_modes = False
+    notes: tuple[str, ...] = ()
 
     def __init__(self, where: str) -> None:
         self.where = where

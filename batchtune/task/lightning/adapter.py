@@ -19,6 +19,7 @@ from batchtune.document import GradientClipping
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, nominal_rate, real_copy, resized, set_learning_rate
 from batchtune.task.lightning.data import LightningData, library_of, overrides
 from batchtune.task.lightning.manual import ManualSteps
+from batchtune.task.lightning.own_trainer import own_trainer
 from batchtune.task.lightning.trainer import TrainerView, samples_in
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
@@ -40,7 +41,7 @@ class LightningTask(Adapted):
         self._make: Callable[[], Any] = (
             make if callable(make) and not isinstance(make, nn.Module) else functools.partial(real_copy, make)
         )
-        self._data = LightningData(namespace, where)
+        self._namespace, self._data = namespace, LightningData(namespace, where)
         self._micro_batch_size = 0
         self._optimized: weakref.ref[Any] | None = None
 
@@ -52,7 +53,9 @@ class LightningTask(Adapted):
         module.trainer, module.log = view, view.logged.log
         first = self._data.train is None
         if first:
-            self._take_over(self._data.trainer(given))
+            own = own_trainer(given, self._namespace)
+            self.accumulation_steps, self.gradient_clipping = own.accumulation_steps, own.clipping
+            self.notes = (own.unseen,) if own.unseen else ()
             self._data.prepare(view, module, given)
         if self.gradient_clipping is not None:
             view.gradient_clip_val = self.gradient_clipping.norm or self.gradient_clipping.value
@@ -66,15 +69,6 @@ class LightningTask(Adapted):
             self._data.read_loaders(module)
         view.samples_per_epoch = self._data.samples_per_epoch
         return module  # type: ignore[no-any-return]
-
-    def _take_over(self, trainer: Any) -> None:
-        """What the user's own Trainer does in each step; None: there is none to be seen."""
-        if trainer is None:
-            return
-        self.accumulation_steps = int(trainer.accumulate_grad_batches)
-        if trainer.gradient_clip_val:
-            kind = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm")
-            self.gradient_clipping = GradientClipping.model_validate({kind: float(trainer.gradient_clip_val)})
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         module: Any = self.build_model()

@@ -51,10 +51,6 @@ class LightningData:
         if self.module is not None:
             self.module.setup("fit")
 
-    def trainer(self, given: Sequence[object]) -> Any:
-        """The user's own Trainer: returned beside the module, or in the same file; None: there is none to be seen."""
-        return next((each for each in (*given, *vars(self._namespace).values()) if _is_trainer(each)), None)
-
     def _found(self) -> Any:
         """The DataModule of the user's file; one that is defined there takes precedence over imported ones."""
         found = [each for each in vars(self._namespace).values() if _is_datamodule(each)]
@@ -118,11 +114,6 @@ def overrides(owner: object, name: str) -> bool:
     """Whether a user's module or DataModule has a hook of its own."""
     helpers = importlib.import_module(f"{library_of(owner)}.utilities.model_helpers")
     return bool(helpers.is_overridden(name, owner))
-
-
-def _is_trainer(value: object) -> bool:
-    kinds = inspect.getmro(type(value))
-    return any(each.__name__ == "Trainer" and "lightning" in each.__module__.partition(".")[0] for each in kinds)
 
 
 def _is_datamodule(value: object) -> bool:

@@ -1,7 +1,6 @@
 """LightningModules as their users write them, under both names of the library, behind the task contract."""
 
 import importlib.util
-from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,11 @@ from torch.utils.data import SequentialSampler
 from batchtune.child.commands import train as loop
 from batchtune.child.commands.noise_scale import noise_scale
 from batchtune.child.commands.range_test import range_test
-from batchtune.child.training import clock as clock_module
 from batchtune.child.training.batches import TrainingBatches
 from batchtune.child.training.evaluate import metric_value
 from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
+from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
 from batchtune.protocol.run_spec import RunSpec
@@ -171,6 +170,13 @@ class TestLearningRate:
             trainer.step(batches)
         assert seen == pytest.approx(rates)
 
+    def test_a_module_without_a_schedule_is_given_no_horizon(self, lit):
+        plain, scheduled = lit(), lit(PLATEAU)
+        plain.require("tune")
+        scheduled.require("probe")
+        assert not plain.has("build_scheduler")
+        assert scheduled.has("build_scheduler")
+
     def test_a_schedule_knows_how_many_steps_there_will_be(self, lit):
         methods = """
     def configure_optimizers(self):
@@ -286,6 +292,20 @@ class TestClipping:
         assert task.source.accumulation_steps == 3
         assert trainer.model.trainer.gradient_clip_val == 1e-3
 
+    MAIN = "\ndef main(args):\n    L.Trainer(accelerator='cpu', {}).fit(Lit())\n"
+
+    def test_that_of_a_trainer_made_elsewhere_in_the_file_is_read(self, lit):
+        task = lit(more=self.MAIN.format("gradient_clip_val=0.5, accumulate_grad_batches=4"))
+        task.require("probe")
+        assert task.gradient_clipping == GradientClipping(norm=0.5)
+        assert task.source.accumulation_steps == 4
+
+    def test_what_cannot_be_read_is_told(self, lit):
+        task = lit(more=self.MAIN.format("gradient_clip_val=args.clip"))
+        task.require("probe")
+        assert task.gradient_clipping is None
+        assert task.source.notes[0].startswith("Trainer(gradient_clip_val=args.clip) in the file is not applied")
+
     def test_the_users_own_is_called_with_what_the_trainer_says(self, lit):
         methods = """
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
@@ -359,8 +379,7 @@ class TestProgress:
 """
     MEMORY = SimpleNamespace(device=CPU, release=lambda: None, synchronize=lambda: None)
 
-    def test_each_run_has_the_batches_of_its_own_size_whatever_ran_before(self, lit, monkeypatch):
-        monkeypatch.setattr(clock_module, "_paces", defaultdict(lambda: deque(maxlen=200)))  # all sizes are new
+    def test_each_run_has_the_batches_of_its_own_size_whatever_ran_before(self, lit):
         task = lit(self.TELLING)
         batches = task.model().batches
         for micro_batch_size, accumulation_steps, per_epoch in [(2, 2, 5), (10, 1, 2), (2, 2, 5), (10, 1, 2)]:

@@ -53,7 +53,7 @@ class TestRequirements:
             (
                 {},
                 "tune",
-                r"no train_dataset\(\) returning a torch Dataset or train_loader\(batch_size\) .*; 'batchtune init' writes a template",
+                r"no train_dataset\(\) returning a torch Dataset or train_loader\(batch_size\) .*; 'batchtune init'",
             ),
             ({"train_dataset": lambda: points(9)}, "tune", r"no val_dataset\(\) .* or evaluate\(model\)"),
         ],
