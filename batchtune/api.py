@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from batchtune.config.options import (
     MARGIN,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from batchtune.config.schema import Config
     from batchtune.observer import Observer
     from batchtune.result import Result
+
+Step = TypeVar("Step", bound=Callable[[int], Any])
 
 
 @takes_options
@@ -116,9 +119,17 @@ def probe(  # noqa: D417 - takes_options adds them
     )
 
 
-@takes_options
+@overload
+def find_batch_size(step: Callable[[int], Any], **options: Any) -> int: ...
+
+
+@overload
+def find_batch_size(**options: Any) -> Callable[[Step], Step]: ...
+
+
+@takes_options  # type: ignore[misc]
 def find_batch_size(  # noqa: D417 - takes_options adds them
-    step: Callable[[int], Any],
+    step: Step | None = None,
     *,
     device: Device = "auto",
     memory_limit: MemoryLimit = None,
@@ -130,7 +141,9 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     tolerance: Tolerance = TOLERANCE,
     no_oom: NoOom = False,
     inference: Inference = False,
-) -> int:
+    restore: Any = "auto",
+    observer: Observer | None = None,
+) -> int | Callable[[Step], Step]:
     """Finds the largest batch size at which a training step of yours runs, within your own script and process.
 
         def step(batch_size):
@@ -140,8 +153,18 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 
         batch_size = batchtune.find_batch_size(step, max=4096)
 
-    The steps train: build model and optimizer anew afterwards, or give them their first state back. Make the batch
-    anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`. With
+    Models, optimizers, schedules and scalers that `step` uses get the state back that they had before, with their
+    gradients, and so do random numbers: training after the search is training without it. What of them is found is said
+    in the first line of progress; what a step reaches on other ways is named: `restore=(model, optimizer)`.
+
+    With options alone it decorates a step, which stays as it is and has the answer as an attribute:
+
+        @batchtune.find_batch_size(max=4096)
+        def step(batch_size): ...
+
+        train(step.batch_size)
+
+    Make the batch anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`. With
     `inference=True` a step is a forward pass, which runs under `torch.inference_mode`; put the model in eval mode.
 
     The search is that of `probe`, and so are its outcomes: what a failed attempt held is freed before the next, an
@@ -153,9 +176,12 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.
         (options)
+        restore: what gets its first state back: something with `state_dict()`, or several; `auto`: what `step` uses;
+            None: nothing, the steps have trained.
+        observer: told of what happens on the way; None: it is printed on stderr.
 
     Returns:
-        The batch size; `step` ran at it.
+        The batch size; `step` ran at it. Without a step, what decorates one.
 
     Raises:
         batchtune.errors.NothingFitsError: no size runs.
@@ -165,12 +191,30 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     """
     from batchtune.probe.in_process import find_in_process
     from batchtune.probe.search import Bounds
+    from batchtune.report.terminal.live import stderr_observer
 
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
     limit: Any = memory_limit
-    return find_in_process(
-        step, bounds, device=device, memory_limit=limit, margin=margin, steps=steps, inference=inference
-    )
+
+    def find(step: Step) -> int:
+        with contextlib.nullcontext(observer) if observer else stderr_observer() as told:
+            return find_in_process(
+                step,
+                bounds,
+                device=device,
+                memory_limit=limit,
+                margin=margin,
+                steps=steps,
+                inference=inference,
+                restore=restore,
+                observer=told,
+            )
+
+    def decorate(step: Step) -> Step:
+        step.batch_size = find(step)  # type: ignore[attr-defined]
+        return step
+
+    return decorate if step is None else find(step)
 
 
 @takes_options

@@ -65,6 +65,7 @@ class _Imported:
             with contextlib.suppress(Exception):  # it is raised again, where it is looked for
                 self._found.require(command.purpose)
                 self._found.train_size()
+                self._found.find_worst_samples(command.samples)
         except Exception as error:  # noqa: BLE001 - all of it is the answer's to tell
             self._found = error
         finally:

@@ -17,7 +17,10 @@ from batchtune.device.failures import classify, free_frames, leaves_device_usabl
 from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError
+from batchtune.observer import Observer
+from batchtune.probe.kept_state import KeptState, named, trained_by
 from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.task.random_numbers import kept_random_numbers
 
 
 def find_in_process(
@@ -29,6 +32,8 @@ def find_in_process(
     margin: float,
     steps: int,
     inference: bool = False,
+    restore: Any = "auto",
+    observer: Observer | None = None,
     open_memory: Callable[[str], DeviceMemory] = open_device,
 ) -> int:
     """The largest batch size at which `step` runs; see `batchtune.find_batch_size`.
@@ -41,6 +46,8 @@ def find_in_process(
         margin: share of the device's memory kept free.
         steps: of one attempt.
         inference: it runs under `torch.inference_mode`.
+        restore: what gets its first state back; `auto`: what `step` uses.
+        observer: told of every attempt.
         open_memory: opens the device.
 
     Raises:
@@ -48,23 +55,34 @@ def find_in_process(
         DeviceError: there is no such device, or a failure has left it unusable for this process.
         Exception: what `step` raised, where it raises at every size.
     """
+    observer = observer or Observer()
     memory = open_memory(device)
     limit = memory_limit or memory.default_limit(margin)
-    if limit is not None:
-        memory.enforce(limit)
-    try:
-        return _Search(without_gradients(step) if inference else step, memory, steps).run(bounds, limit)
-    finally:
-        with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
-            memory.lift()
-            memory.release()
+    trained = trained_by(step) if restore == "auto" else named(restore)
+    observer.stage(_title(trained, is_sought=restore == "auto" and not inference))
+    with KeptState(trained), kept_random_numbers(memory.device):
+        if limit is not None:
+            memory.enforce(limit)
+        try:
+            return _Search(without_gradients(step) if inference else step, memory, steps, observer).run(bounds, limit)
+        finally:
+            with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
+                memory.lift()
+                memory.release()
+
+
+def _title(trained: list[Any], *, is_sought: bool) -> str:
+    if trained:
+        return f"searching; {', '.join(type(each).__name__ for each in trained)} will be restored"
+    hint = "; no model is seen in what step uses: name what it trains, restore=(model, optimizer)" if is_sought else ""
+    return f"searching{hint}"
 
 
 class _Search:
     """The attempts so far."""
 
-    def __init__(self, step: Callable[[int], Any], memory: DeviceMemory, steps: int) -> None:
-        self._step, self._memory, self._steps = step, memory, steps
+    def __init__(self, step: Callable[[int], Any], memory: DeviceMemory, steps: int, observer: Observer) -> None:
+        self._step, self._memory, self._steps, self._observer = step, memory, steps, observer
         self._attempts: list[Attempt] = []
         self._raised: dict[int, Exception] = {}
 
@@ -74,6 +92,7 @@ class _Search:
             choice = next_size(self._attempts, bounds, limit)
             low, high = bracket(self._attempts)
             if choice.batch_size is not None:
+                self._observer.attempting(choice.batch_size, choice.reason)
                 self._attempt(choice.batch_size)
             elif not low:
                 raise self._nothing(choice.reason)
@@ -105,6 +124,7 @@ class _Search:
                 message=message,
             )
         )
+        self._observer.attempted(self._attempts[-1])
 
     def _run_steps(self, size: int, tracker: PeakTracker) -> tuple[str, str | None, int]:
         """Outcome, message and the steps that were done."""

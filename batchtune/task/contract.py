@@ -59,6 +59,7 @@ class Task:
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
     _worst_samples: list[Any] = field(default_factory=list, init=False)
+    _samples_seen: SamplesSeen | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, what in NAMES.items():
@@ -285,6 +286,8 @@ class Task:
         """
         if self.has("make_batch") or self.has("train_loader"):
             return None
+        if self._worst_samples:
+            return self._samples_seen
         longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
         seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
         with kept_random_numbers(torch.device("cpu")):
@@ -292,7 +295,8 @@ class Task:
             seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
         if not self._worst_samples:
             raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
-        return known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
+        self._samples_seen = known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
+        return self._samples_seen
 
     def _is_stream(self) -> bool:
         return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)

@@ -1,8 +1,11 @@
 """`batchtune.find_batch_size`: the search in the caller's own process, on a fake device and on the real CPU."""
 
 import contextlib
+import copy
+import functools
 import gc
 import platform
+import random
 import weakref
 
 import pytest
@@ -246,6 +249,129 @@ class TestFailures:
 def test_options_that_make_no_sense_are_named(options, words):
     with pytest.raises(UsageError, match=words):
         batchtune.find_batch_size(print, **options)
+
+
+SEARCH = {"device": "cpu", "max": 8, "memory_limit": "500MiB"}
+
+
+class Net(torch.nn.Module):
+    """A model with a buffer, half of it frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.norm.eval()
+
+    def forward(self, rows):
+        return self.out(self.norm(rows)).square().mean()
+
+
+class TestWhatAStepTrains:
+    """It begins its training after the search as it would have without."""
+
+    @pytest.fixture
+    def trained(self):
+        torch.manual_seed(0)
+        model = Net()
+        loose = torch.ones(4, requires_grad=True)
+        optimizer = torch.optim.AdamW([*model.parameters(), loose], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.zero_grad()
+        model(torch.rand(3, 4)).backward()  # a script may have trained before
+        optimizer.step()
+        return model, optimizer, scheduler, loose
+
+    def state(self, trained):
+        model, optimizer, scheduler, loose = trained
+        modes = [module.training for module in model.modules()]
+        gradients = [None if each.grad is None else each.grad.clone() for each in (*model.parameters(), loose)]
+        states = [each.state_dict() for each in (model, optimizer, scheduler)]
+        return copy.deepcopy([states, loose.detach(), gradients, modes, torch.get_rng_state(), random.getstate()])
+
+    def step_of(self, trained):
+        model, optimizer, scheduler, loose = trained
+
+        def step(batch_size):
+            model.train()
+            optimizer.zero_grad()
+            (model(torch.rand(batch_size + 1, 4) * loose) * random.random()).backward()
+            optimizer.step()
+            scheduler.step()
+
+        return step
+
+    @pytest.mark.parametrize("way", ["closure", "partial", "method", "function that it calls", "named"])
+    def test_has_its_first_state_back(self, trained, way):
+        plain = self.step_of(trained)
+
+        class Script:
+            def __init__(self):
+                self.step = plain
+
+            def once(self, batch_size):
+                self.step(batch_size)
+
+        opaque = [plain]
+        steps = {
+            "closure": plain,
+            "partial": functools.partial(lambda inner, batch_size: inner(batch_size), plain),
+            "method": Script().once,
+            "function that it calls": lambda batch_size: [plain(batch_size)],
+            "named": lambda batch_size, hidden=opaque: hidden[0](batch_size),
+        }
+        named = {"restore": trained[:3]} if way == "named" else {}
+        before = self.state(trained)
+        assert batchtune.find_batch_size(steps[way], **SEARCH, **named) == 8
+        assert_close(self.state(trained), before)
+
+    def test_unless_it_is_not_to_be(self, trained):
+        before = trained[0].out.weight.clone()
+        batchtune.find_batch_size(self.step_of(trained), **SEARCH, restore=None)
+        assert not torch.equal(trained[0].out.weight, before)
+
+    def test_even_where_the_search_ends_in_an_error(self, trained):
+        plain, before = self.step_of(trained), self.state(trained)
+
+        def step(batch_size):
+            plain(batch_size)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            batchtune.find_batch_size(step, **SEARCH)
+        assert_close(self.state(trained), before)
+
+    def test_is_said_with_every_attempt(self, trained, capsys):
+        batchtune.find_batch_size(self.step_of(trained), **SEARCH)
+        printed = capsys.readouterr()
+        assert "Net, AdamW, StepLR will be restored" in printed.err
+        assert "fit" in printed.err
+        assert not printed.out
+
+    def test_that_none_was_seen_is_said_too(self, capsys):
+        batchtune.find_batch_size(lambda _: None, **SEARCH)
+        assert "no model is seen in what step uses: name what it trains, restore=(model, optimizer)" in (
+            " ".join(capsys.readouterr().err.split())
+        )
+
+    def test_what_has_no_state_cannot_be_named(self):
+        with pytest.raises(UsageError, match="restore: an int has no state_dict"):
+            batchtune.find_batch_size(print, **SEARCH, restore=[1])
+
+
+def assert_close(one, other):
+    torch.testing.assert_close(one[:3], other[:3], rtol=0, atol=0)
+    assert one[3] == other[3]
+    assert torch.equal(one[4], other[4])
+    assert one[5] == other[5]
+
+
+def test_it_decorates_a_step_too():
+    @batchtune.find_batch_size(**SEARCH)
+    def step(batch_size):
+        return batch_size
+
+    assert step.batch_size == 8
+    assert step(3) == 3
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="a CPU's memory limit is kept on Linux only")

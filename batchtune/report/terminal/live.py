@@ -26,6 +26,11 @@ _GAP = 2
 _WIDE = 72  # columns from which the moving line has a bar
 
 
+def stderr_observer() -> LiveObserver:
+    """One that prints on stderr what a user must not wait for in silence."""
+    return LiveObserver(Console(stderr=True), verbose=False)
+
+
 class LiveObserver(Observer):
     """Prints a row for whatever ends, and in a terminal keeps a line at the bottom for what is going on now.
 

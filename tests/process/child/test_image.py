@@ -159,10 +159,17 @@ def test_a_run_that_raises_or_dies_leaves_nothing_to_the_next(worker_of):
     assert begun[0] == begun[1]
 
 
-def test_the_users_code_is_imported_once(worker_of):
-    worker, printed = worker_of("print('imported')\n" + TASK)
+def test_the_users_code_is_imported_once_and_its_samples_are_looked_at_once(worker_of):
+    looks = "class Looks(torch.utils.data.TensorDataset):\n"
+    looks += "    def __getitem__(self, index):\n        print('looked')\n        return super().__getitem__(index)\n"
+    code = TASK.replace("utils.data.TensorDataset(inputs)", "Looks(inputs)").replace("torch.Looks", "Looks")
+    worker, printed = worker_of("import torch\nprint('imported')\n" + looks + code)
     runs_of = worker.start().forks
     for _ in range(3):
         worker.call(Train(spec=RUN), timeout=60)
     assert runs_of
     assert sum(line == "imported" for line in printed) == 1
+    worker.renew()
+    printed.clear()
+    worker.start()
+    assert "looked" not in printed
