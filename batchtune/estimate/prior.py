@@ -30,6 +30,7 @@ class TaskEstimate:
 
     Attributes:
         expected: the largest batch size within the limit; 0 where none is expected to fit.
+        start: a size about a hundredth below, which fits, too; some sizes between two that fit do not.
         peaks: (batch size, bytes of the traced storages at their peak), by size; straight lines run between them.
         unseen_share: of the traced peak, which kernels take on top of it.
         workspace_bytes: taken by libraries within the limit.
@@ -38,6 +39,7 @@ class TaskEstimate:
     """
 
     expected: int
+    start: int
     peaks: list[tuple[int, int]]
     unseen_share: float
     workspace_bytes: int

@@ -37,6 +37,10 @@ class PeakEstimate(Protocol):
     def expected(self) -> int:
         """The largest batch size within the limit; 0 where none is expected to fit."""
 
+    @property
+    def start(self) -> int:
+        """A size about a hundredth below it which is expected to fit, too: at some sizes, memory has holes."""
+
     def allocated_bytes(self, batch_size: int) -> float:
         """Peak allocated bytes of a batch size; asked some dozens of times."""
 

@@ -34,7 +34,7 @@ FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an e
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly
 LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
-PRIOR_STARTS, SAFE_PRIOR_START = (1 / 1.01, 0.8), 0.5  # of the prior's largest fit, one after the other; with no_oom
+LOWER_PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit: where its own start fails; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
@@ -116,9 +116,9 @@ def next_size(
     prior = None if limit is None or _is_refuted(prior, attempts) else prior
     expected = min(prior.expected, ceiling) // unit * unit if prior else 0
     if low == 0:
-        shares = (SAFE_PRIOR_START,) if bounds.no_oom else PRIOR_STARTS
-        sizes = (min(math.ceil(share * (prior.expected + unit)), expected) if prior else 0 for share in shares)
-        starts = [max(size // unit * unit, floor) for size in sizes]
+        share = SAFE_PRIOR_START if bounds.no_oom else LOWER_PRIOR_START
+        sizes = [prior.start] * (not bounds.no_oom) + [int(share * prior.expected)] if prior else []
+        starts = [max(min(size, ceiling) // unit * unit, floor) for size in sizes]
         return _first_fit(attempts, starts, floor, ceiling, unit)
     gap = max(unit, int(bounds.tolerance * low) // unit * unit)
     if high is not None and high - low <= gap:

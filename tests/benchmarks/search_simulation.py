@@ -49,6 +49,10 @@ class Prior:
     expected: int
     allocated_bytes: Callable[[int], float]
 
+    @property
+    def start(self) -> int:
+        return min(self.expected, math.ceil((self.expected + 1) / 1.01))
+
 
 def _largest(fits: Callable[[int], bool]) -> int:
     low, high = 0, 1

@@ -100,3 +100,36 @@ def test_every_precision_of_the_card_is_probed_at_multiples_between_the_bounds(t
         assert (probe.max_batch_size, probe.limited_by, probe.gradient_accumulation_steps) == (36, "max", 4)
         assert {attempt.batch_size % 12 for attempt in probe.attempts} == {0}
         assert probe.verified_in_fresh_process
+
+
+FREES_BETWEEN = """
+import json, sys, torch
+import model as task
+torch.cuda.set_per_process_memory_fraction(int(sys.argv[1]) / torch.cuda.mem_get_info()[1])
+model = task.build_model().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+batch = task.make_batch(int(sys.argv[2])).cuda()
+try:
+    for _ in range(4):
+        loss = task.compute_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(json.dumps(True))
+except torch.OutOfMemoryError:
+    print(json.dumps(False))
+"""
+
+
+def test_a_loop_that_frees_gradients_between_loss_and_backward_trains_what_accumulated_gradients_leave(task, script):
+    limit, found = 256 * MiB, {}
+    with fake_gpu.machine(fake_gpu.Card("8GiB")):
+        for steps in (1, 2):
+            options = {"memory_limit": limit, "accumulation": steps, "throughput": False}
+            found[steps] = batchtune.probe(task, device="cuda", precision="fp32", verify_steps=4, **options).probe
+        sizes = {steps: probe.max_batch_size for steps, probe in found.items()}
+        assert sizes[2] < sizes[1]
+        trains = {
+            steps: script(FREES_BETWEEN, limit, size, PYTHONPATH=str(task.parent)) for steps, size in sizes.items()
+        }
+    assert trains == {1: False, 2: True}

@@ -14,6 +14,7 @@ from batchtune.vocabulary import LARGEST
 
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
 _LONGEST_STRIDE = 64  # of the size: blocks fall into place at some sizes and not at smaller ones
+_HOLE = 16  # sizes, that may not fit between two that do
 _NEAR = 256  # of the size: so far above an end another one is looked for
 _STEPS_PER_DOUBLING = 4
 
@@ -66,6 +67,11 @@ class Search:
         fitting = self._beyond(fitting, finest, capacity_bytes)
         self._share = fitting / bound if fitting else self._share
         return fitting
+
+    def below(self, size: int, capacity_bytes: int) -> int:
+        """The largest of some sizes from `size` down that fits; `size` itself where none of them does."""
+        near = range(size, max(0, size - _HOLE), -1)
+        return next((each for each in near if self._fits(each, capacity_bytes)), size)
 
     def _beyond(self, fitting: int, finest: int, capacity_bytes: int) -> int:
         """A larger size near one that fits, though the next does not: tensors of some sizes fill their blocks."""

@@ -30,6 +30,7 @@ from batchtune.vocabulary import LARGEST
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
+_START = 1 / 1.01  # of what is expected: where a probe to 1 % begins, so that a failure right above ends it
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
@@ -118,13 +119,17 @@ def expectation(step: Step, ops: set[str], gpu: dict[str, Any] | None, memory_li
     step = step if gpu is None else step.on(gpu_of(gpu.get("name", ""), gpu["generation"]))
     if gpu is None:  # a block of its own for every large tensor, nothing cached
         expected = largest_allocated(step, memory_limit)
+        start = min(expected, math.ceil(_START * (expected + 1)))
     else:
         measured = _measured(gpu)
         unseen, workspace = unseen_share(ops, measured), workspace_bytes(ops, measured)
-        expected = Search(step, resolution=LARGEST)(max(0, int((memory_limit - workspace) / (1 + unseen))))
+        capacity, search = max(0, int((memory_limit - workspace) / (1 + unseen))), Search(step, resolution=LARGEST)
+        expected = search(capacity)
+        start = search.below(min(expected, math.ceil(_START * (expected + 1))), capacity)
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return {
         "expected": expected,
+        "start": start,
         "peaks": [(size, peak_allocated_bytes(step, size)) for size in sorted(sizes | {max(1, expected)})],
         "unseen_share": unseen,
         "workspace_bytes": workspace,

@@ -67,6 +67,7 @@ def estimated(**changes):
     """A gigabyte and a mebibyte for each sample."""
     fields = {
         "expected": 18_000,
+        "start": 17_822,
         "peaks": [(1, GIB + MIB), (100, GIB + 100 * MIB), (100_000, GIB + 100_000 * MIB)],
         "unseen_share": 0.0,
         "workspace_bytes": 64 * MIB,

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator
-from batchtune.estimate.memory.capacity import LARGEST, Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
+from batchtune.estimate.memory.capacity import Search, TracedStep, largest_allocated
 from batchtune.estimate.memory.events import SCRATCH, Birth, Trace, Work, normalized
 from batchtune.estimate.memory.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
 from batchtune.estimate.memory.scratch import Block, Gpu
+from batchtune.vocabulary import LARGEST
 
 
 def rounded(gpu, length):
@@ -112,6 +113,22 @@ def test_a_step_that_fits_at_any_size_is_answered_with_the_cap_itself():
     search = Search(step)
     assert search(9000 * MIB) == search(8000 * MIB) == LARGEST
     assert 0 < search(20 * MIB) < LARGEST
+
+
+class WithHoles(CachingAllocator):
+    """Up to 900 samples of 64 KiB fit, above them every fourth size up to 912, and not from 886 to 890."""
+
+    def allocate(self, key, size):
+        samples = size >> 16
+        if 886 <= samples <= 890 or samples > 912 or (samples > 900 and samples % 4):
+            raise OutOfMemory(size)
+        super().allocate(key, size)
+
+
+def test_sizes_that_do_not_fit_between_those_that_do_hide_neither_the_end_nor_a_start():
+    search = Search(fit(step_trace), WithHoles, resolution=LARGEST)
+    assert search(200 * MIB) == 912
+    assert [search.below(size, 200 * MIB) for size in (890, 885, 902)] == [885, 885, 900]
 
 
 def test_no_batch_fits_where_the_model_alone_is_too_large():

@@ -1,6 +1,7 @@
 """A probe that starts from an estimate: where it looks first, what it learns, and that it never needs one."""
 
 import importlib
+import math
 
 import pytest
 from fakes import FakeChild, opened
@@ -71,6 +72,7 @@ def expecting(size):
     per_sample = (LIMIT - GIB) / size
     return TaskEstimate(
         expected=size,
+        start=math.ceil(size / 1.01),
         peaks=[(1, int(GIB + per_sample)), (10 * size, int(GIB + 10 * size * per_sample))],
         unseen_share=0.0,
         workspace_bytes=0,

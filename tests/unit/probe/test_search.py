@@ -54,6 +54,10 @@ class Expecting:
     expected: int
     curve: Callable[[int], float] | None = None
 
+    @property
+    def start(self) -> int:
+        return min(self.expected, math.ceil((self.expected + 1) / 1.01))
+
     def allocated_bytes(self, batch_size: int) -> float:
         return self.curve(batch_size) if self.curve else batch_size * LIMIT / self.expected
 
