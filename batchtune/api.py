@@ -16,6 +16,7 @@ from batchtune.config.options import (
     Accumulation,
     Device,
     Gpus,
+    Inference,
     Margin,
     Maximum,
     MemoryLimit,
@@ -62,6 +63,7 @@ def probe(  # noqa: D417 - takes_options adds them
     accumulation: OwnAccumulation = None,
     nproc_per_node: Ranks = 1,
     strategy: Strategy = "ddp",
+    inference: Inference = False,
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -89,9 +91,9 @@ def probe(  # noqa: D417 - takes_options adds them
 
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    path = os.fspath(task)
+    path, purpose = os.fspath(task), "inference" if inference else "probe"
     name = task_name(path)
-    settings: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision}
+    settings: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision, "purpose": purpose}
     return run_probe(
         OpenTask(task=path, device=device, margin=margin, **settings),
         ProbeOptions(
@@ -108,7 +110,7 @@ def probe(  # noqa: D417 - takes_options adds them
         ),
         name=name,
         observer=observer or Observer(),
-        folder=RunFolder(f"probe-{name}", Path(run_folders)) if run_folders is not None else None,
+        folder=RunFolder(f"{purpose}-{name}", Path(run_folders)) if run_folders is not None else None,
         world_size=nproc_per_node,
         strategy=strategy,
     )
@@ -127,6 +129,7 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     steps: Steps = STEPS,
     tolerance: Tolerance = TOLERANCE,
     no_oom: NoOom = False,
+    inference: Inference = False,
 ) -> int:
     """Finds the largest batch size at which a training step of yours runs, within your own script and process.
 
@@ -138,7 +141,8 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
         batch_size = batchtune.find_batch_size(step, max=4096)
 
     The steps train: build model and optimizer anew afterwards, or give them their first state back. Make the batch
-    anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`.
+    anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`. With
+    `inference=True` a step is a forward pass, which runs under `torch.inference_mode`; put the model in eval mode.
 
     The search is that of `probe`, and so are its outcomes: what a failed attempt held is freed before the next, an
     error that is not one of memory is told apart, and the size returned has run last, after everything that failed.
@@ -164,7 +168,9 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
     limit: Any = memory_limit
-    return find_in_process(step, bounds, device=device, memory_limit=limit, margin=margin, steps=steps)
+    return find_in_process(
+        step, bounds, device=device, memory_limit=limit, margin=margin, steps=steps, inference=inference
+    )
 
 
 @takes_options
@@ -177,6 +183,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     accumulation_steps: Accumulation = 1,
     strategy: Strategy = "ddp",
     world_size: WorldSize = 1,
+    inference: Inference = False,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
@@ -206,6 +213,7 @@ def estimate(  # noqa: D417 - takes_options adds them
         accumulation_steps=accumulation_steps,
         strategy=strategy,
         world_size=world_size,
+        inference=inference,
         observer=observer or Observer(),
     )
 

@@ -190,6 +190,9 @@ class ProbeResult(Record):
     """The largest batch that really trains, proven from both sides."""
 
     precision: Text
+    inference: bool | None = Field(
+        default=None, description="Forward passes without gradients were tried: no size here is one to train with."
+    )
     max_batch_size: Size | None = None
     first_failing_batch_size: Size | None = None
     limited_by: Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"] | None = None
@@ -424,6 +427,7 @@ class Estimate(Record):
     gpu: Text
     memory_bytes: Count
     precision: Text
+    inference: bool | None = Field(default=None, description="Of forward passes without gradients, not of training.")
     max_batch_size: Count | None = None
     safe_max_batch_size: Count | None = None
     expandable_segments_max_batch_size: Count | None = None

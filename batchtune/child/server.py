@@ -196,8 +196,10 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
 
 
 def _about_steps(task: Task) -> dict[str, Any]:
-    """What of `Opened` is about the task's optimizer steps."""
+    """What of `Opened` is about the task's optimizer steps; for inference there are none."""
     model = task.model()
+    if task.is_for_inference:
+        return {"optimizer": ""}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     return {
         "optimizer": optimizers.name,

@@ -198,6 +198,9 @@ Tolerance = Annotated[
 Timeout = Annotated[str | float, Option(help="After so long without a sign of life an attempt hangs.", check=duration)]
 VerifySteps = Annotated[int, Option(help="Steps of the final check in a fresh process.", check=count)]
 NoOom = Annotated[bool, Option(help="Try only what is predicted to fit even at worst.", check=switch)]
+Inference = Annotated[
+    bool, Option(help="Of forward passes in eval mode, without gradients: a batch to evaluate with.", check=switch)
+]
 Throughput = Annotated[
     bool, Option(help="Time steps and loader, too.", check=switch, off="Do not time steps and loader.")
 ]

@@ -25,6 +25,7 @@ class EstimateMemory(Command[dict[str, Any]]):
     strategy: str = "ddp"
     world_size: int = 1
     checkpointing: bool = False
+    inference: bool = False
 
 
 class ExpectMemory(Command[dict[str, Any]]):
@@ -36,3 +37,4 @@ class ExpectMemory(Command[dict[str, Any]]):
     memory_limit: int
     samples: SamplesSeen | None = None
     gpu: dict[str, Any] | None
+    inference: bool = False

@@ -7,7 +7,7 @@ from typing import Literal
 
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.document import Estimate, Failure, TaskInfo
-from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.estimate.run import PRECISIONS, Question, estimate_task, shortage
 from batchtune.observer import Observer
 from batchtune.result import Result
@@ -23,6 +23,7 @@ def run_estimate(
     accumulation_steps: int,
     strategy: str,
     world_size: int,
+    inference: bool,
     observer: Observer,
 ) -> Result:
     """Estimates a task on every GPU named at every precision named.
@@ -31,23 +32,22 @@ def run_estimate(
         NothingFitsError: not even a batch of 1 on any GPU; `result` holds the rows, with what would make it fit.
         BatchtuneError: with the document, which says no more than the error, in `result`.
     """
+    if inference and max(accumulation_steps, world_size) > 1:
+        raise UsageError("--inference: takes neither --accumulation nor --world-size; leave them out")
     info = TaskInfo(path=task, sha256=file_hash(task))
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPUs")
+    question = Question(
+        task=task,
+        memory_limit=memory_limit,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        world_size=world_size,
+        inference=inference,
+    )
     try:
-        found = estimate_task(
-            Question(
-                task=task,
-                memory_limit=memory_limit,
-                accumulation_steps=accumulation_steps,
-                strategy=strategy,
-                world_size=world_size,
-            ),
-            chosen,
-            names,
-            echo=observer.printed,
-        )
+        found = estimate_task(question, chosen, names, echo=observer.printed)
     except (BatchtuneError, KeyboardInterrupt) as caught:
         error = caught if isinstance(caught, BatchtuneError) else RunInterrupted("interrupted: nothing was estimated")
         status: Literal["interrupted", "failed"] = "failed" if error is caught else "interrupted"
@@ -58,18 +58,18 @@ def run_estimate(
         kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
     )
     if all(row.max_batch_size == 0 for row in found.estimates):  # None where the step could not be traced
-        nothing = NothingFitsError(too_large(found.estimates, world_size))
+        nothing = NothingFitsError(too_large(found.estimates, may_shard=question.may_shard))
         nothing.result = result
         raise nothing
     return result
 
 
-def too_large(rows: Sequence[Estimate], world_size: int = 1) -> str:
+def too_large(rows: Sequence[Estimate], *, may_shard: bool = True) -> str:
     """One line for rows of which none holds a batch of 1: the need and the remedy on the GPU with the most memory."""
     roomiest = max(rows, key=lambda row: (any(each.max_batch_size for each in row.remedies), row.memory_bytes))
     gpus = len({row.gpu for row in rows})
     where = f"any of {gpus} GPUs; {roomiest.gpu}" if gpus > 1 else roomiest.gpu
-    why = "; ".join(shortage(roomiest.needed_bytes, roomiest.remedies, world_size))
+    why = "; ".join(shortage(roomiest.needed_bytes, roomiest.remedies, may_shard=may_shard))
     return f"nothing fits on {where} at {roomiest.precision}: {why}"
 
 

@@ -121,6 +121,7 @@ class EstimatePrior:
                 memory_limit=limit,
                 samples=opened.samples,
                 gpu=None if is_cpu else _gpu(opened.device_name),
+                inference=opened.is_for_inference,
             )
             found = self._worker.call(command, timeout=min(timeout, _TIMEOUT_SECONDS))
         except BatchtuneError as error:

@@ -76,6 +76,7 @@ class Question:
         accumulation_steps: micro-batches per optimizer step.
         strategy: ddp or fsdp, where there is more than one rank.
         world_size: number of ranks; the answer is for each of them.
+        inference: forward passes without gradients instead of training.
     """
 
     task: str
@@ -83,6 +84,12 @@ class Question:
     accumulation_steps: int = 1
     strategy: str = "ddp"
     world_size: int = 1
+    inference: bool = False
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether more ranks that share the model were not asked about yet, and could be."""
+        return self.world_size == 1 and not self.inference
 
 
 def estimate_task(
@@ -176,7 +183,8 @@ class _Asking:
             single.append(("bf16 or fp16", {"precision": "bf16"}))
         if self._arguments["accumulation_steps"] > 1:
             single.append(("one micro-batch per step", {"accumulation_steps": 1}))
-        single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
+        if not self._arguments["inference"]:
+            single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
         together = {key: value for _, changes in single for key, value in changes.items()}
         return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
 
@@ -206,6 +214,7 @@ def _facts(gpu: GpuFacts) -> dict[str, Any]:
 
 def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Question) -> Estimate:
     known: dict[str, Any] = {"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "precision": precision}
+    known["inference"] = question.inference or None
     if "refused" in answer:
         return Estimate(**known, confidence="refused", notes=[answer["refused"]])
     row = answer["rows"][gpu.name]
@@ -228,7 +237,7 @@ def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Que
         notes=[
             *row["notes"],
             *_notes(gpu, row, question),
-            *shortage(known.get("needed_bytes"), known.get("remedies", ()), question.world_size),
+            *shortage(known.get("needed_bytes"), known.get("remedies", ()), may_shard=question.may_shard),
             *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
             *([_ROOFLINE] if speed is not None else []),
         ],
@@ -251,7 +260,7 @@ def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
     return notes
 
 
-def shortage(needed_bytes: int | None, remedies: Sequence[Remedy], world_size: int = 1) -> list[str]:
+def shortage(needed_bytes: int | None, remedies: Sequence[Remedy], *, may_shard: bool = True) -> list[str]:
     """What there is to say where not even a batch of 1 fits; nothing elsewhere."""
     if needed_bytes is None:
         return []
@@ -260,8 +269,8 @@ def shortage(needed_bytes: int | None, remedies: Sequence[Remedy], world_size: i
     others = [each.name for each in remedies if not each.max_batch_size]
     notes += [f"would fit with {'; with '.join(helps)}"] if helps else []
     notes += [f"does not fit with {', nor with '.join(others)}"] if others else []
-    alone = world_size == 1 and not helps
-    return notes + (["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if alone else [])
+    shards = may_shard and not helps
+    return notes + (["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if shards else [])
 
 
 def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], accumulation_steps: int) -> float | None:

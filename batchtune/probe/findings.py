@@ -29,6 +29,7 @@ from batchtune.task.samples import unseen_warnings
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
+    "inference oom": "use a smaller model, a lower precision or a larger --memory-limit",
     "timeout": "raise --timeout if one attempt really takes that long",
     "kernel_limit": "an index or a label out of range looks like this, too: run the task by itself on the CPU",
 }
@@ -100,6 +101,7 @@ class Findings:
         ranks = data_parallel(self.opened, low, accumulation, last.get(high or 0), self.rank_times) if low else None
         return ProbeResult(
             precision=self.precision,
+            inference=self.opened.is_for_inference or None,
             max_batch_size=low or None,
             first_failing_batch_size=high,
             limited_by=self._limited_by(low, last.get(high) if high else None),
@@ -155,7 +157,8 @@ class Findings:
         first = _last_at_the_smallest([attempt for attempt in self.attempts if not attempt.fits])
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
         reasons = "; ".join(self._why_memory_ended()) if first.outcome == "oom" else ""
-        remedy = reasons or _REMEDIES.get(first.outcome, "run the task by itself to see why")
+        case = f"inference {first.outcome}" if self.opened.is_for_inference else first.outcome
+        remedy = reasons or _REMEDIES.get(case, _REMEDIES.get(first.outcome, "run the task by itself to see why"))
         when = f" after {first.steps} steps of the final check" if first.purpose == "verify" else ""
         ended = f"batch size {first.batch_size} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self.limit))

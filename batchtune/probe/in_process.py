@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batchtune.child.commands.attempt import PeakTracker
+from batchtune.child.training.inference import without_gradients
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import open_device
@@ -27,6 +28,7 @@ def find_in_process(
     memory_limit: int | None,
     margin: float,
     steps: int,
+    inference: bool = False,
     open_memory: Callable[[str], DeviceMemory] = open_device,
 ) -> int:
     """The largest batch size at which `step` runs; see `batchtune.find_batch_size`.
@@ -38,6 +40,7 @@ def find_in_process(
         memory_limit: bytes; None: what the device has, less the margin.
         margin: share of the device's memory kept free.
         steps: of one attempt.
+        inference: it runs under `torch.inference_mode`.
         open_memory: opens the device.
 
     Raises:
@@ -50,7 +53,7 @@ def find_in_process(
     if limit is not None:
         memory.enforce(limit)
     try:
-        return _Search(step, memory, steps).run(bounds, limit)
+        return _Search(without_gradients(step) if inference else step, memory, steps).run(bounds, limit)
     finally:
         with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
             memory.lift()

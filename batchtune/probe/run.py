@@ -51,6 +51,8 @@ def run_probe(
         BatchtuneError: with what was measured until then in `result`.
     """
     torchrun = TorchrunEnv.from_environment()
+    if settings.purpose == "inference":
+        _require_one_device(torchrun.world_size if torchrun else world_size, options)
     if torchrun is not None:
         require_whole(torchrun, world_size)
         return _probe_in_torchrun(torchrun, settings, options, name, observer, folder, strategy)
@@ -58,6 +60,14 @@ def run_probe(
     if world_size > 1:
         worker = Worker(settings, RankLauncher(world_size, strategy, observer.printed))
     return _probe(worker, settings, options, name, observer, folder)
+
+
+def _require_one_device(world_size: int, options: ProbeOptions) -> None:
+    if world_size > 1:
+        raise UsageError(f"--nproc-per-node {world_size}: not with --inference, which is probed on one device")
+    if options.accumulation_steps > 1:
+        steps = options.accumulation_steps
+        raise UsageError(f"--accumulation {steps}: not with --inference, which accumulates no gradients")
 
 
 def _probe_in_torchrun(
@@ -162,7 +172,7 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
                     session.failures.append((precision, error))
             if len(session.failures) == len(opened.precision):
                 raise session.failures[0][1]
-            if options.throughput and opened.has_train_dataset:
+            if options.throughput and opened.has_train_dataset and not opened.is_for_inference:
                 observer.stage("timing the data loader")
                 with _told_if_busy(observer):
                     session.feed(worker, options, observer)
@@ -196,7 +206,7 @@ def _probe_at(
     session.look(worker)
     with _told_if_busy(observer):
         probe.time_steps()
-    if estimated and opened.device != "cpu":
+    if estimated and opened.device != "cpu" and not opened.is_for_inference:  # workspaces are those of training
         estimated.learn(opened.device_name, probe.attempts)
 
 
@@ -280,7 +290,7 @@ class _Session:
             status=status,
             name=self._name,
             environment=environment,
-            task=self._task.model_copy(update={"optimizer": self.opened.optimizer if self.opened else None}),
+            task=self._task.model_copy(update={"optimizer": self.opened.optimizer or None if self.opened else None}),
             warnings=list(
                 dict.fromkeys(
                     [*sharing_warnings(environment), *failed, *from_probes, *allocator_warnings(environment, results)]

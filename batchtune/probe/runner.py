@@ -193,7 +193,8 @@ class Probe:
     def _verify_at(self, size: int) -> bool:
         steps = steps_to_verify(self.attempts, self._options)
         self._worker.renew()
-        self._observer.attempting(size, f"final check in a fresh process: {steps} steps, evaluation, saving")
+        what = "forward passes" if self._found.opened.is_for_inference else "steps, evaluation, saving"
+        self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
         attempt = self._attempt(size, steps, verify=True)
         if attempt.outcome == "user_error" and self._found.verified is None:
             raise UserCodeError(str(attempt.message))  # training went well: evaluation or saving raises

@@ -16,6 +16,7 @@ from batchtune.document import (
 )
 from batchtune.protocol.messages import Command, Message
 from batchtune.protocol.run_spec import RunEnd, RunSpec
+from batchtune.vocabulary import Purpose
 
 STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
 
@@ -71,7 +72,7 @@ class Opened(Message):
         train_size: samples; None for a stream, or where the task makes its batches.
         samples: of the worst batch; None where the task makes it.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
-        optimizer: its class, or those of several.
+        optimizer: its class, or those of several; empty for inference, which has none.
         gradient_clipping: that of every step unless a run is asked for another.
         accumulation_steps: micro-batches of an optimizer step in the user's own training; 1 where that is not known.
         accumulates: whether a step may be made of several micro-batches.
@@ -108,6 +109,11 @@ class Opened(Message):
     forks: bool = False
 
     @property
+    def is_for_inference(self) -> bool:
+        """Whether forward passes are taken instead of optimizer steps."""
+        return not self.optimizer
+
+    @property
     def device_name(self) -> str:
         """What the device is called."""
         return self.environment.device
@@ -122,7 +128,8 @@ class OpenTask(Command[Opened | None]):
     """Opens the device, imports the task, builds the model once and sets the memory limit.
 
     Attributes:
-        purpose: `probe` or `tune`: what the task must be able to do.
+        purpose: what the task must be able to do; for inference, attempts and timings take forward passes instead of
+            optimizer steps.
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
         samples: of the worst batch, where another child has looked for them.
@@ -136,7 +143,7 @@ class OpenTask(Command[Opened | None]):
 
     task: str
     device: str = "auto"
-    purpose: Literal["probe", "tune"] = "probe"
+    purpose: Purpose = "probe"
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     samples: SamplesSeen | None = None

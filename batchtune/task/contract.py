@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
 from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
 from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column
+from batchtune.vocabulary import Purpose
 
 NAMES = {
     "build_model": "build_model() returning an nn.Module or a dict of them",
@@ -46,10 +47,12 @@ class Task:
     Attributes:
         source: the module or object that carries the names.
         where: how the user named it, for messages.
+        is_for_inference: only forward passes are asked of it.
     """
 
     source: Any
     where: str
+    is_for_inference: bool = field(default=False, init=False)
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
     _worst_samples: list[Any] = field(default_factory=list, init=False)
@@ -80,12 +83,15 @@ class Task:
         """Whether the user's code carries this name."""
         return getattr(self.source, name, None) is not None
 
-    def require(self, purpose: Literal["probe", "tune"]) -> None:
+    def require(self, purpose: Purpose) -> None:
         """Raises UserCodeError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
+        self.is_for_inference = purpose == "inference"
         if isinstance(self.source, Adapted):
-            self.source.require(purpose)
-        if purpose == "probe":
+            self.source.require("tune" if purpose == "tune" else "probe")
+        if purpose != "tune":
             self._need("make_batch", "train_dataset")
+            if self.is_for_inference and self.has("train_step"):
+                self._need("compute_loss")
         else:
             self._trains_anew = True
             self._need("train_dataset")
@@ -177,6 +183,11 @@ class Task:
             shape = tuple(loss.shape)
             raise UserCodeError(f"{self.where}: {name} returned shape {shape}, not a scalar; take its .mean()")
         return loss
+
+    def validate(self, model: nn.Module, batch: Any) -> object:
+        """The forward pass of an evaluation: an adapted library's own where it has one, else the loss."""
+        own = getattr(self.source, "validate", None) if isinstance(self.source, Adapted) else None
+        return (own or self.loss)(model, batch)
 
     @cached_property
     def train_data(self) -> Dataset[object]:

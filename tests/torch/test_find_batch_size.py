@@ -262,3 +262,21 @@ def test_on_a_real_cpu_the_limit_holds_during_the_search_and_not_after():
     assert 40 <= size <= 100
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     step(4 * size)
+
+
+def test_inference_takes_the_steps_without_gradients(memory):
+    seen, step = [], Step(memory)
+
+    def forward(batch_size):
+        seen.append(torch.is_inference_mode_enabled())
+        step(batch_size)
+
+    bounds = Bounds(tolerance=0)
+    for inference in (False, True):
+        seen.clear()
+        size = find_in_process(
+            forward, bounds, device="x", memory_limit=None, margin=0.05, steps=1, inference=inference,
+            open_memory=lambda _: memory,
+        )  # fmt: skip
+        assert (size, set(seen)) == (128, {inference})
+    assert not torch.is_inference_mode_enabled()

@@ -16,6 +16,7 @@ import torch
 from batchtune.child.training import heartbeat
 from batchtune.child.training.compiled import CompileWatch, forget_compiled
 from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device._base import DeviceMemory, Peaks
@@ -126,7 +127,10 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
         with memory.attempt(command.batch_size):
             before = _held_bytes(memory)
             try:
-                _train(task, memory, tracker, times, command, parallel)
+                if task.is_for_inference:
+                    _infer(task, memory, tracker, times, command)
+                else:
+                    _train(task, memory, tracker, times, command, parallel)
             except (NonFiniteLossError, UsageError):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
@@ -227,6 +231,21 @@ def _train(
             trainer.step(itertools.repeat(batch), accumulation_steps)
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
+
+
+def _infer(task: Task, memory: DeviceMemory, tracker: PeakTracker, times: StepTimes, command: TryBatchSize) -> None:
+    """Takes as many forward passes as `_train` takes steps."""
+    inference, batch = Inference(task, memory.device, command.precision), task.worst_batch(command.batch_size)
+    for number in range(command.steps if command.verify else _MOST_STRAINED * command.steps):
+        if number >= command.steps and not tracker.retries:
+            break
+        memory.synchronize()
+        started = time.perf_counter()
+        tracker.start_phase()
+        inference.forward(batch)
+        memory.synchronize()
+        tracker.end_phase(forward_backward=True)
+        times.add(time.perf_counter() - started)
 
 
 def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:

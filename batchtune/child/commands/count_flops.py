@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
 from batchtune.protocol.commands import CountFlops, Flops
@@ -21,10 +22,15 @@ _BACKWARD: Any = flop_counter.sdpa_backward_flop_count
 
 
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
-    """Floating-point operations of one sample in forward and backward."""
+    """Floating-point operations of one sample in forward and backward, of inference in forward alone."""
     memory.release()
-    trainer, batch = Trainer(task, memory.device, command.precision), task.worst_batch(command.batch_size)
-    flops = count_flops(lambda: trainer.forward_backward(batch))
+    device, precision, batch = memory.device, command.precision, task.worst_batch(command.batch_size)
+    if task.is_for_inference:
+        inference = Inference(task, device, precision)
+        flops = count_flops(lambda: inference.forward(batch))
+    else:
+        trainer = Trainer(task, device, precision)
+        flops = count_flops(lambda: trainer.forward_backward(batch))
     return Flops(per_sample=None if flops is None else flops / command.batch_size)
 
 

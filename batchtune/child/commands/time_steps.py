@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchtune.child.training.compiled import CompileWatch, forget_compiled, warm_up
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import Trainer
 from batchtune.device._base import DeviceMemory
@@ -46,16 +48,13 @@ def time_steps(
     """
     forget_compiled()
     memory.release()
-    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    take = _passes(task, memory, command) if task.is_for_inference else _steps(task, memory, command, parallel)
     accumulation_steps, agree = command.accumulation_steps, parallel.agree if parallel else bool
-    batch = task.worst_batch(command.batch_size)
     watch = CompileWatch()
 
     def step() -> float:
         started = clock()
-        for _ in range(accumulation_steps):
-            trainer.forward_backward(batch, accumulation_steps)
-        trainer.update()
+        take()
         memory.synchronize()
         return clock() - started
 
@@ -65,6 +64,19 @@ def time_steps(
     point = _point(command.batch_size, command.batch_size * accumulation_steps, timed, readings)
     point["processors_used_by_others"] = load.others
     return ThroughputPoint.model_validate(point | {"recompiles": timed.graphs if watch.used else None})
+
+
+def _steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Parallel | None) -> Callable[[], object]:
+    """Takes an optimizer step."""
+    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    batch = task.worst_batch(command.batch_size)
+    return lambda: trainer.step(itertools.repeat(batch), command.accumulation_steps)
+
+
+def _passes(task: Task, memory: DeviceMemory, command: TimeSteps) -> Callable[[], object]:
+    """Takes a forward pass."""
+    inference, batch = Inference(task, memory.device, command.precision), task.worst_batch(command.batch_size)
+    return lambda: inference.forward(batch)
 
 
 def _time(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
 from batchtune.errors import BatchtuneError
 from batchtune.estimate.memory.events import Assumption, Trace, Work, normalized
@@ -47,6 +48,7 @@ class Tracer:
         world_size: number of ranks.
         device: `cpu` traces what the CPU would allocate.
         samples: of the worst batch, where another child has looked for them.
+        inference: forward passes without gradients instead of optimizer steps.
 
     Attributes:
         samples: of the worst batch; None where the task makes it.
@@ -65,6 +67,7 @@ class Tracer:
         world_size: int = 1,
         device: str = "cuda",
         samples: SamplesSeen | None = None,
+        inference: bool = False,
     ) -> None:
         self.notes: list[Assumption] = []
         self.ops: set[str] = set()
@@ -75,7 +78,7 @@ class Tracer:
             self.notes.append(Assumption(text))
         with compilation_ignored(self.notes):
             self._task = load_task(task)
-        self._task.require("probe")
+        self._task.require("inference" if inference else "probe")
         if checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)
         self.samples = self._task.find_worst_samples(samples)
@@ -111,7 +114,11 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
         with _naming_the_line(batch_size), fake_cuda() as mode:
             batch = _fake_batch(task, batch_size, mode)
             trace = Trace(batch_size)
-            _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
+            recorder = Recorder(trace, device)
+            if task.is_for_inference:
+                _record_inference(trace, recorder, task, batch, precision)
+            else:
+                _record(trace, recorder, task, batch, precision, min(accumulation_steps, _STEPS))
             return normalized(trace)
     finally:
         gc.enable()
@@ -120,10 +127,9 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
 def _record(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str, micro_batches: int) -> None:
     with recorder:
         recorder.holds(batch)
-        device = torch.device("cuda", 0) if recorder.device_type == "cuda" else torch.device(recorder.device_type)
-        trainer = Trainer(task, device, precision)
+        trainer = Trainer(task, _device(recorder), precision)
         roles = Roles(recorder)
-        roles.built(trainer)
+        roles.built()
         trace.units = unit_bytes(trainer.model)
         if task.has("train_step"):
             _note_steps(trainer, recorder)
@@ -155,6 +161,24 @@ def _note_steps(trainer: Trainer, recorder: Recorder) -> None:
         optimizer.register_step_post_hook(after)
 
 
+def _record_inference(trace: Trace, recorder: Recorder, task: Task, batch: Any, precision: str) -> None:
+    with recorder:
+        recorder.holds(batch)
+        inference, roles = Inference(task, _device(recorder), precision), Roles(recorder)
+        roles.built()
+        with recorder.naming(inference.model):
+            for number in range(_STEPS):
+                trace.work = Work()
+                recorder.moment = f"forward {number + 1}"
+                inference.forward(batch)
+        roles.finish(trace)
+        recorder.forget()
+
+
+def _device(recorder: Recorder) -> torch.device:
+    return torch.device("cuda", 0) if recorder.device_type == "cuda" else torch.device(recorder.device_type)
+
+
 class Roles:
     """Which storages are parameters, gradients, optimizer states and activations."""
 
@@ -162,9 +186,8 @@ class Roles:
         self._recorder = recorder
         self._numbers: dict[str, set[int]] = {"parameters": set(), "gradients": set(), "optimizer_states": set()}
 
-    def built(self, trainer: Trainer) -> None:
+    def built(self) -> None:
         """All that is there before the first step: the model, and copies of it such as an EMA's."""
-        del trainer
         self._numbers["parameters"] = self._recorder.live()
 
     def backward_done(self, trainer: Trainer) -> None:

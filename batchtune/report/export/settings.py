@@ -16,10 +16,10 @@ def is_checked(result: Document) -> bool:
 def to_train_with(result: Document) -> Recommendation | None:
     """The settings: those recommended, or the largest batch where only that was asked.
 
-    A probe tries no learning rates, so its settings have none.
+    A probe tries no learning rates, so its settings have none; one of inference has no settings to train with.
     """
     probe = result.probe if result.kind == "probe" else None
-    if result.recommendation is not None or probe is None or probe.max_batch_size is None:
+    if result.recommendation is not None or probe is None or probe.inference or probe.max_batch_size is None:
         return result.recommendation
     steps = probe.gradient_accumulation_steps or 1
     ranks = probe.data_parallel.world_size if probe.data_parallel else 1
@@ -37,7 +37,7 @@ def pytorch(result: Document) -> str:
     """The settings as lines of plain PyTorch; '' where there are none that ran."""
     found = to_train_with(result)
     if found is None:
-        return ""
+        return _evaluation_batch(result)
     largest = f"  # {found.reason}" if result.recommendation is None else ""
     lines = [f"batch_size = {found.micro_batch_size}{largest}"]
     lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
@@ -57,6 +57,15 @@ def pytorch(result: Document) -> str:
     elif found.precision == "tf32":
         lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
     return "\n".join(lines)
+
+
+def _evaluation_batch(result: Document) -> str:
+    probe = result.probe
+    if probe is None or not probe.inference or probe.max_batch_size is None:
+        return ""
+    checked = "" if is_checked(result) else ", not checked in a fresh process"
+    about = f"the largest under torch.inference_mode(){checked}; training takes more memory"
+    return f"evaluation_batch_size = {probe.max_batch_size}  # {about}"
 
 
 def recommendation_json(result: Document) -> str:

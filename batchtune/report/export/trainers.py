@@ -72,6 +72,8 @@ def _settings(result: Document) -> Recommendation:
     if found is None:
         if result.kind == "tune":
             raise UsageError(f"this tune is {result.status}: it has no recommendation; 'batchtune report' says why")
+        if result.probe is not None and result.probe.inference:
+            raise UsageError("this probe is of inference: it has no batch to train with; probe without --inference")
         why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
         raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
     if found.precision not in _PRECISIONS:

@@ -19,7 +19,7 @@ def to_markdown(view: View) -> str:
         lines += [*_table(view.comparison), "", _line(view.headline.reason), ""]
     for found in view.certificates:
         largest = f"**{found.largest}**" + (f"; {found.proof}" if found.proof else "")
-        lines += [sentence(_line(f"largest batch at {found.precision}: {largest}")), ""]
+        lines += [sentence(_line(f"largest {found.batch} at {found.precision}: {largest}")), ""]
     for table in (table for section in view.sections for table in section.tables if table.summary):
         lines += [sentence(_line(table.title)), "", *_table(table), ""]
     lines += [f"> warning: {_line(warning)}" for warning in view.warnings]

@@ -85,7 +85,7 @@ def _certificate(found: Certificate) -> Text:
     if not found.proof:
         return Text(f"probe {found.precision}: {found.largest}", style="bold red")
     name = (f"probe {found.precision} ", "bold")
-    return Text.assemble(name, "largest batch ", (found.largest, "bold green"), f" {found.proof}")
+    return Text.assemble(name, f"largest {found.batch} ", (found.largest, "bold green"), f" {found.proof}")
 
 
 def _evidence(view: View) -> Iterator[RenderableType]:

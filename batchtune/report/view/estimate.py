@@ -24,7 +24,7 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
     """The largest batch on the GPU asked about, or on how many of several it trains."""
     rows = sorted((row for row in estimates if row.max_batch_size), key=lambda row: (row.memory_bytes, row.gpu))
     if not rows:
-        return Headline("0", "GPUs asked about could train it") if estimates else None
+        return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
         facts = {"GPU": row.gpu, "precision": row.precision}
@@ -32,7 +32,7 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         choice = [Fact(name, text) for name, text in facts.items() if text != "-"]
         reason = "Calculated, not measured: 'probe' on this GPU gives the size that runs."
         largest = estimated(row, row.max_batch_size)
-        return Headline(largest, "is the largest micro-batch size expected to fit", choice, reason)
+        return Headline(largest, f"is the largest {_batch(rows)} size expected to fit", choice, reason)
     count = len({row.gpu for row in rows})
     choice = [
         Fact(name, estimated(row, row.max_batch_size), f"{row.gpu}, {size(row.memory_bytes)}")
@@ -40,7 +40,15 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
     ]
     choice.append(Fact("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
     reason = "Calculated, not measured: 'probe' on a GPU gives the size that runs there."
-    return Headline(str(count), "GPUs could train it" if count > 1 else "GPU could train it", choice, reason)
+    return Headline(str(count), f"{'GPUs' if count > 1 else 'GPU'} could {_verb(rows)} it", choice, reason)
+
+
+def _batch(rows: Sequence[Estimate]) -> str:
+    return "inference batch" if rows[0].inference else "micro-batch"
+
+
+def _verb(rows: Sequence[Estimate]) -> str:
+    return "run (inference, not train)" if rows[0].inference else "train"
 
 
 def section(estimates: Sequence[Estimate]) -> Section:
@@ -65,7 +73,7 @@ def section(estimates: Sequence[Estimate]) -> Section:
         numbers("samples/J", [row.samples_per_joule for row in rows], spare=4),
         words("confidence", [_confidence(row) for row in rows], spare=1),
     ]
-    title = f"largest micro-batch on each GPU{one}, estimated, not measured; ± is of memory"
+    title = f"largest {_batch(rows)} on each GPU{one}, estimated, not measured; ± is of memory"
     return Section("Estimates", [table(title, columns, summary=True)], list(estimate_notes(estimates)))
 
 

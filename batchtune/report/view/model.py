@@ -109,8 +109,12 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The largest batch of one precision ('nothing fits', say), the proof as a sentence ('' without) and as facts."""
+    """The largest batch of one precision ('nothing fits', say), the proof as a sentence ('' without) and as facts.
 
+    `batch` is what sort of batch it is.
+    """
+
+    batch: str
     precision: str
     largest: str
     proof: str

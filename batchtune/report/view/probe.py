@@ -9,6 +9,7 @@ from batchtune.report.view.columns import byte_sizes, counts, numbers, seconds, 
 from batchtune.report.view.model import Certificate, Fact, Headline, Table
 from batchtune.report.view.select import fastest
 from batchtune.report.view.words import (
+    batch_name,
     certificate,
     certificate_facts,
     counted,
@@ -32,20 +33,21 @@ def headline(probe: ProbeResult) -> Headline:
         choice.append(Fact("best speed", f"{number(best.samples_per_second)} samples/s at {best.batch_size:,}"))
     if fit is not None and fit.batch_size_within_5_percent is not None:
         choice.append(Fact("within 5 % of it", f"from batch {fit.batch_size_within_5_percent:,}"))
-    return Headline(largest_batch(probe), "is the largest micro-batch size that trains", choice, certificate(probe))
+    what = "inference batch size, not one to train with" if probe.inference else "micro-batch size that trains"
+    return Headline(largest_batch(probe), f"is the largest {what}", choice, certificate(probe))
 
 
 def certified(probe: ProbeResult) -> Certificate:
     """The largest batch and why it can be relied on."""
     proof = certificate(probe) if probe.max_batch_size is not None else ""
-    return Certificate(probe.precision, largest_batch(probe), proof, certificate_facts(probe))
+    return Certificate(batch_name(probe), probe.precision, largest_batch(probe), proof, certificate_facts(probe))
 
 
 def lines(probe: ProbeResult) -> list[Fact]:
     """What else was measured: the step, the ranks, the data loader."""
     said = []
     if probe.throughput_fit is not None:
-        said.append(Fact("step time", step_time(probe.throughput_fit)))
+        said.append(Fact("pass time" if probe.inference else "step time", step_time(probe.throughput_fit)))
     if probe.data_parallel is not None:
         said.append(Fact("ranks", ranks(probe.data_parallel)))
     if probe.input_pipeline is not None:
@@ -92,7 +94,7 @@ def throughput(probe: ProbeResult) -> Table:
         numbers("J/sample", [point.joules_per_sample for point in points], spare=5),
         words("held back by", [", ".join(each.throttle_reasons or []) for each in points], spare=4, wraps=True),
     ]
-    return table(f"throughput at {probe.precision}", columns, summary=True)
+    return table(f"{'inference ' if probe.inference else ''}throughput at {probe.precision}", columns, summary=True)
 
 
 def attempts(probe: ProbeResult) -> Table:

@@ -76,12 +76,17 @@ def largest_batch(probe: ProbeResult) -> str:
     return f"nothing {nothing_does(probe)}" if probe.max_batch_size is None else f"{probe.max_batch_size:,}"
 
 
+def batch_name(probe: ProbeResult) -> str:
+    """What the sizes of a probe are: those of inference are never to be taken for a batch to train with."""
+    return "inference batch" if probe.inference else "batch"
+
+
 def nothing_does(probe: ProbeResult) -> str:
     """What no batch size does, where there is no largest."""
     if any(each.purpose == "verify" for each in probe.attempts):
         return "passed the final check"
     raises = bool(probe.attempts) and all(each.outcome == "user_error" for each in probe.attempts)
-    return "trains" if raises else "fits"
+    return ("runs" if probe.inference else "trains") if raises else "fits"
 
 
 def batch_text(recommendation: Recommendation) -> str:
@@ -103,7 +108,8 @@ def certificate(probe: ProbeResult) -> str:
     """Why the largest batch can be relied on, as one sentence without its subject."""
     parts = []
     if probe.verified_in_fresh_process:
-        parts.append(f"ran {probe.verify_steps} steps, evaluation and saving in a fresh process")
+        ran = "forward passes without gradients" if probe.inference else "steps, evaluation and saving"
+        parts.append(f"ran {probe.verify_steps} {ran} in a fresh process")
     else:
         parts.append("not yet checked in a fresh process")
     if probe.first_failing_batch_size is not None:
@@ -121,11 +127,13 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
     failing, limit, peak = probe.first_failing_batch_size, probe.memory_limit_bytes, probe.peak_reserved_bytes
     failure = next((each for each in reversed(probe.attempts) if each.batch_size == failing and not each.fits), None)
     why = OUTCOMES.get(failure.outcome, failure.outcome) if failure else "did not run"
-    checked = f"ran {probe.verify_steps} steps, then evaluation and saving, in a fresh process"
+    ran = "forward passes" if probe.inference else "steps, then evaluation and saving,"
+    checked = f"ran {probe.verify_steps} {ran} in a fresh process"
     of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit else ""
     failures = sum(not attempt.fits for attempt in probe.attempts)
     facts = {
         "precision": probe.precision,
+        "of": "inference: forward passes without gradients" if probe.inference else None,
         "largest that fits": largest_batch(probe),
         "checked": checked if probe.verified_in_fresh_process else "not yet in a fresh process",
         "smallest that fails": "none was met" if failing is None else f"{failing:,} ({why})",

@@ -25,6 +25,8 @@ _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 class Adapted:
     """Names of the task contract made from a library's objects; `batchtune.task.contract.Task` calls them.
 
+    Where the forward pass of the library's evaluation is not that of training, it is `validate(model, batch)`.
+
     Args:
         where: how the user named the object, for messages.
 

@@ -220,12 +220,21 @@ class LightningTask(Adapted):
         A run is measured on the user's own batches, whatever it trains with. A look at memory, `max_batches` long, sees
         them as large as in training where the user's loaders have the same batch size.
         """
+        return self._validation(module, self._data.val_loaders, max_batches)
+
+    def validate(self, module: Any, batch: object) -> object:
+        """A validation epoch of this batch alone; without a validation_step, its training_step."""
+        if not overrides(module, "validation_step"):
+            return self.compute_loss(module, batch)
+        return self._validation(module, [[batch]], None)
+
+    def _validation(self, module: Any, loaders: Sequence[Any], max_batches: int | None) -> dict[str, float]:
         view: TrainerView = module.trainer
         was_training, view.training, view.validating = view.training, False, True
         view.logged.start_validation()
         module.on_validation_start()
         module.on_validation_epoch_start()
-        for number, loader in enumerate(self._data.val_loaders):
+        for number, loader in enumerate(loaders):
             self._validate(module, loader, number if len(self._data.val_loaders) > 1 else None, max_batches)
         view.logged.end_validation_steps()
         module.on_validation_epoch_end()

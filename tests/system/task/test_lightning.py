@@ -14,6 +14,7 @@ from batchtune.child.commands.noise_scale import noise_scale
 from batchtune.child.commands.range_test import range_test
 from batchtune.child.training import clock as clock_module
 from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
@@ -99,6 +100,28 @@ class TestATask:
         assert torch.equal(first.head.weight, second.head.weight)
         fresh = lit()
         assert not torch.equal(fresh.model().head.weight, fresh.model().head.weight)
+
+    def test_inference_is_its_validation_with_the_hooks_around_it(self, lit):
+        task = lit("""
+    def on_validation_epoch_start(self):
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        assert not self.training and torch.is_inference_mode_enabled()
+        self.seen.append(batch_idx)
+        self.log("val_loss", self.head(batch[0]).sum())
+
+    def on_validation_epoch_end(self):
+        self.epochs = getattr(self, "epochs", 0) + 1
+
+    def training_step(self, batch):
+        raise AssertionError("a training step")
+""")
+        task.require("inference")
+        inference = Inference(task, CPU, "fp32")
+        for _ in range(2):
+            inference.forward(task.worst_batch(5))
+        assert (inference.model.seen, inference.model.epochs) == ([0], 2)
 
     def test_a_datamodule_in_the_file_goes_before_the_modules_loaders(self, lit):
         task = lit(more=DATAMODULE)

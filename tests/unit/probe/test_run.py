@@ -251,3 +251,17 @@ class TestContexts:
 def test_options_of_the_library_that_make_no_sense_are_named(options, words):
     with pytest.raises(UsageError, match=words):
         batchtune.probe(**{"task": "model.py"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nproc_per_node": 2}, "--nproc-per-node 2: not with --inference"),
+        ({"accumulation": 4}, "--accumulation 4: not with --inference"),
+    ],
+)
+def test_inference_is_of_one_device_and_has_no_optimizer_step(options, words):
+    with pytest.raises(UsageError, match=words):
+        batchtune.probe(__file__, inference=True, **options)
+    with pytest.raises(UsageError, match="takes neither"):
+        batchtune.estimate(__file__, inference=True, world_size=2)
