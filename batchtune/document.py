@@ -76,6 +76,9 @@ class Attempt(Record):
     )
     seconds: float = 0.0
     purpose: Literal["search", "verify"] = "search"
+    evaluation_batch_size: Size | None = Field(
+        default=None, description="Samples of a forward pass of the evaluation, where fewer had to be taken."
+    )
     message: Text | None = Field(default=None, description="Why it did not fit, in one line.")
     maps_file: bool | None = Field(
         default=None, description="Memory ended where a file was to be mapped; absent elsewhere."

@@ -22,6 +22,7 @@ class ProbeOptions:
         verify_steps: optimizer steps of the final check in a fresh process.
         verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
         verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
+        evaluation_batch_size: of the final check's default evaluation, as `TryBatchSize` has it.
         no_oom: try only sizes that are predicted to fit even at worst.
         throughput: also time steps at several sizes.
         timing_seconds: of each of them.
@@ -40,6 +41,7 @@ class ProbeOptions:
     verify_steps: int = VERIFY_STEPS
     verify_timeout: float | None = None
     verify_seconds: float | None = None
+    evaluation_batch_size: int | None = None
     no_oom: bool = False
     throughput: bool = True
     timing_seconds: float = SECONDS_PER_POINT

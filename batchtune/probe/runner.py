@@ -134,6 +134,7 @@ class Probe:
             steps=steps,
             precision=self._found.precision,
             verify=verify,
+            evaluation_batch_size=self._options.evaluation_batch_size,
             accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
         )
         try:

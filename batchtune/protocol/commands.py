@@ -169,12 +169,15 @@ class TryBatchSize(Command[Tried]):
     Attributes:
         steps: optimizer steps.
         verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION`.
+        evaluation_batch_size: of the default evaluation, at most and less where that does not fit, as in a study's
+            runs; None: `batch_size`, which then has to fit.
     """
 
     batch_size: int
     steps: int
     precision: str
     verify: bool = False
+    evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
 
 

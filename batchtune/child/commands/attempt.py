@@ -15,7 +15,7 @@ import torch
 
 from batchtune.child.training import heartbeat
 from batchtune.child.training.compiled import CompileWatch, forget_compiled
-from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.evaluate import fitting_metric_value, metric_value
 from batchtune.child.training.inference import Inference
 from batchtune.child.training.parallel import Parallel
 from batchtune.child.training.trainer import NonFiniteLossError, Trainer, require_finite
@@ -122,7 +122,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
     forget_compiled()
     tracker, times, started = PeakTracker(memory), StepTimes(), time.perf_counter()
     ended, usable = _Ended(), True
-    before = after = None
+    before = after = evaluated = None
     try:
         with memory.attempt(command.batch_size):
             before = _held_bytes(memory)
@@ -130,7 +130,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
                 if task.is_for_inference:
                     _infer(task, memory, tracker, times, command)
                 else:
-                    _train(task, memory, tracker, times, command, parallel)
+                    evaluated = _train(task, memory, tracker, times, command, parallel)
             except (NonFiniteLossError, UsageError):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
@@ -149,6 +149,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
         purpose="verify" if command.verify else "search",
         message=ended.message,
         maps_file=ended.maps_file,
+        evaluation_batch_size=evaluated,
     )
     figures = _figures(tracker, times, fits=found.fits)
     return Tried(attempt=found.model_copy(update=figures), usable=usable)
@@ -202,7 +203,8 @@ def _train(
     times: StepTimes,
     command: TryBatchSize,
     parallel: Parallel | None,
-) -> None:
+) -> int | None:
+    """Returns the batch size of the evaluation where it had to be a smaller one than was asked for."""
     trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
     batch, accumulation_steps = task.worst_batch(command.batch_size), command.accumulation_steps
     steps, most = command.steps, command.steps if command.verify else _MOST_STRAINED * command.steps
@@ -223,14 +225,17 @@ def _train(
         times.add(time.perf_counter() - started)
         if steps <= number + 1 < most and agree(not tracker.retries):
             break  # else memory is full and cut up anew from step to step: the end may come in one of the next
+    evaluated = None
     if command.verify:
         heartbeat.beat(at_once=True)
         tracker.start_phase()
-        _evaluate_and_save(trainer, command.batch_size)
+        evaluated = _evaluate(trainer, memory, command)
+        _save(trainer)
         for _ in range(STEPS_AFTER_EVALUATION):
             trainer.step(itertools.repeat(batch), accumulation_steps)
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
+    return evaluated
 
 
 def _infer(task: Task, memory: DeviceMemory, tracker: PeakTracker, times: StepTimes, command: TryBatchSize) -> None:
@@ -248,13 +253,23 @@ def _infer(task: Task, memory: DeviceMemory, tracker: PeakTracker, times: StepTi
         times.add(time.perf_counter() - started)
 
 
-def _evaluate_and_save(trainer: Trainer, batch_size: int) -> None:
+def _evaluate(trainer: Trainer, memory: DeviceMemory, command: TryBatchSize) -> int | None:
     if trainer.task.has("evaluate"):
         trainer.model.eval()
         with torch.no_grad(), trainer.precision.autocast():
             trainer.task.evaluate(trainer.model, _VERIFY_EVALUATION_BATCHES)
     elif trainer.task.has("val_dataset"):
-        metric_value(trainer, "val_loss", batch_size, max_batches=_VERIFY_EVALUATION_BATCHES)
+        few = {"max_batches": _VERIFY_EVALUATION_BATCHES}
+        if command.evaluation_batch_size is None:
+            metric_value(trainer, "val_loss", command.batch_size, **few)
+        else:
+            asked = min(command.batch_size, command.evaluation_batch_size)
+            _, fits = fitting_metric_value(trainer, memory, "val_loss", asked, **few)
+            return fits if fits < asked else None
+    return None
+
+
+def _save(trainer: Trainer) -> None:
     heartbeat.beat(at_once=True)
     with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
         torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from batchtune.child.training.clock import StepClock
-from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.evaluate import fitting_metric_value
 from batchtune.child.training.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
 from batchtune.document import CurvePoint
@@ -93,6 +93,7 @@ class _Run:
         self.trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
         self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
         self._samples = 0
+        self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
         self._start_value: float | None = None
@@ -105,7 +106,9 @@ class _Run:
         """Yields the next point of the curve; returns how the run has ended, None if it goes on."""
         spec, clock = self._spec, self._clock
         started = time.perf_counter()
-        value = metric_value(self.trainer, spec.metric, spec.evaluation_batch_size)
+        value, self._evaluation_batch_size = fitting_metric_value(
+            self.trainer, self._memory, spec.metric, self._evaluation_batch_size
+        )
         self._memory.synchronize()
         self._last_evaluation_seconds = time.perf_counter() - started
         self.evaluation_seconds += self._last_evaluation_seconds

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchtune.child.training import heartbeat
 from batchtune.child.training.trainer import Trainer, move
+from batchtune.device._base import DeviceMemory
+from batchtune.device.failures import classify, free_frames, leaves_device_usable
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import kept_random_numbers
@@ -46,6 +48,26 @@ def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches:
             model.train()  # a train() of the user's own may undo more than modes; frozen modules stay in eval
             for module, training in modes.items():
                 module.training = training
+
+
+def fitting_metric_value(
+    trainer: Trainer, memory: DeviceMemory, metric: str, batch_size: int, *, max_batches: int | None = None
+) -> tuple[float, int]:
+    """The same, in the default evaluation with half as many samples at a time, and so on, where more do not fit.
+
+    Returns:
+        The value, and the batch size that did fit.
+    """
+    while True:
+        try:
+            return metric_value(trainer, metric, batch_size, max_batches=max_batches), batch_size
+        except Exception as error:
+            chosen_here = batch_size > 1 and not trainer.task.has("evaluate")
+            if not chosen_here or classify(error) != "oom" or not leaves_device_usable(error):
+                raise
+            free_frames(error)
+        memory.release()
+        batch_size //= 2
 
 
 def require_metric(task: Task, device: torch.device, metric: str, precision: str) -> None:

@@ -18,6 +18,7 @@ from batchtune.tune.plan.measure_prior import require
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
 VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
+MAX_EVALUATION_BATCH = 1024  # samples in a forward pass of the default evaluation
 _LEAST_TIMING_SECONDS = 0.1  # of each size
 
 
@@ -82,6 +83,7 @@ def probe_options(config: Config) -> ProbeOptions:
         verify_timeout=LONG_SILENCE_SECONDS,
         max_step_seconds=config.budget.run / MIN_STEPS,
         useful_size=USEFUL_FACTOR * config.baseline.batch_size,
+        evaluation_batch_size=MAX_EVALUATION_BATCH,
         verify_seconds=VERIFY_SHARE * total,
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         flops=False,

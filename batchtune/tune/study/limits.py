@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchtune.document import ProbeResult
 from batchtune.protocol.run_spec import RunSpec, pace_kind
 from batchtune.tune.objective.cost import JOULES, SECONDS, cost_of
 from batchtune.tune.objective.history import Role, StudyHistory, over
+from batchtune.tune.plan.open_task import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.plan import Plan
 from batchtune.tune.plan.space import Space
 from batchtune.tune.plan.steps import split_batch
@@ -15,7 +17,12 @@ from batchtune.tune.plan.steps import split_batch
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
 LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then to be so much faster, or not
-_MAX_EVALUATION_BATCH = 1024
+
+
+def _evaluated(probe: ProbeResult) -> int | None:
+    """The batch size of the evaluation in the final check of the answer, where not as many samples as asked fitted."""
+    checks = [each for each in probe.attempts if each.purpose == "verify" and each.fits]
+    return next((each.evaluation_batch_size for each in checks if each.batch_size == probe.max_batch_size), None)
 
 
 class Limits:
@@ -61,7 +68,7 @@ class Limits:
             limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
-            evaluation_batch_size=min(max_micro, _MAX_EVALUATION_BATCH),
+            evaluation_batch_size=min(max_micro, _evaluated(probe) or MAX_EVALUATION_BATCH),
             expected_step_seconds=self._history.step_seconds(micro, steps, precision, fit, pace_kind(arguments)),
             optimizer_arguments=arguments,
             gradient_clipping=self._space.gradient_clipping(params),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from batchtune.child.commands.attempt import PeakTracker, attempt
 from batchtune.child.commands.time_steps import time_steps
@@ -44,9 +45,9 @@ def wide(linear_task):
 
 @pytest.fixture
 def run(fake_device):
-    def on_device(task, batch_size, *, limit=None, steps=3, precision="fp32", verify=False):
+    def on_device(task, batch_size, *, limit=None, steps=3, precision="fp32", **more):
         with fake_device(limit) as device:
-            device.last = tried(task, device, batch_size=batch_size, steps=steps, precision=precision, verify=verify)
+            device.last = tried(task, device, batch_size=batch_size, steps=steps, precision=precision, **more)
         return device.last
 
     return on_device
@@ -139,6 +140,31 @@ class TestFits:
         limit = 4000 * SAMPLE_BYTES
         assert run(task, 100, limit=limit)[0].fits
         assert run(task, 100, limit=limit, verify=True)[0].outcome == "oom"
+
+    def test_a_study_evaluates_as_many_samples_at_a_time_as_fit(self, run, wide):
+        sizes = []
+
+        def compute_loss(model, batch):
+            sizes.append((model.training, len(batch)))
+            return model(batch).square().mean()
+
+        class Large(Dataset):
+            def __len__(self):
+                return 64
+
+            def __getitem__(self, index):
+                return torch.ones(200, WIDTH)
+
+        task = wide(val_dataset=Large, compute_loss=compute_loss)
+        limit = 4000 * SAMPLE_BYTES  # a sample of the validation is as large as 200 of training
+        assert run(task, 32, limit=limit, verify=True)[0].outcome == "oom"
+        for asked in (16, 1024):
+            sizes.clear()
+            found = run(task, 32, limit=limit, verify=True, evaluation_batch_size=asked)[0]
+            seen = [size for training, size in sizes if not training]
+            assert (found.outcome, seen[-2:]) == ("fit", [found.evaluation_batch_size] * 2)
+            assert 1 <= found.evaluation_batch_size <= 8
+        assert run(task, 32, limit=limit, verify=True, evaluation_batch_size=1)[0].evaluation_batch_size is None
 
 
 class TestOutOfMemory:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from batchtune.child.training import evaluate
-from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.evaluate import fitting_metric_value, metric_value
 from batchtune.child.training.trainer import Trainer
 from batchtune.errors import UsageError, UserCodeError
 
@@ -132,6 +132,56 @@ class TestMeanLoss:
             UsageError, match=r"'accuracy': model.py has no evaluate\(\), so the only metric is 'val_loss'"
         ):
             metric_value(trainer(), "accuracy", 8)
+
+
+class TestMemory:
+    def scene(self, trainer, fake_device, most, **functions):
+        """A trainer whose evaluation has room for so many samples at once, its memory, and the sizes that it saw."""
+        sizes = []
+
+        def compute_loss(model, batch):
+            sizes.append(len(batch[0]))
+            if sizes[-1] > most:
+                raise torch.OutOfMemoryError("no")
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+        return trainer(**{"compute_loss": compute_loss} | functions), fake_device(), sizes
+
+    def test_where_the_samples_of_an_evaluation_do_not_fit_at_once_half_of_them_are_taken(self, trainer, fake_device):
+        tight, memory, sizes = self.scene(trainer, fake_device, most=5)
+        roomy, *_ = self.scene(trainer, fake_device, most=32)
+        value, batch_size = fitting_metric_value(tight, memory, "val_loss", 32)
+        assert (batch_size, sizes[:4]) == (4, [32, 16, 8, 4])
+        assert memory.released == 3
+        assert value == pytest.approx(metric_value(roomy, "val_loss", 32))
+        assert fitting_metric_value(roomy, memory, "val_loss", 32)[1] == 32
+
+    def test_one_sample_that_does_not_fit_is_the_end_of_it(self, trainer, fake_device):
+        tight, memory, sizes = self.scene(trainer, fake_device, most=0)
+        with pytest.raises(torch.OutOfMemoryError):
+            fitting_metric_value(tight, memory, "val_loss", 3)
+        assert sizes == [3, 1]
+
+    def test_what_the_task_evaluates_itself_is_not_called_again(self, trainer, fake_device):
+        calls = []
+        own, memory, _ = self.scene(
+            trainer, fake_device, most=0, evaluate=lambda model: calls.append(1) or model(torch.ones(1, 4)) / {}
+        )
+        with pytest.raises(TypeError):
+            fitting_metric_value(own, memory, "x", 8)
+        out = trainer(evaluate=lambda _model: calls.append(1) or allocate_too_much())
+        with pytest.raises(torch.OutOfMemoryError):
+            fitting_metric_value(out, memory, "x", 8)
+        assert len(calls) == 2
+
+    def test_an_error_that_is_none_of_memory_is_the_users(self, trainer, fake_device):
+        broken, memory, _ = self.scene(trainer, fake_device, most=0, compute_loss=lambda model, batch: batch.nothing)
+        with pytest.raises(AttributeError):
+            fitting_metric_value(broken, memory, "val_loss", 8)
+
+
+def allocate_too_much():
+    raise torch.OutOfMemoryError("too much")
 
 
 class TestRandomNumbers:

@@ -90,6 +90,20 @@ class TestEndings:
         assert all(point.value > 0.5 for point in done.points[:-1])
         assert done.points[-1].seconds < 100
 
+    def test_an_evaluation_whose_batch_does_not_fit_is_made_of_smaller_ones_from_then_on(self, run, linear_task):
+        sizes = []
+
+        def compute_loss(model, batch):
+            if not model.training:
+                sizes.append(len(batch[0]))
+                if sizes[-1] > 8:
+                    raise torch.OutOfMemoryError("no")
+            return linear_task().source.compute_loss(model, batch)
+
+        done = run(spec_of(limit_seconds=2.0), compute_loss=compute_loss)
+        assert done.outcome == "finished"
+        assert sizes == [32, 16, *[8] * 4 * len(done.points)]
+
     def test_a_metric_to_maximize_is_reached_from_below(self, run):
         scores = itertools.count()
         done = run(spec_of(goal="maximize", target=3.0, metric="score"), evaluate=lambda _model: float(next(scores)))

@@ -11,7 +11,7 @@ import pytest
 from fakes import FakeCrew
 
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
-from batchtune.document import CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
+from batchtune.document import Attempt, CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
@@ -21,8 +21,9 @@ from batchtune.tune.objective.history import StudyHistory
 from batchtune.tune.objective.records import curve_attribute
 from batchtune.tune.optuna_parts import surface
 from batchtune.tune.plan.prior import Candidates
+from batchtune.tune.plan.space import Space
 from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study.limits import CAP_FACTOR
+from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.study import TuneStudy
 from batchtune.tune.verdict.recommend import recommend
 
@@ -908,3 +909,17 @@ def test_where_a_target_is_met_before_training_nothing_is_recommended(tmp_path):
     with pytest.raises(UsageError, match="met before training"):
         tuned.run()
     assert tuned.recommendation() == (None, None)
+
+
+@pytest.mark.parametrize(("largest", "evaluated", "expected"), [(256, None, 256), (5000, None, 1024), (256, 32, 32)])
+def test_a_run_evaluates_as_many_samples_at_a_time_as_fitted_in_the_final_check(largest, evaluated, expected):
+    checks = [
+        Attempt(batch_size=largest, outcome="fit", purpose="verify", evaluation_batch_size=evaluated),
+        Attempt(batch_size=largest // 2, outcome="fit", purpose="verify", evaluation_batch_size=2),
+    ]
+    made = law.plan()
+    probe = made.probe.model_copy(update={"max_batch_size": largest, "attempts": checks})
+    plan = dataclasses.replace(made, probe=probe)
+    history = StudyHistory(optuna.create_study(), SECONDS)
+    spec = Limits(plan, Space(plan), history).spec({"batch_size": 16, "learning_rate": 1e-3}, "search", 0, None)
+    assert spec.evaluation_batch_size == expected
