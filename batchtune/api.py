@@ -13,6 +13,7 @@ from batchtune.config.options import (
     STEPS,
     TIMEOUT,
     TOLERANCE,
+    TRACE_TIMEOUT,
     VERIFY_STEPS,
     Accumulation,
     Device,
@@ -32,6 +33,7 @@ from batchtune.config.options import (
     Throughput,
     Timeout,
     Tolerance,
+    TraceTimeout,
     VerifySteps,
     WorldSize,
     takes_options,
@@ -228,6 +230,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     strategy: Strategy = "ddp",
     world_size: WorldSize = 1,
     inference: Inference = False,
+    timeout: TraceTimeout = TRACE_TIMEOUT,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
@@ -241,8 +244,8 @@ def estimate(  # noqa: D417 - takes_options adds them
         The result document; `result.estimates` has a row for each GPU and precision, each with its confidence.
 
     Raises:
-        batchtune.errors.NothingFitsError: not even a batch of 1 on any of the GPUs; `error.result` has the rows, with
-            what would make it fit.
+        batchtune.errors.NothingFitsError: not even a batch of 1 on any of the GPUs, or nothing could be estimated;
+            `error.result` has the rows, with what would make it fit, or why not.
         batchtune.errors.BatchtuneError: its class says whose fault it is.
     """
     from batchtune.estimate.document import run_estimate
@@ -258,6 +261,7 @@ def estimate(  # noqa: D417 - takes_options adds them
         strategy=strategy,
         world_size=world_size,
         inference=inference,
+        timeout=float(timeout),
         observer=observer or Observer(),
     )
 

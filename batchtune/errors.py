@@ -69,7 +69,7 @@ class UserCodeError(BatchtuneError):
 
 
 class NothingFitsError(BatchtuneError):
-    """No batch size fits in the memory limit, or no trial of a study was usable."""
+    """No batch size fits in the memory limit, no trial of a study was usable, or nothing could be estimated."""
 
     exit_code = 4
 

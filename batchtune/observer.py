@@ -14,6 +14,9 @@ class Observer:
     def note(self, text: str) -> None:
         """One line worth knowing (`-v` shows them)."""
 
+    def progress(self, share: float, seconds: float, limit_seconds: float) -> None:
+        """What share of this part is done, after how long, and when it is given up."""
+
     def attempting(self, batch_size: int, reason: str) -> None:
         """An attempt starts, and why at this size."""
 
@@ -47,6 +50,9 @@ class Forwarder(Observer):
 
     def note(self, text: str) -> None:
         self._behind.note(text)
+
+    def progress(self, share: float, seconds: float, limit_seconds: float) -> None:
+        self._behind.progress(share, seconds, limit_seconds)
 
     def attempting(self, batch_size: int, reason: str) -> None:
         self._behind.attempting(batch_size, reason)

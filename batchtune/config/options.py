@@ -21,6 +21,8 @@ STRATEGIES = ("ddp", "fsdp")
 STEPS, TOLERANCE, VERIFY_STEPS, MARGIN = 3, 0.01, 20, 0.05
 TIMEOUT_SECONDS = 120.0
 TIMEOUT = f"{TIMEOUT_SECONDS:g}s"
+TRACE_SECONDS = 60.0
+TRACE_TIMEOUT = f"{TRACE_SECONDS:g}s"
 _LARGEST = 2**31 - 1  # that a result document takes as a count
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -196,6 +198,7 @@ Tolerance = Annotated[
     float, Option(help="How far apart largest fit and smallest failure may be; 0 is exact.", check=share)
 ]
 Timeout = Annotated[str | float, Option(help="After so long without a sign of life an attempt hangs.", check=duration)]
+TraceTimeout = Annotated[str | float, Option(help="After so long tracing is given up.", check=duration)]
 VerifySteps = Annotated[int, Option(help="Steps of the final check in a fresh process.", check=count)]
 NoOom = Annotated[bool, Option(help="Try only what is predicted to fit even at worst.", check=switch)]
 Inference = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchtune.config.options import TRACE_SECONDS
 from batchtune.protocol.commands import Done, SamplesSeen
 from batchtune.protocol.messages import Command
 
@@ -15,7 +16,11 @@ class LoadTracer(Command[Done]):
 
 
 class EstimateMemory(Command[dict[str, Any]]):
-    """The largest batch on each GPU, from one trace; see `batchtune.estimate.tracing.answer.answer`."""
+    """The largest batch on each GPU, from one trace; see `batchtune.estimate.tracing.answer.answer`.
+
+    Attributes:
+        seconds: after which nobody waits for the answer any more.
+    """
 
     task: str
     precision: str
@@ -26,6 +31,7 @@ class EstimateMemory(Command[dict[str, Any]]):
     world_size: int = 1
     checkpointing: bool = False
     inference: bool = False
+    seconds: float = TRACE_SECONDS
 
 
 class ExpectMemory(Command[dict[str, Any]]):

@@ -24,12 +24,15 @@ def run_estimate(
     strategy: str,
     world_size: int,
     inference: bool,
+    timeout: float,
     observer: Observer,
 ) -> Result:
     """Estimates a task on every GPU named at every precision named.
 
     Raises:
-        NothingFitsError: not even a batch of 1 on any GPU; `result` holds the rows, with what would make it fit.
+        NothingFitsError: not even a batch of 1 on any GPU, or nothing can be estimated; `result` holds the rows, with
+            what would make it fit or why not.
+        UserCodeError: the step fails, on a GPU as in the trace; so it does.
         BatchtuneError: with the document, which says no more than the error, in `result`.
     """
     if inference and max(accumulation_steps, world_size) > 1:
@@ -47,7 +50,7 @@ def run_estimate(
         inference=inference,
     )
     try:
-        found = estimate_task(question, chosen, names, echo=observer.printed)
+        found = estimate_task(question, chosen, names, observer=observer, timeout=timeout)
     except (BatchtuneError, KeyboardInterrupt) as caught:
         error = caught if isinstance(caught, BatchtuneError) else RunInterrupted("interrupted: nothing was estimated")
         status: Literal["interrupted", "failed"] = "failed" if error is caught else "interrupted"
@@ -57,7 +60,11 @@ def run_estimate(
     result = Result(
         kind="estimate", status="complete", task=info, estimates=found.estimates, details=found.details or None
     )
-    if all(row.max_batch_size == 0 for row in found.estimates):  # None where the step could not be traced
+    if found.refusal is not None:
+        failure = Failure(exit_code=found.refusal.exit_code, message=str(found.refusal))
+        found.refusal.result = result.model_copy(update={"status": "failed", "error": failure})
+        raise found.refusal
+    if all(row.max_batch_size == 0 for row in found.estimates):
         nothing = NothingFitsError(too_large(found.estimates, may_shard=question.may_shard))
         nothing.result = result
         raise nothing

@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import statistics
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
+from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import find_gpu
 from batchtune.device.sharing import gpus_here
 from batchtune.document import Attempt
@@ -17,10 +19,9 @@ from batchtune.estimate.calibration import offsets_of, record
 from batchtune.estimate.commands import PROGRAM, ExpectMemory, LoadTracer
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.worker import Worker
+from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened
 
-_TIMEOUT_SECONDS = 90.0  # a trace that takes longer is not worth waiting for: a probe works without it
 _CONSTANT_SHARE = 0.02  # of the traced growth between two sizes, by which an offset may differ and be the GPU's own
 
 
@@ -90,6 +91,7 @@ class EstimatePrior:
         self._task, self._observer, self._on_cpu = task, observer, on_cpu
         self._worker = Worker(None, LocalLauncher(program=PROGRAM))
         self._starting: threading.Thread | None = None
+        self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
         if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
             self._starting = threading.Thread(target=self._start, daemon=True)
             self._starting.start()
@@ -110,11 +112,14 @@ class EstimatePrior:
             timeout: seconds after which the user's code hangs.
         """
         limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
-        if not limit or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
+        if not limit or self._left <= 0 or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
             return None
-        if self._starting is not None:
-            self._starting.join()
+        started, left = time.monotonic(), min(timeout, self._left)
         try:
+            if self._starting is not None:
+                self._starting.join(left)
+                if self._starting.is_alive():
+                    raise WorkerDied("timeout", "still loading")
             command = ExpectMemory(
                 task=self._task,
                 precision=precision,
@@ -124,9 +129,12 @@ class EstimatePrior:
                 gpu=None if is_cpu else _gpu(opened.device_name),
                 inference=opened.is_for_inference,
             )
-            found = self._worker.call(command, timeout=min(timeout, _TIMEOUT_SECONDS))
+            found = self._worker.call(command, timeout=left - (time.monotonic() - started))
         except BatchtuneError as error:
-            found = {"refused": str(error).partition("\n")[0]}
+            is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
+            reason = "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
+            found = {"refused": reason}
+        self._left -= time.monotonic() - started
         if "refused" in found:
             self._observer.note(f"no estimate to start from: {found['refused']}")
             return None
@@ -136,7 +144,7 @@ class EstimatePrior:
 
     def _start(self) -> None:
         try:
-            self._worker.call(LoadTracer(), timeout=_TIMEOUT_SECONDS)
+            self._worker.call(LoadTracer(), timeout=TRACE_SECONDS)
         except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
             self._worker.close()
 

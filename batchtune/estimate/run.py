@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from batchtune.config.options import TRACE_SECONDS
 from batchtune.document import Estimate, MemoryDetail, Remedy
-from batchtune.errors import UsageError
+from batchtune.errors import NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.commands import PROGRAM, EstimateMemory
-from batchtune.processes.local import LocalLauncher
+from batchtune.estimate.commands import EstimateMemory
+from batchtune.estimate.tracers import ask_tracers
+from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.units import size
 
@@ -21,7 +22,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
 # has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
-_TIMEOUT_SECONDS = 1800.0
+_DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
 _ROOFLINE = (
@@ -60,10 +61,14 @@ class GpuFacts(Protocol):
 
 @dataclass(frozen=True)
 class EstimateRun:
-    """Everything an estimate found: one record for each GPU and precision, and one detail for each precision."""
+    """Everything an estimate found: one record for each GPU and precision, and one detail for each precision.
+
+    `refusal` says why where there is no figure in any of them: the user's error, or what cannot be estimated.
+    """
 
     estimates: list[Estimate]
     details: list[MemoryDetail]
+    refusal: UserCodeError | NothingFitsError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,8 @@ def estimate_task(
     precisions: Sequence[str] = ("auto",),
     *,
     processes: int = 2,
-    echo: Callable[[str], None] | None = None,
+    observer: Observer | None = None,
+    timeout: float = TRACE_SECONDS,
 ) -> EstimateRun:
     """Estimates the largest micro-batch of a task on each GPU at each precision, without one.
 
@@ -107,7 +113,8 @@ def estimate_task(
         gpus: rows of the catalogue.
         precisions: bf16, fp16, fp32, tf32, or `auto` for what each GPU does well.
         processes: children that trace at the same time.
-        echo: called with each line the user's code prints.
+        observer: told how far it is.
+        timeout: seconds after which tracing is given up.
 
     Raises:
         UsageError: an unknown precision.
@@ -126,17 +133,17 @@ def estimate_task(
     def facts_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {gpu.name: _facts(gpu) for gpu, name in asked if name in names}
 
-    def answer(traced: str) -> dict[str, dict[str, Any]]:
-        with Worker(None, LocalLauncher(echo, program=PROGRAM)) as worker:
-            names = [name for name, other in alike.items() if other == traced]
-            found = {traced: _Asking(worker, question, traced).answer(facts_of(names))}
-            if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
-                found["fp16"] = _Asking(worker, question, "fp16").answer(facts_of(["fp16"]))
+    deadline = time.monotonic() + timeout
+
+    def answer(worker: Worker, traced: str) -> dict[str, dict[str, Any]]:
+        names = [name for name, other in alike.items() if other == traced]
+        found = {traced: _Asking(worker, question, traced, deadline).answer(facts_of(names))}
+        if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
+            found["fp16"] = _Asking(worker, question, "fp16", deadline).answer(facts_of(["fp16"]))
         return found
 
-    traces = dict.fromkeys(alike.values())
-    with ThreadPoolExecutor(max(1, min(processes, len(traces), os.cpu_count() or 1))) as pool:
-        answers = {name: found for each in pool.map(answer, traces) for name, found in each.items()}
+    jobs = list(dict.fromkeys(alike.values()))
+    answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout, processes=processes)
     alike |= {name: name for name in alike if name in answers}
     estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in asked]
     return EstimateRun(
@@ -146,7 +153,18 @@ def estimate_task(
             for traced, found in answers.items()
             for detail in found.get("details", [])
         ],
+        _refusal(list(answers.values())),
     )
+
+
+def _refusal(answers: Sequence[Mapping[str, Any]]) -> UserCodeError | NothingFitsError | None:
+    """Why none of them has a figure; None where one has."""
+    if any("refused" not in each for each in answers):
+        return None
+    failed = next((each for each in answers if "frames" in each), None)
+    if failed is not None:
+        return UserCodeError(failed["refused"], failed["frames"])
+    return NothingFitsError(f"nothing could be estimated: {answers[0]['refused']}")
 
 
 def _roomiest(rows: Iterable[Estimate]) -> str:
@@ -157,8 +175,8 @@ def _roomiest(rows: Iterable[Estimate]) -> str:
 class _Asking:
     """One child, asked about one precision and about what would help where nothing fits."""
 
-    def __init__(self, worker: Worker, question: Question, precision: str) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, question: Question, precision: str, deadline: float) -> None:
+        self._worker, self._deadline = worker, deadline
         self._arguments = vars(question) | {"precision": precision}
 
     def answer(self, facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -169,7 +187,10 @@ class _Asking:
         for words, changes in self._remedies():
             if not hopeless:
                 break
-            rows = self._ask(hopeless, changes).get("gpus", [])
+            try:
+                rows = self._ask(hopeless, changes).get("gpus", [])
+            except RunInterrupted:  # the time is up: what is known stands without
+                break
             for name, row in zip(list(hopeless), rows, strict=False):
                 found["rows"][name].setdefault("remedies", []).append((words, row["max_batch_size"]))
                 if row["max_batch_size"] and len(changes) > 1:
@@ -189,8 +210,9 @@ class _Asking:
         return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
 
     def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
-        arguments = {**self._arguments, "gpus": list(facts.values()), **changes}
-        return self._worker.call(EstimateMemory(**arguments), timeout=_TIMEOUT_SECONDS)
+        left = max(0.0, self._deadline - time.monotonic())
+        arguments = {**self._arguments, "gpus": list(facts.values()), "seconds": left, **changes}
+        return self._worker.call(EstimateMemory(**arguments), timeout=left + _DYING_SECONDS)
 
 
 def choose(gpu: GpuFacts) -> str:

@@ -45,6 +45,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         launcher: starts its children; None: on this machine.
         stopping: once it is set, every command is cut off; None: nobody else can do that.
         note: told what is retried because a node was lost.
+        progress: told what share of a command is done, where its child tells.
 
     Attributes:
         opened: what the last child said of the task; None before the first has.
@@ -57,12 +58,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         *,
         stopping: threading.Event | None = None,
         note: Callable[[str], None] | None = None,
+        progress: Callable[[float], None] | None = None,
     ) -> None:
         self.settings = settings
         self.opened: Opened | None = None
         self._launcher = launcher or LocalLauncher()
         self._stopping = stopping or threading.Event()
         self._note = note or (lambda _: None)
+        self._progress = progress or (lambda _: None)
         self._starting = threading.RLock()
         self._process: Process | None = None
         self._image: Process | None = None  # whose next fork has opened nothing yet
@@ -179,7 +182,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._stopping.is_set():
             raise RunInterrupted(STOPPED)
         try:
-            answer = ask(self._process, command, timeout, on_event)
+            answer = ask(self._process, command, timeout, on_event, self._progress)
         except BaseException as error:
             self._discard()
             if isinstance(error, WorkerDied) and self._stopping.is_set():
@@ -191,7 +194,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
 
 def ask(
-    process: Process, command: Command[Answer], timeout: float, on_event: Callable[[CurvePoint], bool] | None = None
+    process: Process,
+    command: Command[Answer],
+    timeout: float,
+    on_event: Callable[[CurvePoint], bool] | None = None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Answer:
     """A child's answer to one command.
 
@@ -213,6 +220,8 @@ def ask(
             return command.read(answer["done"])
         elif "alive" not in answer:  # a child at work is no hang, however long it takes
             raise _error(answer)
+        elif "share" in answer:
+            progress(answer["share"])
 
 
 def _error(answer: Json) -> BatchtuneError:

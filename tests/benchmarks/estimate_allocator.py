@@ -136,12 +136,12 @@ def estimated(
 
 
 def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
-    from batchtune.estimate.memory.capacity import TracedStep
+    from batchtune.estimate.memory.capacity import TracedGrid, TracedStep
     from batchtune.estimate.memory.fit import FittedStep, fit
     from batchtune.estimate.memory.overheads import gpu_of
 
     found = fit(tracer.trace)
-    step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
+    step = found if isinstance(found, FittedStep) else TracedStep(TracedGrid(tracer.trace))
     return step.on(gpu_of(gpu["name"], gpu["generation"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import astuple
 
@@ -113,51 +114,93 @@ def largest_allocated(step: Step, capacity_bytes: float) -> int:
     return fitting
 
 
-class TracedStep:
-    """A step whose traces do not align: traced at sizes on a grid, four to a doubling; between them, scaled.
-
-    A size off the grid takes the events of the nearest traced size below it, with activations and temporaries scaled in
-    proportion.
+class TracedGrid:
+    """Traces of one step at sizes on a grid, four to a doubling, as they are asked for.
 
     Args:
         trace_at: traces one batch size; called at most once for each size on the grid.
+        seconds: for which to trace; a size that would take longer is not traced any more.
+        clock: for tests.
     """
 
-    def __init__(self, trace_at: Callable[[int], Trace], gpu: Gpu = Gpu()) -> None:  # noqa: B008 - it is frozen
-        self._trace_at, self.gpu = trace_at, gpu
+    def __init__(
+        self, trace_at: Callable[[int], Trace], seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._trace_at, self._clock = trace_at, clock
         self._traces: dict[int, Trace] = {}
+        self._left, self._seconds_per_sample = seconds, 0.0
+        self._is_cut = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said of it."""
+        return [f"above {max(self._traces):,} samples scaled: larger sizes take long to trace"] if self._is_cut else []
+
+    def nearest(self, batch_size: int) -> Trace:
+        """The trace of the nearest size below that is on the grid, or of the largest traced one below that."""
+        size = _on_the_grid(batch_size)
+        smaller = [traced for traced in self._traces if traced <= size]
+        if len(smaller) > 1 and size not in smaller and self._seconds_per_sample * size > self._left:
+            size, self._is_cut = max(smaller), True
+        if size not in self._traces:
+            started = self._clock()
+            self._traces[size] = self._trace_at(size)
+            spent = self._clock() - started
+            self._left, self._seconds_per_sample = self._left - spent, spent / size
+        return self._traces[size]
+
+    def growth(self, batch_size: int) -> float:
+        """By which what grows with the batch is larger than in the nearest trace.
+
+        In proportion to the size; far above what was traced, as between the two largest sizes that were, since some of
+        what is there in forward and backward, such as weights in half precision, does not grow.
+        """
+        nearest = self.nearest(batch_size)
+        if nearest.batch_size == _on_the_grid(batch_size):
+            return batch_size / nearest.batch_size
+        below = self._traces[max(size for size in self._traces if size < nearest.batch_size)]
+        held, before = _growing_bytes(nearest), _growing_bytes(below)
+        slope = (held - before) / (nearest.batch_size - below.batch_size)
+        return 1 + slope * (batch_size - nearest.batch_size) / held if held else 1.0
+
+
+class TracedStep:
+    """A step whose traces do not align: a size takes the events of the nearest traced size below it.
+
+    Activations and temporaries are scaled in proportion.
+    """
+
+    def __init__(self, grid: TracedGrid, gpu: Gpu = Gpu()) -> None:  # noqa: B008 - it is frozen
+        self._grid, self.gpu = grid, gpu
 
     def on(self, gpu: Gpu) -> TracedStep:
-        other = TracedStep(self._trace_at, gpu)
-        other._traces = self._traces
-        return other
+        return TracedStep(self._grid, gpu)
 
     def events(self, batch_size: int) -> list[int]:
-        return self._nearest(batch_size).events
+        return self._grid.nearest(batch_size).events
 
     def births(self, batch_size: int) -> list[Birth]:
-        return self._nearest(batch_size).births
+        return self._grid.nearest(batch_size).births
 
     def sizes(self, batch_size: int) -> list[int]:
-        trace = self._nearest(batch_size)
-        return [
-            -(-birth.bytes_on(self.gpu) * batch_size // trace.batch_size) if _grows(birth) else birth.bytes_on(self.gpu)
-            for birth in trace.births
-        ]
+        births, growth = self._grid.nearest(batch_size).births, self._grid.growth(batch_size)
+        return [math.ceil(birth.bytes_on(self.gpu) * (growth if _grows(birth) else 1)) for birth in births]
 
     def work(self, batch_size: int) -> Work:
-        trace = self._nearest(batch_size)
+        trace = self._grid.nearest(batch_size)
         return Work(*(value * batch_size / trace.batch_size for value in astuple(trace.work)))
 
-    def _nearest(self, batch_size: int) -> Trace:
-        steps = math.floor(math.log2(batch_size) * _STEPS_PER_DOUBLING + 1e-9)
-        size = math.ceil(2 ** (steps / _STEPS_PER_DOUBLING) - 1e-9)
-        size = min(size, batch_size)
-        if size not in self._traces:
-            self._traces[size] = self._trace_at(size)
-        return self._traces[size]
+
+def _on_the_grid(batch_size: int) -> int:
+    """The nearest size below that is to be traced."""
+    steps = math.floor(math.log2(batch_size) * _STEPS_PER_DOUBLING + 1e-9)
+    return min(math.ceil(2 ** (steps / _STEPS_PER_DOUBLING) - 1e-9), batch_size)
+
+
+def _growing_bytes(trace: Trace) -> int:
+    return sum(birth.size_bytes for birth in trace.births if _grows(birth))
 
 
 def _grows(birth: Birth) -> bool:
-    of_the_batch = birth.category in ("activations", "temporaries")
-    return of_the_batch and birth.moment.startswith(("forward", "backward"))
+    of_the_batch = birth.category in ("activations", "temporaries") and (birth.block is None or birth.block.lengths)
+    return bool(of_the_batch) and birth.moment.startswith(("forward", "backward"))

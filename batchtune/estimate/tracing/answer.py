@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from batchtune.estimate.calibration import Offsets
 from batchtune.estimate.memory.allocator import ExpandableAllocator, FallingAllocator
-from batchtune.estimate.memory.capacity import Search, TracedStep, largest_allocated
-from batchtune.estimate.memory.events import Assumption
+from batchtune.estimate.memory.capacity import Search, TracedGrid, TracedStep, largest_allocated
+from batchtune.estimate.memory.events import Assumption, Trace
 from batchtune.estimate.memory.fit import FittedStep, Step, fit, live_bytes, peak_allocated_bytes, peak_of
 from batchtune.estimate.memory.overheads import (
     Confidence,
@@ -28,6 +30,8 @@ from batchtune.estimate.memory.scratch import Gpu
 from batchtune.task.samples import unseen_warnings
 from batchtune.vocabulary import LARGEST
 
+_SHARES = (0.25, 0.5, 0.75)  # that is done once another size has been traced
+_TRACING_SHARE = 0.5  # of the time that may go by with tracing: searching takes the rest
 _CURVE_POINTS = 400
 _HOLDERS = 12
 _START = 1 / 1.01  # of what is expected: where a probe to 1 % begins, so that a failure right above ends it
@@ -46,25 +50,44 @@ def warm_up() -> None:
     gc.enable()
 
 
-def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: Any) -> dict[str, Any]:
+def answer(
+    *,
+    gpus: list[dict[str, Any]],
+    memory_limit: int | None,
+    seconds: float,
+    progress: Callable[[float], None],
+    **traced: Any,
+) -> dict[str, Any]:
     """Traces a task once and finds the largest batch on each GPU; run in a child process.
 
     Args:
         gpus: dicts with name, memory_bytes, generation, vendor and measured (fields of `Offsets`).
         memory_limit: bytes that a process may reserve; None for what the GPU has.
+        seconds: after which nobody waits for the answer any more.
+        progress: told what share of it is done.
         **traced: what a `Tracer` is made with.
 
     Returns:
-        `{"refused": why}`, or `{"gpus": [one dict each], "details": [the peak at the largest size], "has_softmax": …}`.
+        `{"refused": why}`, with `frames` where the user's code failed, or
+        `{"gpus": [one dict each], "details": [the peak at the largest size], "has_softmax": …}`.
     """
+    started = time.monotonic()
     warm_up()
-    from batchtune.estimate.tracing.trace import CannotTraceError, Tracer
+    from batchtune.estimate.tracing.trace import CannotTraceError, StepFailedError, Tracer
 
     try:
         tracer = Tracer(**traced)
-        found = fit(tracer.trace)
+        shares = iter(_SHARES)
+
+        def trace_at(batch_size: int) -> Trace:
+            trace = tracer.trace(batch_size)
+            progress(next(shares, _SHARES[-1]))
+            return trace
+
+        found = fit(trace_at)
         notes = list(tracer.notes)
-        step: Step = found if isinstance(found, FittedStep) else TracedStep(tracer.trace)
+        grid = TracedGrid(tracer.trace, seconds * _TRACING_SHARE - (time.monotonic() - started))
+        step: Step = found if isinstance(found, FittedStep) else TracedStep(grid)
         if not isinstance(found, FittedStep):
             notes.append(Assumption(f"{found.reason}; sizes between traced ones are scaled"))
         searches: dict[tuple[Gpu, int], _Searches] = {}
@@ -78,10 +101,13 @@ def answer(*, gpus: list[dict[str, Any]], memory_limit: int | None, **traced: An
             if key not in searches:
                 searches[key] = _Searches.of(step.on(kind), gpu["memory_bytes"])
             rows.append(_row(searches[key], capacity_bytes(*facts, tracer.ops, memory_limit, measured), sure))
-            rows[-1]["notes"] += unseen_warnings(tracer.samples)
+            rows[-1]["notes"] += [*unseen_warnings(tracer.samples), *grid.notes]
+            progress(_SHARES[-1] + (1 - _SHARES[-1]) * len(rows) / len(gpus))
         largest = max((row["max_batch_size"] for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
         return {"gpus": rows, "details": [detail(step, largest or 1)], "has_softmax": has_softmax}
+    except StepFailedError as failed:
+        return {"refused": str(failed), "frames": failed.frames}
     except CannotTraceError as refusal:
         return {"refused": str(refusal)}
 
@@ -98,12 +124,12 @@ def estimate_for_probe(*, gpu: dict[str, Any] | None, memory_limit: int, **trace
         `{"refused": why}`, or `TaskEstimate`'s fields.
     """
     warm_up()
-    from batchtune.estimate.tracing.trace import CannotTraceError, Tracer
+    from batchtune.estimate.tracing.trace import CannotTraceError, StepFailedError, Tracer
 
     try:
         tracer = Tracer(**traced, device="cuda" if gpu else "cpu")
         step = fit(tracer.trace)
-    except CannotTraceError as refusal:
+    except (CannotTraceError, StepFailedError) as refusal:
         return {"refused": str(refusal)}
     if not isinstance(step, FittedStep):
         return {"refused": step.reason}

@@ -21,7 +21,7 @@ class TracingChild(Child):
                 warm_up()
                 return Done()
             case EstimateMemory():
-                return answer(**dict(command))
+                return answer(**dict(command), progress=lambda share: self._channel.send(alive=True, share=share))
             case ExpectMemory():
                 return estimate_for_probe(**dict(command))
         return super().answer(command)

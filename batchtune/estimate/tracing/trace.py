@@ -16,16 +16,17 @@ from torch.utils._pytree import tree_map_only
 
 from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
-from batchtune.errors import BatchtuneError
+from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.estimate.memory.events import Assumption, Trace, Work, normalized
 from batchtune.estimate.tracing.checkpointing import Checkpointed
 from batchtune.estimate.tracing.distributed import distributed, unit_bytes
+from batchtune.estimate.tracing.failures import as_on_a_gpu, needs_data
 from batchtune.estimate.tracing.fake_cuda import fake_cuda
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.source_lines import place_of_error, place_outside_torch
 from batchtune.protocol.commands import SamplesSeen
 from batchtune.task.contract import Task
-from batchtune.task.load import load_task
+from batchtune.task.load import describe_user_error, load_task
 from batchtune.task.samples import tensor_bytes
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
@@ -34,6 +35,10 @@ _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_
 
 class CannotTraceError(BatchtuneError):
     """The user's step does something that needs data; the message names its line."""
+
+
+class StepFailedError(UserCodeError):
+    """The user's step fails with data just so."""
 
 
 class Tracer:
@@ -106,14 +111,15 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
 
     Raises:
         CannotTraceError: the step needs data.
+        StepFailedError: it fails with data, too.
         DeviceError: this build of torch cannot trace.
     """
     gc.collect()
     gc.disable()  # a collection in the middle would free storages at a random place
+    trace = Trace(batch_size)
     try:
-        with _naming_the_line(batch_size), fake_cuda() as mode:
+        with _naming_the_line(trace), fake_cuda() as mode:
             batch = _fake_batch(task, batch_size, mode)
-            trace = Trace(batch_size)
             recorder = Recorder(trace, device)
             if task.is_for_inference:
                 _record_inference(trace, recorder, task, batch, precision)
@@ -236,19 +242,23 @@ def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode) -> Any:
 
 
 @contextlib.contextmanager
-def _naming_the_line(batch_size: int) -> Iterator[None]:
+def _naming_the_line(trace: Trace) -> Iterator[None]:
     try:
         yield
     except BatchtuneError:
         raise
     except Exception as error:
-        place = place_of_error(error)
         text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
+        if not trace.notes and not needs_data(error):  # nothing was assumed before: it would come with data, too
+            failed = describe_user_error(as_on_a_gpu(error), f"in a step of batch size {trace.batch_size}")
+            raise StepFailedError(failed.detail, failed.frames) from error
+        place = place_of_error(error)
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
         text = f"{operator[1]} is no operator that can be recorded" if operator else text
+        assumed = "".join(f" ({each.text})" for each in trace.notes[:1])
         raise CannotTraceError(
-            f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {batch_size}: "
-            f"{type(error).__name__}: {text}"
+            f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {trace.batch_size}: "
+            f"{type(error).__name__}: {text}{assumed}"
         ) from error
 
 

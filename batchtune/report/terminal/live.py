@@ -23,6 +23,7 @@ _ATTEMPTS: _Columns = (("batch", 9), ("outcome", -12), ("peak", 10), ("step", 10
 _SPEEDS: _Columns = (("batch", 9), ("samples/s", 10), ("step", 10))
 _TRIALS: _Columns = (("run", 4), ("batch", 8), ("lr", 9), ("result", 11), ("role", -8), ("time left", 12))
 _GAP = 2
+_SECONDS_BETWEEN_LINES = 10.0  # on progress, where no line moves
 _WIDE = 72  # columns from which the moving line has a bar
 
 
@@ -44,6 +45,7 @@ class LiveObserver(Observer):
         self._console, self._verbose, self._total = console, verbose, total_seconds
         self._lock = threading.Lock()
         self._columns: _Columns = ()  # of the rows printed last
+        self._said_at = 0.0  # seconds into a part whose progress is told
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", table_column=Column(overflow="fold")),  # goes on in a second line
@@ -66,11 +68,18 @@ class LiveObserver(Observer):
 
     def stage(self, title: str) -> None:
         self._say(Text(title, style="bold"))
-        self._columns = ()
+        self._columns, self._said_at = (), 0.0
         self._now(title)
 
     def note(self, text: str) -> None:
         if self._verbose:
+            self._say(Text(f"  {text}"))
+
+    def progress(self, share: float, seconds: float, limit_seconds: float) -> None:
+        text = f"{share:.0%} done after {duration(seconds)} of at most {duration(limit_seconds)}"
+        self._now(text)
+        if not self._console.is_terminal and seconds - self._said_at >= _SECONDS_BETWEEN_LINES:
+            self._said_at = seconds
             self._say(Text(f"  {text}"))
 
     def attempting(self, batch_size: int, reason: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import time
+
 import pytest
 
 import batchtune
@@ -68,3 +71,59 @@ def test_the_line_is_about_the_gpu_that_something_helps_on():
     ]
     helped = ["a batch of 1 needs 30.0 GiB for tensors alone", "would fit with bf16 or fp16: 3"]
     assert too_large(rows) == f"nothing fits on any of 2 GPUs; small at fp32: {helped[0]}; {helped[1]}"
+
+
+ENDLESS = (
+    TASK
+    + """
+import time
+
+def compute_loss(model, batch):
+    print("tracing", flush=True)
+    time.sleep(600)
+"""
+)
+
+
+def test_tracing_is_given_up_at_the_limit_with_the_reason(tmp_path):
+    path = tmp_path / "endless.py"
+    path.write_text(ENDLESS)
+    reason = r"nothing could be estimated: tracing took longer than 2 s \(0% of it was done\); --timeout 10m gives it "
+    with pytest.raises(NothingFitsError, match=reason) as raised:
+        batchtune.estimate(path, gpus=["T4", "4090"], timeout="2s")
+    assert [row.confidence for row in raised.value.result.estimates] == ["refused", "refused"]
+
+
+def test_the_first_ctrl_c_ends_an_estimate_at_once(cli, all_gone):
+    cli.write("endless.py", ENDLESS)
+    command = cli.start("estimate", "endless.py", "--gpu", "T4", "-v")
+    command.wait_for("| tracing")
+    family = command.family()
+    command.process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    finished = command.finish(10)
+    assert time.monotonic() - started < 2
+    assert finished.code == 130
+    assert finished.err.endswith("batchtune: interrupted: nothing was estimated\n")
+    assert all_gone(family)
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "said"),
+    [
+        (
+            "model(batch).detach().cpu().numpy(); return model(batch).mean()",
+            4,
+            "nothing could be estimated: refused.py:",
+        ),
+        ("raise KeyError('label')", 3, "compute_loss raised KeyError in a step of batch size 3: refused.py:"),
+    ],
+    ids=["needs data", "fails with data too"],
+)
+def test_where_every_gpu_is_refused_the_command_does_not_exit_with_0(quick_cli, loss, code, said):
+    quick_cli.write("refused.py", TASK.replace("return model(batch).square().mean()", loss))
+    found = quick_cli("estimate", "refused.py", "--gpu", "T4", "--gpu", "4090", "--json", "-q")
+    assert found.code == code
+    assert f"batchtune: {said}" in found.err
+    assert (found.document["status"], found.document["error"]["exit_code"]) == ("failed", code)
+    assert [row["confidence"] for row in found.document["estimates"]] == ["refused", "refused"]

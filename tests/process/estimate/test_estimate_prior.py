@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from fakes import opened
 
@@ -138,7 +140,8 @@ def test_the_child_is_started_at_once_and_asked_once_the_device_is_known():
     ("answer", "why"),
     [
         ({"refused": "model.py:3: cannot be traced"}, "model.py:3: cannot be traced"),
-        (WorkerDied("timeout", "no sign of life for 90 s"), "no sign of life for 90 s"),
+        (WorkerDied("timeout", "no sign of life for 60 s"), "tracing took too long, and a probe can do without"),
+        (WorkerDied("crash", "the process died by SIGSEGV"), "the process died by SIGSEGV"),
         (DeviceError("not in this build"), "not in this build"),
     ],
 )
@@ -146,6 +149,17 @@ def test_an_estimate_that_fails_is_a_note_and_never_an_error(answer, why):
     found, notes, _ = looking(answer)
     assert found is None
     assert notes == [f"no estimate to start from: {why}"]
+
+
+def test_all_precisions_together_hold_a_probe_up_for_no_longer_than_the_limit(monkeypatch):
+    monkeypatch.setattr(estimate_prior, "TRACE_SECONDS", 0.2)
+    notes, child = Notes(), Child(WorkerDied("timeout", "no sign of life"))
+    child.call = lambda command, *, timeout: time.sleep(timeout) or Child.call(child, command, timeout=timeout)
+    monkeypatch.setattr(estimate_prior, "Worker", lambda settings, program: child)
+    with EstimatePrior("model.py", "mps", notes, on_cpu=True) as sight:
+        found = [sight.look(opened(**FACTS), precision, 1, timeout=120) for precision in ("bf16", "fp16", "fp32")]
+    assert found == [None] * 3
+    assert len(notes.notes) == len(child.asked) == 1
 
 
 @pytest.mark.parametrize(("device", "on_cpu"), [("cpu", False), ("mps", True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -190,6 +191,49 @@ def test_a_selection_by_mask_is_estimated_as_if_everything_were_selected(ask):
 def test_what_needs_data_is_refused_with_its_line(ask):
     source = MLP.replace("return model(batch)", "model(batch).detach().cpu().numpy(); return model(batch)")
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "return nn.functional.cross_entropy(model(batch), WEIGHTS[:1].long().expand(len(batch)), WEIGHTS)",
+            r"compute_loss raised RuntimeError in a step .*task\.py:\d+: tensors are on different devices",
+        ),
+        (
+            "return nn.functional.embedding(model(batch), model[2].weight).mean()",
+            r"compute_loss raised RuntimeError in a step of batch size 3: .*task\.py:\d+: .*torch.float32",
+        ),
+        ("raise ValueError('no such label')", r"compute_loss raised ValueError .*task\.py:\d+: no such label"),
+    ],
+    ids=["a loss left on the CPU", "dtypes", "their own"],
+)
+def test_what_fails_with_data_too_is_the_users_error_with_its_line(ask, line, said):
+    answer = ask(MLP.replace("return model(batch).square().mean()", line) + "\n    WEIGHTS = torch.ones(1024)\n")
+    assert re.match(said, answer["refused"])
+    assert line in answer["frames"]
+
+
+def test_a_hook_that_returns_a_tensor_is_the_users_error(ask):
+    source = """
+    def build_optimizer(model, lr):
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        return optimizer
+    """
+    answer = ask(MLP + source)
+    assert "must return None or a tuple" in answer["refused"]
+    assert "without data" not in answer["refused"]
+    assert "FakeTensor" not in answer["refused"]
+    assert "frames" in answer
+
+
+def test_an_error_after_a_value_was_assumed_is_no_error_of_the_users(ask):
+    line = "count = int(batch.argmax()) + 1; return nn.functional.mse_loss(model(batch)[:count], batch[:2, :])"
+    answer = ask(MLP.replace("return model(batch).square().mean()", line.replace("[:2, :]", "[:2, :7]")))
+    assert "cannot be traced without data" in answer["refused"]
+    assert "reads a tensor's value, which is not known without data" in answer["refused"]
+    assert "frames" not in answer
 
 
 def test_compiled_models_are_traced_as_eager_ones_and_say_so(ask):

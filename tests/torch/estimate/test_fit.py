@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
-from batchtune.estimate.memory.capacity import Search, TracedStep, largest_allocated
+from batchtune.estimate.memory.capacity import Search, TracedGrid, TracedStep, largest_allocated
 from batchtune.estimate.memory.events import SCRATCH, Birth, Trace, Work, normalized
 from batchtune.estimate.memory.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
 from batchtune.estimate.memory.scratch import Block, Gpu
@@ -147,11 +147,32 @@ def test_a_step_that_does_not_align_is_traced_on_a_grid_and_scaled_between():
         traced.append(size)
         return step_trace(size, linear=MIB)
 
-    step = TracedStep(trace)
+    step = TracedStep(TracedGrid(trace))
     found = Search(step)(300 * MIB)
     assert 250 < found < 300
     assert len(traced) == len(set(traced)) < 20
     assert step.births(1)[0].category == "parameters"
+
+
+def test_sizes_that_would_take_too_long_to_trace_are_extrapolated_from_those_that_were():
+    clock, traced = [0.0], []
+
+    def trace(size):
+        traced.append(size)
+        clock[0] += size
+        births = [
+            Birth(50 * MIB + MIB * size, "aten.mm", moment="forward 1", category="activations"),
+            Birth(0, SCRATCH + "cublas", moment="forward 1", block=Block(lambda _: 8 * MIB, ())),
+        ]
+        return Trace(size, [1, 2, -2, -1], births)
+
+    grid = TracedGrid(trace, 60.0, lambda: clock[0])
+    assert 900 < Search(TracedStep(grid))(1000 * MIB) < 960
+    assert sum(traced) <= 60
+    assert grid.notes == [f"above {max(traced)} samples scaled: larger sizes take long to trace"]
+    alone = TracedGrid(trace)
+    assert largest_allocated(TracedStep(alone), 1000 * MIB) > 900
+    assert alone.notes == []
 
 
 def test_a_gradient_that_is_added_to_another_takes_no_memory_of_its_own():

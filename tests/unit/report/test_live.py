@@ -51,6 +51,17 @@ def test_a_pipe_gets_one_plain_line_for_each_event():
     assert [line.split()[0] for line in lines[5:]] == ["timing", "batch", "64", "searching", "run", "3"]
 
 
+def test_progress_is_a_share_and_a_time_now_and_then():
+    page = io.StringIO()
+    with LiveObserver(Console(file=page, width=80), verbose=False) as observer:
+        for seconds in range(1, 26):
+            observer.progress(seconds / 100, float(seconds), 60.0)
+    assert page.getvalue().splitlines() == [
+        "  10% done after 10 s of at most 60 s",
+        "  20% done after 20 s of at most 60 s",
+    ]
+
+
 def test_rows_stand_under_their_headings():
     lines = run().splitlines()
     assert lines[2].index("fit") == lines[1].index("outcome")
