@@ -14,6 +14,7 @@ import typer
 from batchtune import api
 from batchtune.console import Session, one_of, with_session
 from batchtune.errors import RunInterrupted, UsageError
+from batchtune.task.spec import TEMPLATE
 from batchtune.version import __version__
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 
 
-_TEMPLATES = {"pytorch": "", "lightning": ":LitModel", "transformers": ":make_trainer"}  # what model.py has to name
+_TEMPLATES = {"pytorch": "", "lightning": ":LitModel", "transformers": ":make_trainer"}  # what follows the file's name
 Origin: Any = one_of(*_TEMPLATES)
 Format: Any = one_of("table", "json", "markdown", "html", "csv", "hf", "lightning", "deepspeed", "env")
 Tracker: Any = one_of("mlflow", "tensorboard", "wandb")
@@ -44,14 +45,14 @@ def _root(
         raise typer.Exit
 
 
-@app.command(short_help="Write a commented model.py and config.yaml.")
+@app.command(short_help="Write a commented batchtune_task.py and config.yaml.")
 @with_session
 def init(
     session: Session,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made if missing.")] = Path(),
-    origin: Annotated[Origin, typer.Option("--from", help="The library that model.py trains with.")] = "pytorch",
+    origin: Annotated[Origin, typer.Option("--from", help="The library that you train with.")] = "pytorch",
 ) -> None:
-    """Write a commented model.py and config.yaml that work as they are, and the schema that editors check it by.
+    """Write a commented batchtune_task.py and config.yaml that work as they are, and the schema for editors.
 
     Examples:
       batchtune init mymodel
@@ -60,11 +61,11 @@ def init(
     from batchtune.config.schema import config_schema
 
     templates = Path(__file__).parent / "templates"
-    model = templates / (origin if _TEMPLATES[origin] else "") / "model.py"
+    model = templates / (origin if _TEMPLATES[origin] else "") / TEMPLATE
     config = (templates / "config.yaml").read_text(encoding="utf-8")
     texts = {
-        "model.py": model.read_text(encoding="utf-8"),
-        "config.yaml": config.replace("task: model.py", f"task: model.py{_TEMPLATES[origin]}", 1),
+        TEMPLATE: model.read_text(encoding="utf-8"),
+        "config.yaml": config.replace(f"task: {TEMPLATE}", f"task: {TEMPLATE}{_TEMPLATES[origin]}", 1),
         "config.schema.json": json.dumps(config_schema(), indent=1) + "\n",  # config.yaml names it for editors
     }
     files = [directory / name for name in texts]

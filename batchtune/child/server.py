@@ -47,6 +47,7 @@ from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error, load_task
 from batchtune.task.optimizers import optimizer_defaults
 
+_SOME_STEPS = 1000  # of a schedule that is only looked at
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
 
@@ -157,7 +158,7 @@ class Child:
             memory_limit_bytes=limit,
             optimizer_defaults=optimizer_defaults(self._task.source, command.optimizer_arguments),
             forks=self._leave is not None,
-            **_about_steps(self._task),
+            **_about_steps(self._task, command.purpose),
         )
         if command.metric is not None:
             require_metric(self._task, self._memory.device, command.metric, chosen[0][0])
@@ -195,13 +196,15 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
         return open_device(name), sensors, seen
 
 
-def _about_steps(task: Task) -> dict[str, Any]:
+def _about_steps(task: Task, purpose: str) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     model = task.model()  # for inference, too, so that what is wrong with it is said
     if task.is_for_inference:
         return {"optimizer": ""}
     source = task.source if isinstance(task.source, Adapted) else Adapted("")
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
+    if purpose == "tune":
+        task.schedulers(optimizers, _SOME_STEPS)  # what is wrong with them is to be said now
     return {
         "optimizer": optimizers.name,
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),

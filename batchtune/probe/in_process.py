@@ -12,13 +12,13 @@ from typing import Any
 
 from batchtune.child.commands.attempt import PeakTracker
 from batchtune.child.training.inference import without_gradients
+from batchtune.child.training.kept_state import KeptState, named, trained_by
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError
 from batchtune.observer import Observer
-from batchtune.probe.kept_state import KeptState, named, trained_by
 from batchtune.probe.search import Bounds, bracket, next_size
 from batchtune.task.random_numbers import kept_random_numbers
 

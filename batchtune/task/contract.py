@@ -120,6 +120,7 @@ class Task:
         if not isinstance(model, nn.Module):
             raise UserCodeError(
                 f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module or a dict of them"
+                f"{_only(model, nn.Module)}"
             )
         if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
             raise UserCodeError(
@@ -182,7 +183,7 @@ class Task:
     def _scalar(self, loss: Any, name: str) -> Tensor:
         """Checked, so that a wrong one is named and not met in backward."""
         if not isinstance(loss, Tensor):
-            raise UserCodeError(f"{self.where}: {name} returned {kind_of(loss)}, not a tensor")
+            raise UserCodeError(f"{self.where}: {name} returned {kind_of(loss)}, not a tensor{_only(loss, Tensor)}")
         if loss.dim() != 0:
             shape = tuple(loss.shape)
             raise UserCodeError(f"{self.where}: {name} returned shape {shape}, not a scalar; take its .mean()")
@@ -337,3 +338,14 @@ class Task:
 
 def _is_hugging_face(model: nn.Module) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in inspect.getmro(type(model)))
+
+
+def _only(found: Any, kind: type) -> str:
+    """Where to find what was asked for, if a tuple, list or mapping has it; of several tensors, the only scalar."""
+    places = (
+        found.items() if isinstance(found, Mapping) else enumerate(found) if isinstance(found, list | tuple) else ()
+    )
+    fitting = [(place, each) for place, each in places if isinstance(each, kind)]
+    if len(fitting) > 1:
+        fitting = [(place, each) for place, each in fitting if isinstance(each, Tensor) and each.dim() == 0]
+    return f"; return its [{fitting[0][0]!r}] alone" if len(fitting) == 1 else ""

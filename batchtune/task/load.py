@@ -16,7 +16,7 @@ from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.adapting.adapted import require_no_arguments
 from batchtune.task.contract import Task
 from batchtune.task.random_numbers import seed_everything
-from batchtune.task.spec import split_spec
+from batchtune.task.spec import TEMPLATE, split_spec
 
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
@@ -41,8 +41,17 @@ def load_task(spec: str) -> Task:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise describe_user_error(error, f"importing {spec}") from error
+        raise describe_user_error(error, f"importing {spec}", _hint(error, place)) from error
     return Task(_source(_attribute(module, attribute, spec), module, attribute, spec), spec)
+
+
+def _hint(error: BaseException, place: Path | str) -> str:
+    """Where the task's file has the name of the module that it imports, and so hides it."""
+    if isinstance(place, str) or not isinstance(error, ImportError) or not error.name:
+        return ""
+    if error.name.partition(".")[0] != place.stem:
+        return ""
+    return f"; this file hides your own module '{place.stem}': call it otherwise, e.g. {TEMPLATE}"
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -92,6 +101,8 @@ def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
             if isinstance(error, KeyboardInterrupt | UsageError):
                 raise
             raise describe_user_error(error, f"calling {attribute}()") from error
+    if found is module and not hasattr(module, "build_model"):
+        _suggest(module, spec)
     known = _library_type(type(found[0] if isinstance(found, tuple) and found else found))
     if known == "LightningModule":
         from batchtune.task.lightning import LightningTask
@@ -108,6 +119,15 @@ def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
     return found
 
 
+def _suggest(module: ModuleType, spec: str) -> None:
+    """Raises UserCodeError where a module without build_model() has a class that an adapter knows."""
+    own = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+    known = {each.__name__: kind for each in own if (kind := _library_type(each))}
+    if known:
+        name, kind = next(iter(known.items()))
+        raise UserCodeError(f"{spec}: no build_model(), but {name} is a {kind}; name it: {spec}:{name}")
+
+
 def _library_type(kind: type) -> str | None:
     """The library's class that a class descends from, where an adapter knows it."""
     known = {
@@ -122,12 +142,13 @@ def _library_type(kind: type) -> str | None:
     return None
 
 
-def describe_user_error(error: BaseException, doing: str) -> UserCodeError:
-    """The user's exception as one line (function, type, place, text) with their own frames, and nobody else's."""
+def describe_user_error(error: BaseException, doing: str, hint: str = "") -> UserCodeError:
+    """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
     if isinstance(error, UserCodeError):
         return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     kind = type(error).__name__
+    frames = frames or _named_last(error)
     own = frames[0].name if frames and frames[0].name != "<module>" else None
     whole = own is None and doing.startswith(("importing", "calling"))
     who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
@@ -135,7 +156,17 @@ def describe_user_error(error: BaseException, doing: str) -> UserCodeError:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
     place = f"{_short(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-    return UserCodeError(f"{who} raised {kind}{when}: {place}{text[0][:500]}", "".join(traceback.format_list(frames)))
+    return UserCodeError(
+        f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
+    )
+
+
+def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
+    *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
+    called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
+    codes = [each.__code__ for each in called if _is_users(each.__code__.co_filename)]
+    return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
 
 
 def _is_users(filename: str) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from batchtune.errors import UsageError
 
+TEMPLATE = "batchtune_task.py"  # what `batchtune init` writes: a name that hides no module of the user's
+
 
 def split_spec(spec: str) -> tuple[Path | str, str]:
     """A task's file or module, and the attribute in it ('' for the module itself).
@@ -29,8 +31,8 @@ def _split(spec: str) -> tuple[Path | str, str]:
             return place, attribute
         raise UsageError(f"{spec!r}: neither a Python file nor a module; use model.py, path.py:name or pkg.module:name")
     path = Path(place)
-    if path.is_dir() and (path / "model.py").is_file():
-        path = path / "model.py"
+    if path.is_dir():
+        path = next((path / name for name in (TEMPLATE, "model.py") if (path / name).is_file()), path)
     if not path.is_file():
         raise UsageError(f"{place}: no such task file; 'batchtune init' writes a template")
     return path, attribute

@@ -132,17 +132,17 @@ def test_init_writes_a_task_that_tune_accepts(work):
 
 
 def test_init_refuses_to_overwrite(invoke, tmp_path):
-    (tmp_path / "model.py").write_text("precious")
+    (tmp_path / "batchtune_task.py").write_text("precious")
     refused = invoke("init", tmp_path)
     assert refused.exit_code == 2
-    assert "model.py: already there" in refused.stderr
-    assert (tmp_path / "model.py").read_text() == "precious"
+    assert "batchtune_task.py: already there" in refused.stderr
+    assert (tmp_path / "batchtune_task.py").read_text() == "precious"
     assert not (tmp_path / "config.yaml").exists()
 
 
 def test_init_tells_programs_what_it_wrote(invoke, tmp_path):
     written = json.loads(invoke("init", tmp_path, "--json").stdout)["written"]
-    assert written == [str(tmp_path / name) for name in ("model.py", "config.yaml", "config.schema.json")]
+    assert written == [str(tmp_path / name) for name in ("batchtune_task.py", "config.yaml", "config.schema.json")]
 
 
 @pytest.mark.parametrize("library", ["pytorch", "lightning", "transformers"])
@@ -461,7 +461,7 @@ def test_what_programs_read_is_utf8_whatever_stdout_is(cli, environment):
 def test_words_for_people_are_written_as_stdout_can(cli):
     finished = cli("init", "modèle", environment={"PYTHONIOENCODING": "ascii"})
     assert (finished.code, finished.err) == (0, "")
-    assert "wrote mod?le/model.py" in finished.out
+    assert "wrote mod?le/batchtune_task.py" in finished.out
 
 
 def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(quick_cli):

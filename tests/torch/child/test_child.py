@@ -12,6 +12,7 @@ from batchtune.child.training.parallel import Parallel
 from batchtune.device.sharing import Sharing
 from batchtune.device.telemetry import Sensors
 from batchtune.document import DeviceProcess
+from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import Describe, OpenTask
 from batchtune.protocol.rendezvous import Rendezvous
 
@@ -92,6 +93,19 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_counted(done, o
             "    return torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=lr)\n"
         )
     assert Child(None).open(opening).foreign_parameters == 2
+
+
+def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp_path):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
+            "def build_scheduler(optimizer, total_steps): return ReduceLROnPlateau(optimizer, 'max')\n"
+            "def train_dataset(): return [1, 2]\n"
+            "def evaluate(model): return 1.0\n"
+        )
+    Child(None).open(opening)
+    with pytest.raises(UserCodeError, match="ReduceLROnPlateau, which waits for a metric"):
+        Child(None).open(opening.but(purpose="tune"))
 
 
 def test_a_task_that_is_known_is_opened_without_a_word_of_it(done, opening):

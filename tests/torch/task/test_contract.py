@@ -101,6 +101,21 @@ class TestRequirements:
             "build_model returned a dict, not an nn.Module or a dict of them",
         ),
         (
+            {"build_model": lambda: (nn.Linear(4, 1), "tokenizer")},
+            lambda task: task.model(),
+            r"returned a tuple, not an nn.Module or a dict of them; return its \[0\] alone",
+        ),
+        (
+            {"compute_loss": lambda model, batch: (model(batch), model(batch).mean())},
+            lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
+            r"compute_loss returned a tuple, not a tensor; return its \[1\] alone",
+        ),
+        (
+            {"compute_loss": lambda model, batch: {"loss": model(batch).mean(), "step": 3}},
+            lambda task: task.loss(nn.Linear(4, 1), torch.zeros(2, 4)),
+            r"compute_loss returned a dict, not a tensor; return its \['loss'\] alone",
+        ),
+        (
             {"build_model": lambda: {"net": nn.Linear(4, 1), "step": 3}},
             lambda task: task.model(),
             "a dict in which 'step' is an int, not an nn.Module; a train_step keeps anything else in context.state",

@@ -73,6 +73,18 @@ class TestWhatIsNotThere:
             "my_task.py: no build_model() returning an nn.Module or a dict of them; 'batchtune init'"
         )
 
+    def test_a_lightning_module_that_the_file_holds_is_suggested(self, message):
+        text = message(
+            "Base = type('LightningModule', (), {'__module__': 'lightning.pytorch'})\nclass MyLit(Base): ...\n"
+        )
+        assert text.endswith("my_task.py: no build_model(), but MyLit is a LightningModule; name it: my_task.py:MyLit")
+
+    @pytest.mark.parametrize("line", ["from my_task import GPT", "import my_task.layers"])
+    def test_a_module_that_the_tasks_own_file_hides_is_told(self, message, line):
+        assert message(line).endswith(
+            "; this file hides your own module 'my_task': call it otherwise, e.g. batchtune_task.py"
+        )
+
     def test_a_library_that_a_task_wants_is_told_with_the_line(self, message):
         text = message("\nimport no_such_library\n")
         assert "ModuleNotFoundError: my_task.py:2: No module named 'no_such_library'" in text
@@ -109,6 +121,10 @@ class TestCodeThatFails:
 
 
 class TestDescription:
+    @pytest.fixture(autouse=True)
+    def _loads(self, load):
+        self.made = lambda body: load(f"import torch\n\ndef build_model():\n    {body}\n").source.build_model()
+
     @pytest.fixture
     def raised(self, load):
         """What `build_model` of a task raises."""
@@ -130,6 +146,19 @@ class TestDescription:
         assert "mat1 and mat2 shapes" in str(found)
         assert found.frames.count("File") == 1
         assert "my_task.py" in found.frames
+
+    def test_a_function_that_a_library_was_given_is_told_where_none_of_the_users_was_at_work(self, raised):
+        lines = (
+            "optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)",
+            "def pre_hook(*_): return torch.ones(1)",
+            "optimizer.register_step_pre_hook(pre_hook)",
+            "return optimizer",
+        )
+        with pytest.raises(RuntimeError) as found:
+            self.made("\n    ".join(lines)).step()
+        text = str(describe_user_error(found.value.with_traceback(found.tb.tb_next), "in training"))
+        assert text.startswith("pre_hook raised RuntimeError in training: my_task.py:5: ")
+        assert "must return None or a tuple" in text
 
     def test_only_the_first_line_of_a_long_text_is_shown(self, raised):
         found = str(describe_user_error(raised("raise ValueError('a' * 9999 + chr(10) + 'b')"), "in training"))

@@ -32,7 +32,7 @@ class Samples(L.LightningDataModule):
 
 
 class LitModel(L.LightningModule):
-    """If it needs arguments, name a function that makes it instead: `task: model.py:make_model`."""
+    """If it needs arguments, name a function that makes it instead: `task: batchtune_task.py:make_model`."""
 
     def __init__(self, lr=1e-3):
         super().__init__()
