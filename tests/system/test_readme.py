@@ -1,10 +1,7 @@
 """Every command of the README runs: the set-up lines in CI letter by letter, the others here."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,24 +22,16 @@ def test_there_are_exactly_two_set_up_commands_each_a_single_line_with_its_own_e
     assert "-m pytest" in ci
 
 
-def run_in_order(lines, folder):
-    folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for line in lines:
-        command = [sys.executable, "-m", "batchtune", *shlex.split(line)[1:]]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
-
-
 @pytest.mark.timeout(600)
-def test_the_commands_run_in_order(tmp_path, pool):
-    folders = [line.split()[2] for line in CONSOLE if line.startswith("batchtune init ")]
-    chains = {folder: [line for line in CONSOLE if re.search(rf"\b{folder}\b", line)] for folder in folders}
-    assert sorted(line for chain in chains.values() for line in chain) == sorted(CONSOLE)
-    assert len(chains["mymodel"]) > 6
-    for done in [pool.submit(run_in_order, chain, tmp_path / folder) for folder, chain in chains.items()]:
-        done.result()
-    assert "## batchtune tune: mymodel" in (tmp_path / "mymodel" / "summary.md").read_text(encoding="utf-8")
+def test_the_commands_run_in_order(new_quick_cli):
+    cli = new_quick_cli()
+    assert sum("mymodel" in line for line in CONSOLE) > 6
+    for line in CONSOLE:
+        program, *arguments = shlex.split(line)
+        assert program == "batchtune"
+        done = cli(*arguments)
+        assert done.code == 0, f"{line}\n{done.err}"
+    assert "## batchtune tune: mymodel" in (cli.folder / "summary.md").read_text(encoding="utf-8")
 
 
 def test_the_result_shown_in_the_readme_is_a_result_document():
