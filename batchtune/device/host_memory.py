@@ -10,7 +10,7 @@ import io
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from batchtune.device._base import Peaks
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
-_CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
 _MAPPED_IN_ATTEMPTS_BYTES = 2**16  # blocks from this size on are mapped each for itself
 _MAPPED_BYTES, _KEPT_FREE_BYTES = 32 << 20, 64 << 20  # where glibc's own thresholds end that rise with use (mallopt(3))
@@ -56,7 +57,7 @@ class HostMemory:
         self._objects: list[bytes] = []
 
     def describe(self) -> tuple[str, int | None, int | None]:
-        meminfo = _fields(Path("/proc/meminfo"))
+        meminfo = _fields(MEMINFO)
         total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
         cap, used = _cgroup_bytes("memory.max"), _cgroup_used_bytes()
         if total and free and cap and used is not None and cap < total:  # a container's memory is its own
@@ -112,7 +113,7 @@ class HostMemory:
         self.release()
         if self._fresh_bytes is not None:
             kept = _used_bytes() - self._fresh_used_bytes if self._kept_bytes else 0
-            one_off = self._one_off_bytes() if self._kept_bytes else 0
+            one_off = one_off_bytes(self._first_size, self._kept_bytes) if self._kept_bytes else 0
             self._count_from(self._fresh_bytes + kept - one_off, spared_bytes=_SPARED_BYTES)
         self._first_size = self._first_size or batch_size
         _set_malloc(_MAPPED_IN_ATTEMPTS_BYTES, _MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
@@ -122,16 +123,6 @@ class HostMemory:
             _leave_malloc_to_itself()
             self.release()
             self._kept_bytes.append(_used_bytes() - self._fresh_used_bytes)
-
-    def _one_off_bytes(self) -> int:
-        """Of what the first attempt left for good, that which it would leave at any size: it counts in any process.
-
-        The rest (oneDNN's kernels for that one shape) comes with each new size again, and what was made for other
-        sizes does not count. How much that is shows from the second attempt on; a batch of one has next to nothing.
-        """
-        unknown = 0 if self._first_size == 1 else _ONE_SHAPES_BYTES
-        own = max((after - before for before, after in pairwise(self._kept_bytes)), default=unknown)
-        return max(0, self._kept_bytes[0] - own)
 
     def _count_from(self, origin_bytes: int, spared_bytes: int = 0) -> None:
         self._origin_bytes = origin_bytes
@@ -172,6 +163,21 @@ class HostMemory:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed pages otherwise; musl has none
             if trim is not None:
                 trim(0)
+
+
+def one_off_bytes(first_size: int, kept_bytes: Sequence[int]) -> int:
+    """Of what the first attempt left for good, that which it would leave at any size: it counts in any process.
+
+    The rest (oneDNN's kernels for that one shape) comes with each new size again, and what was made for other sizes
+    does not count. How much that is shows from the second attempt on; a batch of one has next to nothing.
+
+    Args:
+        first_size: batch size of the first attempt.
+        kept_bytes: by attempt: what it and those before left for good.
+    """
+    unknown = 0 if first_size == 1 else _ONE_SHAPES_BYTES
+    own = max((after - before for before, after in pairwise(kept_bytes)), default=unknown)
+    return max(0, kept_bytes[0] - own)
 
 
 def _step_of_a_small_model() -> None:
@@ -244,7 +250,7 @@ def _fields(path: Path) -> dict[str, int]:
 def _cgroup_bytes(file: str, field: str = "") -> int | None:
     """A figure that our cgroup keeps in a file of its own, or in a line that begins with the field's name."""
     try:
-        text = (_CGROUP / file).read_text(encoding="ascii")
+        text = (CGROUP / file).read_text(encoding="ascii")
     except OSError:
         return None
     found = re.search(rf"^{field} ?(\d+)$", text, re.MULTILINE)

@@ -22,7 +22,9 @@ from pathlib import Path
 
 from batchtune.protocol.commands import TryBatchSize
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+from fixtures.children import Recorded
 from probe_methods import STEPS, TASK_FILE, TOLERANCE
 from probe_peers import ENVIRONMENT, MIB, boundary
 from probe_tasks import TASKS
@@ -92,17 +94,17 @@ def endure(model: str) -> Endured:
 
     first = boundary(fits_in_a_fresh_process, 256)
     again = boundary(fits_in_a_fresh_process, first - first // 9)
-    with Worker(settings) as worker:
+    with Worker(settings, launcher := Recorded()) as worker:
         expected = [(True, int(first * draw.uniform(0.4, 0.7))), (False, int(first * draw.uniform(1.5, 2.5)))]
         surprises = sum(
             fits(worker, size) != fit for fit, size in expected
         )  # what is kept from the first is not a leak
-        pid, parent, child = worker._process.pid, resident_mib("self"), resident_mib(worker._process.pid)
+        pid, parent, child = launcher.pids[-1], resident_mib("self"), resident_mib(launcher.pids[-1])
         for _ in range(ATTEMPTS // 2):
             surprises += fits(worker, int(first * draw.uniform(1.5, 2.5)))
             surprises += not fits(worker, int(first * draw.uniform(0.4, 0.7)))
-        replaced = worker._process.pid != pid
-        memory = (parent, resident_mib("self")), (child, resident_mib(worker._process.pid))
+        replaced = launcher.pids[-1] != pid
+        memory = (parent, resident_mib("self")), (child, resident_mib(launcher.pids[-1]))
         tried: Callable[[int], bool] = lambda size: fits(worker, size)  # noqa: E731
         return Endured(
             model, surprises, replaced, (min(first, again), max(first, again)), boundary(tried, first), *memory

@@ -83,13 +83,18 @@ def test_a_probe_of_the_second_card_leaves_the_first_alone(task):
     assert "(pid 4242 1.0 GiB)" in result.warnings[0]
 
 
+def only_start(worker):
+    """A step of work after which there is nothing more to do."""
+    worker.start()
+    return False
+
+
 def test_four_workers_have_a_card_each_in_the_order_of_the_users_own_list(task, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,1,0")
     with fake_gpu.machine(*[fake_gpu.Card("8GiB")] * 4) as machine:
         with WorkerPool(OpenTask(task=str(task), device="cuda", precision=("fp32",)), 4, Observer()) as pool:
             pool.grow(pool.first.start())
-            for worker in pool._all[1:]:
-                worker.start()
+            pool.work(only_start)
             occupied = [card.contexts for card in machine.cards]
         assert [card.used for card in machine.cards] == [0] * 4
     assert [len(contexts) for contexts in occupied] == [1] * 4
@@ -101,7 +106,7 @@ def test_a_worker_on_an_unlike_card_is_refused_by_name(task):
     with fake_gpu.machine(LARGE, SMALL), WorkerPool(settings, 2, Observer()) as pool:
         pool.grow(pool.first.start())
         with pytest.raises(DeviceError, match="workers: device cuda:1 is a Tesla T4, but the study is of NVIDIA Ge"):
-            pool._all[1].start()
+            pool.work(only_start)
 
 
 def test_five_workers_on_four_cards_are_refused(task):

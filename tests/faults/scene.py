@@ -11,8 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import optuna
 import psutil
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
@@ -158,12 +159,18 @@ def whole_lines(file: Path) -> list[str]:
     return found
 
 
+def trials_in(storage: BaseStorage) -> list[FrozenTrial]:
+    """Those of all studies; there is none where the study was not made yet."""
+    studies = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
+    return [trial for study in studies for trial in study.trials]
+
+
 def _ended_trials(journal: Path) -> dict[int, FrozenTrial]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "study.log")
         copy.write_text("".join(whole_lines(journal)))
         storage = JournalStorage(JournalFileBackend(str(copy)))
-        trials = [trial for study in storage.get_all_studies() for trial in storage.get_all_trials(study._study_id)]
+        trials = trials_in(storage)
     return {trial.number: trial for trial in trials if trial.state in _ENDS}
 
 

@@ -8,6 +8,7 @@ import time
 
 import jsonschema
 import pytest
+from faults.scene import trials_in
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
@@ -31,9 +32,8 @@ def finished_trials(cli, copy):
     """Every trial that the journal holds as complete or pruned, by number."""
     shutil.copyfile(cli.run_folder() / "study.log", copy)
     storage = JournalStorage(JournalFileBackend(str(copy)))
-    studies = storage.get_all_studies()  # none where the kill came before the study was made
-    trials = [trial for study in studies for trial in storage.get_all_trials(study._study_id)]
-    return {trial.number: trial for trial in trials if trial.state in {TrialState.COMPLETE, TrialState.PRUNED}}
+    ended = [trial for trial in trials_in(storage) if trial.state in {TrialState.COMPLETE, TrialState.PRUNED}]
+    return {trial.number: trial for trial in ended}
 
 
 def identity(trial):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from fixtures.children import Recorded
 from torch.utils.data import IterableDataset
 
 from batchtune.child.commands.time_loader import time_loader
@@ -92,9 +93,9 @@ def test_the_memory_limit_of_a_cpu_child_does_not_stop_its_loaders_workers(tmp_p
         "def compute_loss(model, batch): return model(batch[:, :2]).mean()\n"
     )
     settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", memory_limit=50_000_000)
-    with as_forks(), Worker(settings) as worker:
+    with as_forks(), Worker(settings, launcher := Recorded()) as worker:
         alone = worker.call(TimeLoader(batch_size=16, num_workers=2, pin_memory=False, seconds=0.1), timeout=60)
-        children = psutil.Process(worker._process.pid).children()
+        children = psutil.Process(launcher.pids[0]).children()
     assert alone.message is None
     assert alone.samples_per_second > 0
     assert children == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.device import host_memory
-from batchtune.device.host_memory import HostMemory
+from batchtune.device.host_memory import HostMemory, one_off_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
@@ -173,9 +173,9 @@ def test_the_host_is_named_with_its_memory_and_what_is_free():
 @pytest.fixture
 def container(monkeypatch, tmp_path):
     """A host of 64 GiB, 20 of them free, and a cgroup folder with these files."""
-    host = {"MemTotal": 64 * GIB, "MemAvailable": 20 * GIB}
-    monkeypatch.setattr(host_memory, "_fields", lambda _: host)
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {20 << 20} kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
 
     def write(**files):
         for name, text in files.items():
@@ -217,8 +217,8 @@ def test_the_limit_leaves_a_fifth_of_what_is_free_to_others(container, files, to
     assert memory.default_limit(margin=0.5) == int(0.5 * free)
 
 
-def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch):
-    monkeypatch.setattr(host_memory, "_fields", lambda _: {})
+def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "nothing")
     assert HostMemory().default_limit(margin=0.05) is None
 
 
@@ -234,7 +234,4 @@ def test_a_host_that_does_not_tell_what_is_free_has_no_limit_of_its_own(monkeypa
     ],
 )
 def test_of_what_the_first_attempt_left_only_what_any_size_would_leave_counts_later(first_size, kept_mib, one_off_mib):
-    memory = HostMemory()
-    memory._first_size = first_size
-    memory._kept_bytes = [mib << 20 for mib in kept_mib]
-    assert memory._one_off_bytes() == one_off_mib << 20
+    assert one_off_bytes(first_size, [mib << 20 for mib in kept_mib]) == one_off_mib << 20

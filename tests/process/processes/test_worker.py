@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixtures.children import Recorded
 
 from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
@@ -157,20 +158,24 @@ def printed() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def healthy(settings, printed):
+def launcher(printed):
+    return Recorded(printed.append)
+
+
+@pytest.fixture(scope="module")
+def healthy(settings, launcher):
     """A child that lives through this module."""
-    with Worker(settings, LocalLauncher(printed.append)) as worker:
+    with Worker(settings, launcher) as worker:
         worker.start()
         yield worker
 
 
 @pytest.fixture
-def same_child(healthy):
+def same_child(healthy, launcher):
     """Asserts that a test neither killed nor replaced the child."""
-    before = healthy._process.pid
     yield healthy
     assert try_size(healthy, PLAIN)["outcome"] == "fit"
-    assert healthy._process.pid == before
+    assert len(launcher.started) == 1
 
 
 class TestAHealthyChild:
@@ -205,11 +210,10 @@ class TestAHealthyChild:
 
     @pytest.mark.parametrize("fate", [NO_STDOUT, CLOSE, WANDER], ids=["no stdout", "closed streams", "another folder"])
     def test_its_streams_and_its_folder_may_be_taken_from_it(self, settings, fate):
-        with Worker(settings) as worker:
+        with Worker(settings, launcher := Recorded()) as worker:
             assert try_size(worker, fate)["outcome"] == "fit"
-            pid = worker._process.pid
             assert try_size(worker, PLAIN)["outcome"] == "fit"
-            assert worker._process.pid == pid
+        assert len(launcher.started) == 1
 
     def test_every_evaluation_of_a_run_is_seen_and_may_end_it(self, same_child):
         points: list[CurvePoint] = []
@@ -232,12 +236,12 @@ class TestAHealthyChild:
 
 def fate_of(settings: OpenTask, size: int, timeout: float) -> tuple[WorkerDied, float, bool]:
     """What was raised, after how many seconds, and whether the child is still there."""
-    with Worker(settings) as worker:
+    with Worker(settings, launcher := Recorded()) as worker:
         worker.start()
-        pid, began = worker._process.pid, time.monotonic()
+        began = time.monotonic()
         with pytest.raises(WorkerDied) as raised:
             try_size(worker, size, timeout)
-        return raised.value, time.monotonic() - began, psutil.pid_exists(pid)
+        return raised.value, time.monotonic() - began, psutil.pid_exists(launcher.pids[0])
 
 
 @pytest.fixture(scope="module")
@@ -273,12 +277,12 @@ def test_a_child_is_missed_at_once_though_a_child_of_its_own_lives_on(fates):
 
 
 def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
-    with Worker(settings) as worker:
-        limit, first = worker.start().memory_limit_bytes, worker._process.pid
+    with Worker(settings, launcher := Recorded()) as worker:
+        limit = worker.start().memory_limit_bytes
         with pytest.raises(WorkerDied):
             try_size(worker, SEGFAULT)
         assert try_size(worker, PLAIN)["outcome"] == "fit"
-        assert worker._process.pid != first
+        assert len(launcher.started) == 2
         assert worker.opened.memory_limit_bytes == limit
 
         def interrupt(_event: dict) -> bool:
@@ -286,7 +290,7 @@ def test_the_next_call_gets_a_new_child_with_the_limit_of_the_first(settings):
 
         with pytest.raises(KeyboardInterrupt):
             worker.call(Train(spec=RunSpec(**train_arguments())), timeout=60, on_event=interrupt)
-        assert worker._process is None  # a child that waits for an answer is of no use
+        assert not psutil.pid_exists(launcher.pids[1])  # a child that waits for an answer is of no use
 
 
 BAD = {
@@ -338,7 +342,7 @@ def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
         "from batchtune.processes.worker import Worker\n"
         "from batchtune.protocol.commands import OpenTask, TryBatchSize\n"
         f"worker = Worker(OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',)), LocalLauncher(print))\n"
-        "worker.start(); print('child', worker._process.pid)\n"
+        "worker.start(); print('child')\n"
         f"for size in ({BEAR}, {HANG}):\n"
         "    worker.call(TryBatchSize(batch_size=size, steps=1, precision='fp32'), timeout=600)\n"
     )
@@ -347,7 +351,10 @@ def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
         lines: queue.Queue[str] = queue.Queue()
         reader = threading.Thread(target=lambda: [lines.put(line) for line in parent.stdout])
         reader.start()
-        family = [psutil.Process(int(lines.get(timeout=60).split()[1])) for _ in range(2)]
+        assert lines.get(timeout=60) == "child\n"
+        family = psutil.Process(parent.pid).children()
+        assert len(family) == 1
+        family.append(psutil.Process(int(lines.get(timeout=60).removeprefix("grandchild "))))
         parent.kill()
         reader.join(timeout=10)
         _, alive = psutil.wait_procs(family, timeout=10)
@@ -392,10 +399,10 @@ def test_closing_does_not_wait_for_what_got_away_with_the_childs_streams():
 
 
 def test_children_that_are_closed_leave_neither_files_nor_threads():
+    files, threads = psutil.Process().num_fds(), threading.active_count()
     for _ in range(5):
         process = LocalProcess([sys.executable, "-c", "print('{}'); input()"], os.environ)
         assert process.answer(30) == {}
         process.close()
-        assert not any(reader.is_alive() for reader in process._readers)
-        opened = process._process
-        assert all(stream.closed for stream in (opened.stdin, opened.stdout, opened.stderr))
+        assert psutil.Process().num_fds() <= files
+        assert threading.active_count() <= threads

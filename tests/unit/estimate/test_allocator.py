@@ -81,9 +81,8 @@ def test_after_everything_is_freed_one_allocation_can_have_all_that_was_reserved
         allocator.free(key)
     assert allocator.allocated_bytes == 0
     allocator.capacity_bytes = 70 * MIB
-    allocator._release_cached()
-    assert allocator.reserved_bytes == 0
     allocator.allocate(-1, 60 * MIB)
+    assert allocator.reserved_bytes <= 70 * MIB
 
 
 @given(script=scripts)
