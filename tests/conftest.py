@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,13 +62,20 @@ confirm: {seeds: 2, top: 1}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that take minutes run only where they are asked for."""
-    if "long" in config.getoption("-m"):
-        return
-    long = [item for item in items if "long" in item.keywords]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if "long" not in item.keywords]
+    """Tests that take minutes run only where they are asked for; files with the longest timeout begin.
+
+    With `--dist loadfile --no-loadscope-reorder` no worker is then left with one of them at the end.
+    """
+    if "long" not in config.getoption("-m"):
+        long = [item for item in items if "long" in item.keywords]
+        if long:
+            config.hook.pytest_deselected(items=long)
+            items[:] = [item for item in items if "long" not in item.keywords]
+    longest = defaultdict(float)
+    for item in items:
+        timeouts = [mark.args[0] for mark in item.iter_markers("timeout")]
+        longest[item.path] = max(longest[item.path], *timeouts, 0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_STAT = Path("/proc/stat")
+STAT = Path("/proc/stat")
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
 _LEAST_SECONDS = 0.2  # the kernel counts in hundredths of a second
 
@@ -46,7 +46,7 @@ def _own_seconds() -> float:
 def _busy_seconds() -> float | None:
     """Seconds that the processors together have worked since the start of the system; None where it does not tell."""
     try:
-        fields = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+        fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
         return sum(int(fields[index]) for index in _BUSY) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None

@@ -16,7 +16,7 @@ from batchtune.protocol.messages import Answer, Command, Json
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
-BUSY_SECONDS, _RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
+BUSY_SECONDS, RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 _RETRIES = 2  # of what is no run of a study, where nodes are lost
 STOPPED = "stopped with the others"
 
@@ -93,7 +93,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 except DeviceError:  # it was there before: somebody else fills it at the moment
                     if time.monotonic() >= deadline:
                         raise
-                    self._stopping.wait(_RETRY_SECONDS)
+                    self._stopping.wait(RETRY_SECONDS)
 
     def _open(self) -> None:
         image, self._image = self._image, None

@@ -125,7 +125,7 @@ def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch
         told.append("done")
         return graph.forward
 
-    monkeypatch.setattr(heartbeat, "_PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "PERIOD_SECONDS", 0.05)
     monkeypatch.setattr(heartbeat._Heartbeat, "watch", None)  # of another test, it may sleep for long
     monkeypatch.setattr(heartbeat._Heartbeat, "tell", lambda: told.append("alive"))
     importlib.import_module("torch._dynamo.callback")  # as torch.compile does

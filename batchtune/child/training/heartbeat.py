@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-_PERIOD_SECONDS = 5.0
+PERIOD_SECONDS = 5.0
 _clock = time.monotonic  # as it is before the user's code runs
 
 
@@ -30,7 +30,7 @@ def beat(*, at_once: bool = False) -> None:
 
     It is said every few seconds only, or `at_once` where what comes next may take as long as anybody would wait.
     """
-    if _Heartbeat.tell is not None and (at_once or _clock() - _Heartbeat.told_at > _PERIOD_SECONDS):
+    if _Heartbeat.tell is not None and (at_once or _clock() - _Heartbeat.told_at > PERIOD_SECONDS):
         _Heartbeat.told_at = _clock()
         _Heartbeat.tell()
 
@@ -51,7 +51,7 @@ def watch_compiling() -> None:
 
 def _watch() -> None:
     while _Heartbeat.compiling.wait():
-        time.sleep(_PERIOD_SECONDS)
+        time.sleep(PERIOD_SECONDS)
         if _Heartbeat.compiling.is_set() and _Heartbeat.tell is not None:
             _Heartbeat.tell()
 

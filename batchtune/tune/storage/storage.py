@@ -29,8 +29,8 @@ HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 PATIENCE_SECONDS = 120.0
 """How long a database may be away."""
 _RETRY_SECONDS = 1.0
-_MOMENT_SECONDS = 0.05  # what other machines write is seen so much later
-_READY_SECONDS = 10.0
+MOMENT_SECONDS = 0.05  # what other machines write is seen so much later
+READY_SECONDS = 10.0
 _GRPC, _GRPC_PORT = "grpc://", 13000  # the port is Optuna's own default
 _PACKAGES = {"psycopg": '"batchtune-cli[postgresql]"', "MySQLdb": "mysqlclient", "grpc": "grpcio"}
 
@@ -50,7 +50,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             return optuna.storages.get_storage(storage)
         if storage.startswith(_GRPC):
             return _proxy(storage)
-        return OneReading(_shared(storage))
+        return OneReading(shared_database(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
         missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
         if missing:
@@ -98,11 +98,14 @@ class OneReading(_CachedStorage):
     """Optuna's cache before a database, which reads once for several questions at one moment.
 
     Half of what a trial cost was to read the same again.
+
+    Attributes:
+        database: behind the cache.
     """
 
     def __init__(self, backend: PatientStorage) -> None:
         super().__init__(backend)
-        self._database = backend
+        self.database = backend
         self._known: tuple[object, int, float, list[FrozenTrial]] = None, 0, 0.0, []
 
     def get_all_trials(
@@ -111,9 +114,9 @@ class OneReading(_CachedStorage):
         """As Optuna's, as of the last write of this machine, and of not much before now."""
         if deepcopy:
             return super().get_all_trials(study_id, deepcopy, states)
-        now, writing = time.monotonic(), self._database.latest_write
+        now, writing = time.monotonic(), self.database.latest_write
         written, study, at, trials = self._known
-        if written is not writing or study != study_id or now - at > _MOMENT_SECONDS:
+        if written is not writing or study != study_id or now - at > MOMENT_SECONDS:
             trials = super().get_all_trials(study_id, deepcopy=False)
             self._known = writing, study_id, now, trials
         return _in_states(trials, states)
@@ -133,11 +136,11 @@ def _proxy(url: str) -> BaseStorage:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
-    proxy.wait_server_ready(_READY_SECONDS)
+    proxy.wait_server_ready(READY_SECONDS)
     return proxy
 
 
-def _shared(url: str) -> PatientStorage:
+def shared_database(url: str) -> PatientStorage:
     """A database that several machines use; a machine that says nothing for long has died."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -21,14 +21,14 @@ def proxy(tmp_path):
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    database = optuna.storages.get_storage(f"sqlite:///{tmp_path}/study.db")
+    database = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
     with ThreadPoolExecutor(4) as threads:
         server = make_server(database, "127.0.0.1", port, threads)
         server.start()
         yield database, f"grpc://127.0.0.1:{port}"
         server.stop(None).wait()
     database.remove_session()
-    database._backend.engine.dispose()
+    database.engine.dispose()
 
 
 def test_a_study_behind_a_grpc_proxy_has_the_trials_that_the_journal_would_have(proxy, tmp_path):

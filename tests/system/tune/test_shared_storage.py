@@ -127,8 +127,8 @@ def opened(server):
 
     yield open_new
     for storage in storages:
-        storage._backend.scoped_session.remove()
-        storage._backend.engine.dispose()
+        storage.database.scoped_session.remove()
+        storage.database.engine.dispose()
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ class TestADeviceThatIsBusyForAMoment:
 
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch):
-        monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.01)
+        monkeypatch.setattr(worker_module, "RETRY_SECONDS", 0.01)
 
     def test_is_waited_for_once_it_has_worked(self):
         worker, launcher = worker_of(HERE, BUSY, BUSY, BUSY, HERE)

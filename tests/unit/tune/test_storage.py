@@ -16,7 +16,7 @@ from batchtune.tune.storage.storage import Journal, OneReading, open_storage
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
     pytest.importorskip("grpc", reason="grpcio is not installed")
-    monkeypatch.setattr(storage_module, "_READY_SECONDS", 0.5)
+    monkeypatch.setattr(storage_module, "READY_SECONDS", 0.5)
     with pytest.raises(UsageError, match=r"storage grpc://127.0.0.1:9 cannot be opened: GRPC connection timeout"):
         open_storage("grpc://127.0.0.1:9", tmp_path)
 
@@ -64,11 +64,11 @@ class TestAskingAgain:
             yield *(Journal(tmp_path / "study.log") for _ in range(2)), 0.0
             return
         url = f"sqlite:///{tmp_path}/study.db"
-        storages = [OneReading(storage_module._shared(url)) for _ in range(2)]
-        yield *storages, storage_module._MOMENT_SECONDS
+        storages = [OneReading(storage_module.shared_database(url)) for _ in range(2)]
+        yield *storages, storage_module.MOMENT_SECONDS
         for storage in storages:
             storage.remove_session()
-            storage._backend.engine.dispose()
+            storage.database.engine.dispose()
 
     def test_what_this_machine_writes_is_seen_at_once_and_what_another_does_a_moment_later(self, machines):
         mine, theirs, moment = machines
@@ -93,8 +93,8 @@ class TestAskingAgain:
         assert len(study.get_trials(deepcopy=False)) == 1
 
     def test_a_database_is_read_once_in_a_moment(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(storage_module, "_MOMENT_SECONDS", 600.0)
-        backend = storage_module._shared(f"sqlite:///{tmp_path}/study.db")
+        monkeypatch.setattr(storage_module, "MOMENT_SECONDS", 600.0)
+        backend = storage_module.shared_database(f"sqlite:///{tmp_path}/study.db")
         study, statements = optuna.create_study(storage=OneReading(backend)), []
         study.ask()
         study.get_trials(deepcopy=False)

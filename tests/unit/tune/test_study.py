@@ -9,6 +9,7 @@ import law
 import optuna
 import pytest
 from fakes import FakeCrew
+from optuna.storages.journal import JournalFileBackend
 
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.document import Attempt, CurvePoint, NoiseScale, Prior, RangeTest, ThroughputFit
@@ -681,11 +682,14 @@ def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path,
     opened = open_storage(None, tmp_path)
     study(tmp_path, storage=open_storage(None, tmp_path), **brief).run()
 
-    def interrupt(*_):
+    read = JournalFileBackend.read_logs
+
+    def interrupted(backend, log_number_from):
+        yield from itertools.islice(read(backend, log_number_from), 9)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as now:
-        now.setattr(opened._replay_result, "_apply_create_trial", interrupt)
+        now.setattr(JournalFileBackend, "read_logs", interrupted)
         with pytest.raises(KeyboardInterrupt):
             opened.get_all_studies()
     assert opened.get_all_trials(0) == open_storage(None, tmp_path).get_all_trials(0) != []
