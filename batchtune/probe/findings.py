@@ -45,6 +45,7 @@ class Findings:
         precision: bf16, fp16, fp32 or tf32.
         bounds: of the sizes to try.
         attempts: all, in order.
+        frames: of the user's code, where that raised in the first attempt.
         checks: those of them that evaluated and saved, too.
         verified: the final check that passed at the largest size.
         too_slow_above: the size above which a step takes longer than is of use; None: none does.
@@ -57,6 +58,7 @@ class Findings:
     precision: str
     bounds: Bounds
     attempts: list[Attempt]
+    frames: str = ""
     checks: list[Check] = field(default_factory=list)
     verified: Attempt | None = None
     too_slow_above: int | None = None
@@ -155,7 +157,7 @@ class Findings:
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
-            return UserCodeError(str(self.attempts[0].message))
+            return UserCodeError(str(self.attempts[0].message), self.frames)
         first = _last_at_the_smallest([attempt for attempt in self.attempts if not attempt.fits])
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
         reasons = "; ".join(self._why_memory_ended()) if first.outcome == "oom" else ""

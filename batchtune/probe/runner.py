@@ -139,7 +139,9 @@ class Probe:
         )
         try:
             timeout = self._options.check_timeout if verify else self._options.timeout
-            attempt = self._worker.call(command, timeout=timeout).attempt
+            tried = self._worker.call(command, timeout=timeout)
+            attempt = tried.attempt
+            self._found.frames = tried.frames if verify else self._found.frames or tried.frames
         except WorkerDied as died:
             attempt = Attempt(
                 batch_size=batch_size,
@@ -198,7 +200,9 @@ class Probe:
         self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
         attempt = self._attempt(size, steps, verify=True)
         if attempt.outcome == "user_error" and self._found.verified is None:
-            raise UserCodeError(str(attempt.message))  # training went well: evaluation or saving raises
+            raise UserCodeError(
+                str(attempt.message), self._found.frames
+            )  # training went well: evaluation or saving raises
         if attempt.fits:
             self._found.verified = attempt
         return attempt.fits

@@ -159,10 +159,15 @@ class OpenTask(Command[Opened | None]):
 
 
 class Tried(Message):
-    """An attempt, and whether more may follow in the same process."""
+    """An attempt, and whether more may follow in the same process.
+
+    Attributes:
+        frames: of the user's code, where that raised, as Python shows them.
+    """
 
     attempt: Attempt
     usable: bool
+    frames: str = ""
 
 
 class TryBatchSize(Command[Tried]):
