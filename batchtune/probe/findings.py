@@ -16,6 +16,7 @@ from batchtune.probe.timing.throughput import fit_step_time
 from batchtune.probe.warnings import (
     attempt_warnings,
     busy_warnings,
+    end_warnings,
     evaluation_warnings,
     foreign_warnings,
     kept_warnings,
@@ -137,6 +138,7 @@ class Findings:
         low, slow = self.largest, self.too_slow_above
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
+        found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*foreign_warnings(self.opened.foreign_parameters), *self.opened.notes]
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
