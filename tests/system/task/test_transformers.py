@@ -287,22 +287,6 @@ class TestAModelAlone:
         assert task.worst_batch(2)["labels"].is_floating_point()
         assert torch.isfinite(task.loss(task.model(), task.worst_batch(2)))
 
-    @pytest.mark.parametrize(
-        ("model", "words"),
-        [
-            ("BertModel(hf.BertConfig(hidden_size=8, num_attention_heads=1))", "no batches are known for BertModel"),
-            (
-                "ResNetForImageClassification(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))",
-                "its configuration has no image_size",
-            ),
-        ],
-    )
-    def test_what_no_batch_can_be_made_for_is_said_with_the_way_out(self, load, model, words):
-        with pytest.raises(
-            UsageError, match=rf"{words}; write a task with make_batch\(batch_size\), or name a Trainer"
-        ):
-            load(f"import transformers as hf\nmodel = hf.{model}\n", "model")
-
     def test_it_has_no_data_to_tune_on(self, load):
         task = load(f"import transformers as hf\nmodel = hf.{GPT2}\n", "model")
         with pytest.raises(UsageError, match="no data to tune on; name a function that returns a Trainer"):
