@@ -142,7 +142,7 @@ class Findings:
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*foreign_warnings(self.opened.foreign_parameters), *self.opened.notes]
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
-            found.append(f"evaluation takes {self.verified.evaluation_batch_size} samples at a time: more do not fit")
+            found.append(f"runs evaluate {self.verified.evaluation_batch_size} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found
