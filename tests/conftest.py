@@ -62,12 +62,11 @@ confirm: {seeds: 2, top: 1}
 
 def pytest_collection_modifyitems(config, items):
     """Tests that take minutes run only where they are asked for."""
-    if "long" in config.getoption("-m"):
-        return
-    long = [item for item in items if "long" in item.keywords]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if "long" not in item.keywords]
+    by_hand = [mark for mark in ("long", "real") if mark not in config.getoption("-m")]
+    left_out = [item for item in items if any(mark in item.keywords for mark in by_hand)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
