@@ -238,7 +238,7 @@ class TestUnreadableFiles:
             load_config(tmp_path / "nowhere.yaml")
 
     def test_a_folder_is_no_file(self, tmp_path):
-        with pytest.raises(UsageError, match="config.yaml: cannot be read: No such file"):
+        with pytest.raises(UsageError, match=r"config\.yaml: cannot be read: No such file"):
             load_config(tmp_path)
 
     def test_a_file_without_end_is_not_read_to_it(self):
