@@ -29,9 +29,9 @@ def memory(probes: Sequence[ProbeResult]) -> Plot | None:
     probes = [probe for probe in probes if probe.attempts]
     peaks = [peak for probe in probes for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
     limit_bytes = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
-    if not peaks and not limit_bytes:
-        return None
     failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
+    if not peaks and not (failed and limit_bytes):
+        return None
     near = limit_bytes > 0 and (failed or not peaks or limit_bytes <= _FAR_ABOVE * max(peaks))
     highest = max([*peaks, limit_bytes if near else 0])
     unit, scale = bytes_unit(highest)

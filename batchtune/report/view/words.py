@@ -18,7 +18,7 @@ from batchtune.document import (
     Value,
 )
 from batchtune.report.view.model import Fact, Tone
-from batchtune.units import duration, number, share, size
+from batchtune.units import LEAST_PEAK, duration, number, share, size
 
 OUTCOMES = {
     "oom": "out of memory",
@@ -117,8 +117,8 @@ def certificate(probe: ProbeResult) -> str:
         parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
     elif probe.limited_by:
         parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
-    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
-        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
+    if probe.peak_reserved_bytes is not None and probe.memory_limit_bytes:
+        parts.append(f"peak {size(probe.peak_reserved_bytes, LEAST_PEAK)} of {size(probe.memory_limit_bytes)}")
     return "; ".join(parts)
 
 
@@ -129,7 +129,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
     why = OUTCOMES.get(failure.outcome, failure.outcome) if failure else "did not run"
     ran = "forward passes" if probe.inference else "steps, then evaluation and saving,"
     checked = f"ran {probe.verify_steps} {ran} in a fresh process"
-    of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit else ""
+    of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit and peak >= LEAST_PEAK else ""
     failures = sum(not attempt.fits for attempt in probe.attempts)
     facts = {
         "precision": probe.precision,
@@ -141,8 +141,8 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
         "limited by": {"max": "the largest size allowed", "dataset": "the training set"}.get(
             probe.limited_by or "", probe.limited_by
         ),
-        "peak reserved": f"{size(peak)}{of_limit}" if peak else None,
-        "peak allocated": size(probe.peak_allocated_bytes),
+        "peak reserved": f"{size(peak, LEAST_PEAK)}{of_limit}" if peak is not None else None,
+        "peak allocated": size(probe.peak_allocated_bytes, LEAST_PEAK),
         "memory limit": size(limit),
         "attempts": f"{len(probe.attempts)}, of which {failures} failed" if probe.attempts else None,
         "took": duration(probe.seconds) if probe.seconds else None,

@@ -80,3 +80,11 @@ def test_what_was_not_measured_is_not_drawn(made):
     assert not any("throughput" in line for line in alone)
     nothing = made.model_copy(update={"throughput": [], "attempts": [], "memory_limit_bytes": None})
     assert shown(nothing) == []
+
+
+def test_peaks_too_small_to_be_told_are_not_drawn_and_without_others_neither_is_the_limit(made):
+    first, *others = [attempt for attempt in made.attempts if attempt.fits]
+    tiny = first.model_copy(update={"peak_reserved_bytes": 24 << 10})
+    drawn = layers(memory([made.model_copy(update={"attempts": [tiny, *others]})]))
+    assert [batch for batch, _ in drawn["fit"].points] == [64, 176]
+    assert memory([made.model_copy(update={"attempts": [tiny], "memory_limit_bytes": 16 << 30})]) is None
