@@ -9,7 +9,7 @@ from dataclasses import replace
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.final_check import Check, size_below, steps_to_verify, timed_out_twice
+from batchtune.probe.final_check import Check, leaks_all, leaks_soon, size_below, steps_to_verify, timed_out_twice
 from batchtune.probe.findings import Findings
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.options import ProbeOptions
@@ -168,11 +168,13 @@ class Probe:
             silent = timed_out_twice(found.checks, options)
             if silent is not None:
                 raise silent
-            smaller = size_below(found.checks, options)
-            if smaller is None:
+            smaller = size_below(found.checks, options, found.limit)
+            if smaller is None or leaks_all(found.checks[-1], found.limit):
                 raise found.nothing_fits()
             failed, size = size, smaller
-        if failed is None:
+        if leaks_soon(self.attempts[-1], found.limit):
+            self._observer.note("no larger size is looked for: memory grows with every step")
+        elif failed is None:
             self._look_above()
         elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
