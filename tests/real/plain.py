@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-STEPS, SECONDS = 20, 60  # of a training at the largest batch; at least two steps
+STEPS, SECONDS = 10, 60  # of a training at the largest batch; at least two steps
 
 
 def main(what: str, name: str, *arguments: str) -> None:
