@@ -64,12 +64,9 @@ class Guess(NamedTuple):
 
     def below(self, size: float) -> float:
         # Once an attempt has contradicted a guess, its tail is all that is left: a normal one would hug that attempt.
-        wide = 0.5 + math.atan(math.log(size / self.size) / self.spread / TAIL_SPREAD) / math.pi
-        return (1 - TAIL) * self.normally_below(size) + TAIL * self.weight * wide
-
-    def normally_below(self, size: float) -> float:
         off = math.log(size / self.size) / self.spread
-        return self.weight * 0.5 * math.erfc(-off / math.sqrt(2))
+        wide = 0.5 + math.atan(off / TAIL_SPREAD) / math.pi
+        return self.weight * ((1 - TAIL) * 0.5 * math.erfc(-off / math.sqrt(2)) + TAIL * wide)
 
 
 def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
@@ -213,12 +210,6 @@ def _largest_within(bytes_at: Callable[[int], float], limit: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if bytes_at(middle) <= limit else (low, middle)
     return low
-
-
-def consistent_share(guesses: list[Guess], low: int, high: int) -> float:
-    """The share of what was guessed that no attempt has contradicted: what lies in the bracket."""
-    within = sum(guess.normally_below(high) - guess.normally_below(low) for guess in guesses)
-    return within / sum(guess.weight for guess in guesses)
 
 
 def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:
