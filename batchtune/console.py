@@ -213,7 +213,8 @@ def _stop_on_signals() -> None:
 
 
 def _worth_showing(result: Document) -> bool:
-    return bool(result.trials or result.estimates or (result.probe and result.probe.attempts))
+    tried = result.probe.attempts if result.probe else []
+    return bool(result.trials or result.estimates or any(each.outcome != "user_error" for each in tried))
 
 
 def _explain(error: BatchtuneError, *, debug: bool) -> None:

@@ -542,7 +542,7 @@ class Document(Record):
         default=f"batchtune.result/{SCHEMA_VERSION}", alias="schema", pattern=r"^batchtune\.result/\d+$"
     )
     kind: Literal["probe", "tune", "estimate"]
-    status: Literal["complete", "interrupted", "failed"]
+    status: Literal["complete", "interrupted", "failed", "running"]
     name: Text = ""
     batchtune_version: Text = __version__
     created_at: Text = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))

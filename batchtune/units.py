@@ -65,9 +65,13 @@ def interval(value: Interval | None, unit: str = "") -> str:
     median, low, high = _alike([value.median, value.low, value.high])
     if value.at_least:
         return f"at least {low}{unit}"
-    if value.low == value.high:  # of one run, or of runs that are all alike: there is nothing in between
-        return f"{median}{unit}"
-    return f"{median}{unit} ({low} to {high})"
+    between = bounds(low, high)
+    return f"{median}{unit} ({between})" if between else f"{median}{unit}"
+
+
+def bounds(low: str, high: str) -> str:
+    """The bounds of an interval; none of one run, or of runs that are all alike."""
+    return "" if low == high else f"{low} to {high}"
 
 
 def time_interval(value: Interval | None) -> str:
@@ -75,8 +79,8 @@ def time_interval(value: Interval | None) -> str:
     if value is None:
         return "-"
     unit, scale = time_unit(value.median)
-    bounds = {"median": value.median / scale, "low": value.low / scale, "high": value.high / scale}
-    return interval(value.model_copy(update=bounds), f" {unit}")
+    scaled = {"median": value.median / scale, "low": value.low / scale, "high": value.high / scale}
+    return interval(value.model_copy(update=scaled), f" {unit}")
 
 
 def time_unit(typical_seconds: float) -> tuple[str, float]:

@@ -44,8 +44,11 @@ def main() -> None:
     leave = None
     asked = Command.from_message(first or {})
     if sys.platform == "linux" and isinstance(asked, OpenTask):
+        own = os.getpid()
         with _ending_with_parent(commands):
             load = _Imported(asked)
+            if os.getpid() != own:
+                os._exit(0)  # a copy that the user's code has forked off
         if _can_fork():
             number, leave = _fork_one_by_one(answers)
             first = None if number else first

@@ -29,7 +29,7 @@ from batchtune.vocabulary import LARGEST
 
 REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
 PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
-MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
+MAX_USER_ERRORS = 2  # sizes, from the minimum on, that the user's code may reject
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly

@@ -10,6 +10,7 @@ from batchtune.device.sharing import name_processes
 from batchtune.document import Attempt, Environment, ProbeResult, ThroughputPoint
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION
 from batchtune.units import share, size
+from batchtune.vocabulary import LARGEST
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
@@ -33,6 +34,13 @@ def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]
             text += " (larger sizes were not searched)"
         found.append(text)
     return found
+
+
+def end_warnings(largest_fit: int, maximum: int | None) -> list[str]:
+    """One where the search ended for its own sake, which keeps batches from filling the host's memory."""
+    if maximum is not None or largest_fit < LARGEST:
+        return []
+    return [f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more"]
 
 
 def _ended(attempt: Attempt) -> str:

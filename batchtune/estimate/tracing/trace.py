@@ -25,6 +25,7 @@ from batchtune.estimate.tracing.fake_cuda import fake_cuda
 from batchtune.estimate.tracing.recorder import Recorder
 from batchtune.estimate.tracing.source_lines import place_of_error, place_outside_torch
 from batchtune.protocol.commands import SamplesSeen
+from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error, load_task
 from batchtune.task.samples import tensor_bytes
@@ -84,6 +85,8 @@ class Tracer:
         with compilation_ignored(self.notes):
             self._task = load_task(task)
         self._task.require("inference" if inference else "probe")
+        if isinstance(self._task.source, Adapted):
+            self.notes += [Assumption(text) for text in self._task.source.notes]
         if checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)  # never of inference
         self.samples = self._task.find_worst_samples(samples)

@@ -20,6 +20,8 @@ from batchtune.report.view.read import view_of
 from batchtune.report.view.words import counted, sentence, stopped
 
 _MOST_ROWS = 20  # of a table in a notebook
+_BUTTONS = ["toImage", "resetScale2d"]
+"""Of a figure: named one by one, since plotly's own choice has one that uploads the figure."""
 
 
 def to_html(result: Document) -> str:
@@ -60,7 +62,8 @@ def _figures(result: Document) -> dict[str, Any]:
         from batchtune.report.figures.plots import figures
     except ImportError:
         return {}
-    return {name: json.loads(figure.to_json()) for name, figure in figures(result).items()}
+    config = {"displaylogo": False, "modeBarButtons": [_BUTTONS], "plotlyServerURL": ""}
+    return {name: json.loads(figure.to_json()) | {"config": config} for name, figure in figures(result).items()}
 
 
 def _plotly() -> str:

@@ -31,10 +31,9 @@
       figure.layout.autosize = true;
       if (coarse.matches) figure.layout.dragmode = false; // a finger scrolls the page
       Plotly.react(place, figure.data, figure.layout, {
+        ...figure.config,
         responsive: true,
-        displaylogo: false,
         displayModeBar: !coarse.matches,
-        modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
         toImageButtonOptions: { format: "svg", filename: `batchtune-${place.dataset.figure}` },
       });
     }

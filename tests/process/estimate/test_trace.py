@@ -329,6 +329,31 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
 
 
+def test_a_product_by_groups_as_of_experts_is_traced_at_fp32_too(ask):
+    source = """
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 64, 256))
+
+        def forward(self, x):
+            ends = torch.arange(1, 5, device=x.device, dtype=torch.int32) * (len(x) // 4)
+            return torch._grouped_mm(x, self.weight, offs=ends)
+
+    def build_model():
+        return nn.Sequential(nn.Linear(16, 64), Experts(), nn.Tanh())
+
+    def make_batch(size):
+        return torch.randn(8 * size, 16)
+
+    def compute_loss(model, batch):
+        return model(batch).mean()
+"""
+    answer = ask(source, memory_limit=64 << 20)
+    results = 8 * answer["details"][0]["batch_size"] * (64 + 256) * 4  # bytes of the two layers' results
+    assert 1 <= answer["details"][0]["activations_bytes"] / results < 2
+
+
 def test_an_operator_without_a_rule_for_shapes_is_refused_by_its_name(ask):
     loss = "nn.functional.ctc_loss(model(batch)[None], lengths[:, None], lengths, lengths)"
     source = MLP.replace("return model(batch)", f"lengths = torch.tensor([1] * len(batch)); return {loss}")

@@ -78,6 +78,13 @@ def test_every_result_is_drawn_without_a_complaint_and_fits_each_screen(opened, 
     assert made.problems == []
 
 
+def test_no_button_of_a_figure_sends_anything(opened, result_of):
+    made = opened(result_of("tune"))
+    for place in made.page.locator("[data-figure]").all():
+        names = [each.get_attribute("data-title") for each in place.locator(".modebar-btn").all()]
+        assert names == ["Download plot", "Reset axes"]
+
+
 @pytest.mark.parametrize("name", ["hostile", "hostile estimate"])
 def test_hostile_text_stays_text_under_the_pointer_too(opened, result_of, name):
     made = opened(result_of(name))

@@ -3,8 +3,12 @@
 import platform
 
 import pytest
+from fakes import opened
 
 from batchtune.document import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
+from batchtune.probe.findings import Findings
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.search import Bounds
 from batchtune.probe.timing.throughput import with_flops
 from batchtune.probe.warnings import (
     allocator_warnings,
@@ -183,3 +187,15 @@ def test_sizes_that_cannot_be_counted_stay_as_they_are():
 def test_parameters_of_the_optimizer_that_are_not_the_models_are_told():
     assert "the optimizer holds 2 parameters that are not the model's" in foreign_warnings(2)[0]
     assert foreign_warnings(0) == []
+
+
+def test_what_an_adapter_took_for_granted_is_said_with_the_answer():
+    assumed = "the configuration names no longest sequence: batches of 512 tokens were made"
+    known = Findings(
+        options=ProbeOptions(),
+        opened=opened(notes=(assumed,)),
+        precision="fp32",
+        bounds=Bounds(),
+        attempts=[Attempt(batch_size=4, outcome="fit")],
+    )
+    assert known.result(1.0).warnings == [assumed]

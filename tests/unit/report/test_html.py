@@ -89,6 +89,12 @@ def test_the_page_is_one_file_that_fetches_nothing(tuned):
     assert re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page) == []
 
 
+def test_figures_have_buttons_that_save_and_reset_and_none_that_uploads():
+    figures = read("tune").data("figures").values()
+    assert [figure["config"]["modeBarButtons"] for figure in figures] == [[["toImage", "resetScale2d"]]] * len(figures)
+    assert {figure["config"]["plotlyServerURL"] for figure in figures} == {""}
+
+
 def test_the_recommendation_and_its_reason_come_before_the_evidence(tuned):
     page = to_html(tuned)
     assert page.index(tuned.recommendation.reason[1:20]) < page.index("<table")

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from batchtune.document import Trial
+from batchtune.report.view.tune import headline
 from batchtune.tune.verdict.recommend import config_of, finalists, recommend
 
 
@@ -199,6 +200,16 @@ def test_one_fresh_seed_each_must_tell_more_than_chance_does(contender, size):
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert found.global_batch_size == size
     assert "over 1 fresh seed each, too few for an interval" in found.reason
+
+
+def test_a_gain_over_a_single_run_has_no_interval_that_its_reason_denies():
+    trials = confirmed(((32, 1e-3), (10.0,)), ((64, 1e-2), (4.0, 4.1, 4.2)))
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    gain = found.speedup_over_baseline
+    assert "too few for an interval" in found.reason
+    assert gain.low == gain.median == gain.high == pytest.approx(10 / 4.1)
+    shown = headline(found)
+    assert (shown.figure, shown.words) == ("2.44×", "the speed of what you run today")
 
 
 def test_the_seeds_of_either_side_are_counted():
