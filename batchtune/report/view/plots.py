@@ -100,7 +100,7 @@ def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> I
     fit, measured = probe.throughput_fit, sorted(probe.throughput, key=lambda point: point.batch_size)
     knee = fit.batch_size_within_5_percent if fit else None
     speeds = [(float(point.batch_size), point.samples_per_second) for point in measured]
-    fitted = _fitted_speeds(fit, low, high) if fit else []
+    fitted = _fitted_speeds(fit, low, high) if fit and fit.holds else []
     hover = [
         (f"batch {each.batch_size:,}", f"{number(each.samples_per_second)} samples/s", duration(each.step_seconds))
         for each in measured

@@ -46,8 +46,8 @@ def certified(probe: ProbeResult) -> Certificate:
 def lines(probe: ProbeResult) -> list[Fact]:
     """What else was measured: the step, the ranks, the data loader."""
     said = []
-    if probe.throughput_fit is not None:
-        said.append(Fact("pass time" if probe.inference else "step time", step_time(probe.throughput_fit)))
+    if probe.throughput_fit is not None and (text := step_time(probe.throughput_fit)):
+        said.append(Fact("pass time" if probe.inference else "step time", text))
     if probe.data_parallel is not None:
         said.append(Fact("ranks", ranks(probe.data_parallel)))
     if probe.input_pipeline is not None:

@@ -169,13 +169,18 @@ def ranks(found: DataParallel) -> str:
 
 
 def step_time(fit: ThroughputFit) -> str:
-    """The fitted step time, where half of the peak speed is reached if that is a batch size, and where nearly all."""
-    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
-    if fit.saturation_batch_size is not None and fit.saturation_batch_size >= 1:
-        text += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
-    if fit.batch_size_within_5_percent is not None:
-        text += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
-    return text
+    """The fitted step time as far as the steps measured bear it out, and where nearly all of the speed is reached."""
+    said, half, near = [], fit.saturation_batch_size, fit.batch_size_within_5_percent
+    if fit.holds:
+        error = f"fitted, ±{max(0.01, fit.error_share or 0.0):.0%}"
+        fixed, each = duration(fit.alpha_seconds), f"{duration(fit.beta_seconds_per_sample)} per sample"
+        line = f"{fixed} + {each}" if fit.alpha_seconds else each
+        said.append(f"{line if fit.beta_seconds_per_sample else f'{fixed} at every size timed'} ({error})")
+        said += [f"half of the peak speed at batch {half:,.0f}"] if half is not None and half >= 1 else []
+    elif fit.holds is False:
+        said.append("too noisy for a fit")
+    said += [f"within 5% of the best measured speed from batch {near:,}"] if near is not None else []
+    return "; ".join(said)
 
 
 def target_text(target: Target) -> str:

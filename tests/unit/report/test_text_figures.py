@@ -67,6 +67,12 @@ def test_a_speed_without_a_fit_has_no_curve(made):
     assert set(layers(throughput([made.model_copy(update={"throughput_fit": None})]))) == {"measured"}
 
 
+@pytest.mark.parametrize("error", [0.101, 0.5, None])
+def test_a_fit_that_does_not_hold_or_that_nothing_tells_of_is_not_drawn(made, error):
+    fit = made.throughput_fit.model_copy(update={"error_share": error})
+    assert set(layers(throughput([made.model_copy(update={"throughput_fit": fit})]))) == {"measured", "knee"}
+
+
 @pytest.mark.parametrize(("width", "together"), [(60, False), (80, True), (120, True), (300, True)])
 def test_the_two_stand_side_by_side_where_there_is_room(made, width, together):
     lines = shown(made, width)

@@ -11,6 +11,7 @@ from batchtune.report.terminal.report import render
 from batchtune.report.terminal.table import FittedTable
 from batchtune.report.view import estimate, tune
 from batchtune.report.view.probe import attempts, throughput
+from batchtune.report.view.probe import lines as lines_about
 from batchtune.result import Result
 
 
@@ -69,6 +70,28 @@ def test_attempts_stay_readable_in_a_narrow_terminal_whatever_the_message(probed
     lines = lines_of(attempts(probe), 50)
     assert max(map(len, lines)) <= 50
     assert all(word in " ".join(lines) for word in ("123,456", "kernel_limit", "peak, GiB", "outcome"))
+
+
+@pytest.mark.parametrize(
+    ("fitted", "said"),
+    [
+        ({}, "4 ms + 500 µs per sample (fitted, ±3%); half of the peak speed at batch 8; within"),
+        ({"error_share": 1e-9}, "4 ms + 500 µs per sample (fitted, ±1%); half"),
+        ({"alpha_seconds": 0.0, "saturation_batch_size": 0.0}, "500 µs per sample (fitted, ±3%); within"),
+        (
+            {"beta_seconds_per_sample": 0.0, "saturation_batch_size": None},
+            "4 ms at every size timed (fitted, ±3%); within",
+        ),
+        ({"error_share": 0.24}, "too noisy for a fit; within"),
+        ({"error_share": None}, "within"),
+    ],
+)
+def test_a_step_time_is_fitted_with_its_error_where_what_was_measured_bears_it_out(result_of, fitted, said):
+    found = result_of("probe").probe
+    fit = found.throughput_fit.model_copy(update=fitted)
+    (line,) = lines_about(found.model_copy(update={"throughput_fit": fit}))
+    assert line.text.startswith(said)
+    assert line.text.endswith("within 5% of the best measured speed from batch 128")
 
 
 @pytest.mark.parametrize("peak", [0, (1 << 20) - 1])
