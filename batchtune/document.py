@@ -425,6 +425,10 @@ class Recommendation(Record):
         default=None, description="The baseline's joules until the target over these (energy_to_target)."
     )
     scaling: Scaling | None = Field(default=None, description="Where there are several devices: more ranks' times.")
+    seeds_to_confirm: Size | None = Field(
+        default=None, description="The confirm.seeds that would confirm it; absent where nothing is left to confirm."
+    )
+    confirm_command: Text | None = Field(default=None, description="What goes on with the study until they have run.")
     reason: Text
 
 

@@ -266,6 +266,8 @@ def test_fresh_starts_over_and_a_study_without_confirmation_ends_for_good(work):
     assert [trial["role"] for trial in first.document["trials"]] == ["baseline", "search"]
     assert {trial["batch_size"] for trial in first.document["trials"]} == {8}
     assert "not confirmed" in first.document["recommendation"]["reason"]
+    command = first.document["recommendation"]["confirm_command"]
+    assert command.startswith("batchtune tune .batchtune/config/config.yaml confirm.seeds=3")
     assert again.document["trials"] == first.document["trials"]
 
 

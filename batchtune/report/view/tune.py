@@ -19,6 +19,8 @@ def headline(found: Recommendation) -> Headline:
     facts |= {"optimizer": named_values(found.optimizer_arguments)}
     facts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
     choice = [Fact(name, text) for name, text in facts.items() if text not in {"", "-"}]
+    if found.seeds_to_confirm is not None:
+        return Headline("not confirmed", "too few runs to compare with what you run today", choice, found.reason)
     gain, words_ = found.speedup_over_baseline, "the speed of what you run today"
     if gain is None:
         gain, words_ = found.energy_saving_over_baseline, "less energy until the target than what you run today"

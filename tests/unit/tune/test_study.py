@@ -644,6 +644,23 @@ def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(
     assert base is None
 
 
+@pytest.mark.parametrize("total", [3600.0, 200.0])
+def test_a_study_says_with_what_changes_it_would_be_confirmed_and_is_by_them(tmp_path, total):
+    brief = study(tmp_path, budget=Budget(run=60.0, total=total, trials=4), confirm=Confirm(seeds=1, top=1))
+    brief.run()
+    found, _ = brief.recommendation()
+    assert found.speedup_over_baseline is None
+    changes = dict(each.split("=") for each in brief.parts.budget.to_confirm(found.seeds_to_confirm).split())
+    assert ("budget.total" in changes) == (total < 3600)
+    enough = float(changes.get("budget.total", f"{total}s").removesuffix("s"))
+    seeds = int(changes["confirm.seeds"])
+    more = study(tmp_path, budget=Budget(run=60.0, total=enough, trials=4), confirm=Confirm(seeds=seeds, top=1))
+    more.run()
+    confirmed, _ = more.recommendation()
+    assert confirmed.seeds_to_confirm is None
+    assert confirmed.speedup_over_baseline.low > 1
+
+
 def test_every_trial_says_of_itself_what_ran_and_how(finished):
     for trial in finished.parts.study.trials:
         told = trial.user_attrs
