@@ -208,3 +208,15 @@ def test_what_is_said_of_inference_speaks_of_no_training():
     )
     said = [*leak_warnings([growing], 9 * GIB), *recompile_warnings([growing], [])]
     assert [("longer run" in each, "train" in each) for each in said] == [(True, False)] * 2
+
+
+def test_a_result_of_inference_says_so_and_accumulates_nothing():
+    known = Findings(
+        options=ProbeOptions(),
+        opened=opened(optimizer=""),
+        precision="fp32",
+        bounds=Bounds(),
+        attempts=[Attempt(batch_size=4, outcome="fit")],
+    )
+    found = known.result(1.0)
+    assert (found.inference, found.gradient_accumulation_steps) == (True, None)
