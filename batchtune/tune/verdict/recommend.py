@@ -188,8 +188,6 @@ def _verdict(
         where = "" if cut == len(ours) else f"{cut} of "
         told += f" ({over.removeprefix('over ')}, on {where}which the baseline was cut off{whole}{but})"
     else:
-        if few:
-            gain = Interval(median=gain.median, low=gain.median, high=gain.median)
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} {over}"
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({interval}{but})"
     if not is_better:
