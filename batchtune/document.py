@@ -524,12 +524,21 @@ class Environment(Record):
     cpu_count: Count | None = None
 
 
+class OptimizerSettings(Record):
+    """What the task's optimizer is made with besides its learning rate, by its own names."""
+
+    values: dict[Text, Value | list[float]] = Field(default={}, description="Of all groups of parameters alike.")
+    differing: list[Text] = Field(default=[], description="What some groups of parameters have otherwise than others.")
+    scheduler: Text | None = Field(default=None, description="Class of what build_scheduler makes; absent without one.")
+
+
 class TaskInfo(Record):
     """Which task was measured, and the hash of its file."""
 
     path: Text
     sha256: Text | None = None
     optimizer: Text | None = Field(default=None, description="Class of what build_optimizer makes.")
+    optimizer_settings: OptimizerSettings | None = None
 
 
 class Failure(Record):

@@ -125,7 +125,7 @@ class Progress:
             status=status,
             name=self._config.name,
             environment=environment,
-            task=self._task.model_copy(update={"optimizer": opened.optimizer if opened else None}),
+            task=self._task_info(),
             warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=probe,
@@ -136,6 +136,13 @@ class Progress:
             recommendation=recommendation,
             baseline=baseline,
         )
+
+    def _task_info(self) -> TaskInfo:
+        opened = self.opened
+        if opened is None:
+            return self._task
+        made = {"optimizer": opened.optimizer, "optimizer_settings": opened.optimizer_settings}
+        return self._task.model_copy(update=made)
 
     def _confirm_command(self, study: TuneStudy, found: Recommendation) -> str | None:
         """What goes on with this study, by the configuration that its folder keeps; None where all is confirmed."""

@@ -3,7 +3,6 @@ import math
 import pytest
 
 from batchtune.document import Trial
-from batchtune.report.view.tune import headline
 from batchtune.tune.verdict.recommend import config_of, finalists, recommend
 
 
