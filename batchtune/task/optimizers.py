@@ -62,7 +62,8 @@ class Optimizers(Sequence[Optimizer]):
         names = [name for name in dict.fromkeys(name for group in groups for name in group) if name not in _OF_TORCH]
         first = groups[0]
         differing = [name for name in [*names, "lr"] if any(each.get(name) != first.get(name) for each in groups)]
-        known = {name: first[name] for name in names if name not in differing and first[name] is not None}
+        alike = {name: first[name] for name in names if name not in differing}
+        known = {name: value for name, value in alike.items() if value is not None}
         if known.get("maximize") is False:  # other libraries' optimizers do not know the word
             del known["maximize"]
         return OptimizerSettings(values=known, differing=differing)

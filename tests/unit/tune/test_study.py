@@ -93,6 +93,15 @@ def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(finishe
     assert base.global_batch_size == 16
 
 
+def test_optuna_shows_what_the_values_are_and_none_of_a_run_that_was_pruned(finished):
+    trials = finished.parts.study.get_trials()
+    assert finished.parts.study.metric_names == ["seconds to target"]
+    pruned = [each for each in trials if each.state.name == "PRUNED"]
+    assert pruned
+    assert all(each.intermediate_values for each in pruned)
+    assert {each.value for each in pruned} == {None}
+
+
 def test_confirmation_runs_on_seeds_the_search_has_not_seen(finished):
     seeds = {role: {each.seed for each in finished.records() if each.role == role} for role in ("search", "confirm")}
     assert len(seeds["confirm"]) == 3
