@@ -141,7 +141,6 @@ class Trials:
         else:
             self._study.tell(number, value)
 
-
     def _tell_pruned(self, number: int) -> None:
         """Ends a trial without a value: Optuna would take the last metric, for a trial in no time at all."""
         storage, trial = self._study._storage, self._study.get_trials(deepcopy=False)[number]  # noqa: SLF001 - see above
