@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batchtune.document import Document, Recommendation
+import math
+
+from batchtune.document import Document, Recommendation, Trial
 
 UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 """What is said of settings of which `is_checked` is false."""
@@ -30,6 +32,19 @@ def to_train_with(result: Document) -> Recommendation | None:
         global_batch_size=probe.max_batch_size * steps * ranks,
         precision=probe.precision,
         reason="the largest batch that trains" if is_checked(result) else UNCHECKED,
+    )
+
+
+def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
+    """Whether a trial ran with exactly this configuration."""
+    return (
+        configuration is not None
+        and configuration.learning_rate is not None
+        and trial.batch_size == configuration.global_batch_size
+        and trial.precision == configuration.precision
+        and trial.optimizer_arguments == configuration.optimizer_arguments
+        and trial.gradient_clipping == configuration.gradient_clipping
+        and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from batchtune.document import Document, Interval, Recommendation, Scaling, Trial
+from batchtune.report.export.settings import is_of
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
-from batchtune.report.view.select import JOULES, SECONDS, VALUE, best_first, is_of, metric_of, objective
+from batchtune.report.view.select import JOULES, SECONDS, VALUE, best_first, metric_of, objective
 from batchtune.report.view.words import batch_text, clipping_text, named_values, ranks, tone
 from batchtune.units import bounds, duration, interval, number, time_interval
 
