@@ -50,7 +50,8 @@ HEADER = f"""\
 - seconds: from the start of `probe` to its answer, with its imports and the final check; of processors, of the wall.
 - probe: the largest batch within the limit, and the one that did not train.
 - plain: the training's own loop, shuffled, with that batch and the same limit in a process without batchtune: does it
-  train {STEPS} steps (or for a minute)? Else 97 or 90 % of it? Then with {BEYOND} times that batch.
+  train {STEPS} steps (or for a minute)? Else 97 or 90 % of it? Then with {BEYOND} times that batch,
+  which trains where samples differ: a probe's batch is made of the largest.
 - estimate: the largest batch (and the safe one) that would fit on an RTX {GPU}.
 - tune: batch size @ learning rate, and its speed-up over the baseline, by a study of 40 s, which is too little for a
   narrow interval.
@@ -142,7 +143,8 @@ def probed(case: Case, folder: Path) -> list[str]:
     probe = json.loads(done.out)["probe"]
     largest, failing = probe["max_batch_size"], probe.get("first_failing_batch_size")
     told = f"{largest:,} ({failing or 'none'} {probe['limited_by']}), {case.limit} MiB"
-    return [seconds, told, share_that_trains(case, folder, largest), trains(case, folder, int(BEYOND * largest) + 1)]
+    more = "" if probe["limited_by"] == "dataset" else trains(case, folder, int(BEYOND * largest) + 1)
+    return [seconds, told, share_that_trains(case, folder, largest), more]
 
 
 def trains(case: Case, folder: Path, batch_size: int) -> str:

@@ -48,10 +48,10 @@ class Values:
         real = self._known((args, kwargs))
         if real is None:
             return self._with_everything_selected(func, args, kwargs)
-        mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, FakeTensor))
+        like = next(each for each in tree_leaves(args) if isinstance(each, FakeTensor))  # on the device; values are not
         with unset_fake_temporarily(), _disable_current_modes():
             out = func(*real[0], **real[1])
-            fakes = tree_map_only(Tensor, mode.from_tensor, out)
+        fakes = tree_map_only(Tensor, lambda each: like.new_empty(each.shape, dtype=each.dtype), out)
         self._values.update(zip(tree_leaves(fakes), tree_leaves(out), strict=True))
         return fakes
 

@@ -257,6 +257,31 @@ def test_the_size_of_a_batch_of_graphs_is_read_from_it(ask):
     assert "the step depends on whole numbers in the batch: as they are in the worst one" in row["notes"]
 
 
+def test_values_that_a_batch_object_brings_are_picked_on_the_device(ask):
+    source = """
+    class Graph:
+        def __init__(self, x, order):
+            self.x, self.order = x, order
+
+        def to(self, device, **_):
+            return Graph(self.x.to(device), self.order.to(device))
+
+    def build_model():
+        return nn.Linear(8, 16)
+
+    def make_batch(size):
+        return Graph(torch.randn(size, 8), torch.arange(size))
+
+    def batch_size_of(graph):
+        return len(graph.x)
+
+    def compute_loss(model, graph):
+        gathered = torch.zeros_like(graph.x).index_add(0, graph.order, graph.x[graph.order])
+        return model(gathered).square().mean()
+    """
+    assert ask(source)["gpus"][0]["max_batch_size"] > 1
+
+
 def test_compiled_models_are_traced_as_eager_ones_and_say_so(ask):
     source = MLP.replace("nn.Sequential(", "torch.compile(nn.Sequential(").replace("bias=False))", "bias=False)))")
     row = ask(source)["gpus"][0]
