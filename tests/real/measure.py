@@ -53,6 +53,7 @@ HEADER = f"""\
   train {STEPS} steps (or for a minute)? Else 97 or 90 % of it? Then with {BEYOND} times that batch,
   which trains where samples differ: a probe's batch is made of the largest.
 - estimate: the largest batch (and the safe one) that would fit on an RTX {GPU}.
+- not run: measured with `--no-tune`, as on a busy machine; trainings without a row have not been measured yet.
 - tune: batch size @ learning rate, and its speed-up over the baseline, by a study of 40 s, which is too little for a
   narrow interval.
 - checked: the same by the training's own loop with what `report --format env` wrote, in {SEEDS} fresh seeds of each;
