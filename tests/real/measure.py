@@ -58,7 +58,7 @@ HEADER = f"""\
   narrow interval.
 - checked: the same by the training's own loop with what `report --format env` wrote, in {SEEDS} fresh seeds of each;
   `-` where a run did not meet the target within twice budget.run. On a machine that others use times illustrate and
-  prove nothing; the load is given above.
+  prove nothing; how much longer the wall's seconds are than the processors' tells how busy it was.
 
 | training | glue | seconds | probe, limit | plain | {BEYOND} × | estimate | tune | speed-up | checked |
 |---|---:|---:|---|---|---|---|---|---|---|"""
@@ -233,9 +233,7 @@ def kept() -> dict[str, str]:
 def write(rows: dict[str, str]) -> None:
     """The table, in the order of the cases."""
     versions = f"batchtune {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
-    facts = (
-        f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}, {versions}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}. "
-    )
+    facts = f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}, {versions}, {os.cpu_count()} cores. "
     header = HEADER.format(facts=facts + "Command: `python tests/real/measure.py`")
     RESULT.write_text(
         "\n".join([header, *(rows[case.name] for case in CASES if case.name in rows)]) + "\n", encoding="utf-8"
