@@ -30,12 +30,12 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
-        facts = {"safe": estimated_safe(row), "GPU": row.gpu, "precision": row.precision}
+        facts = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
         facts |= {"confidence": row.confidence or "-"}
         choice = [Fact(name, text) for name, text in facts.items() if text != "-"]
         reason = "Calculated, not measured: 'probe' on this GPU gives the size that runs."
-        largest = estimated(row, row.max_batch_size)
-        return Headline(largest, f"is the largest {_batch(rows)} size expected to fit", choice, reason)
+        safe = estimated_safe(row) if row.safe_max_batch_size else "none"
+        return Headline(safe, f"is the largest safe {_batch(rows)} size, error band included", choice, reason)
     count = len({row.gpu for row in rows})
     choice = [
         Fact(f"safe with the {name}", estimated_safe(row), f"{row.gpu}, {size(row.memory_bytes)}")

@@ -153,6 +153,10 @@ def test_an_estimate_has_no_more_digits_than_it_can_know_and_the_safe_size_is_ro
 
 def test_the_safe_size_comes_first_and_a_speed_is_a_bound_that_must_be_asked_for(result_of):
     result = result_of("estimate")
+    (row, *_) = result.estimates
+    answer = estimate.headline([row])
+    assert (answer.figure, answer.choice[0].text) == ("260", "290")
+    assert estimate.headline([row.model_copy(update={"safe_max_batch_size": None})]).figure == "none"
     for verbose, speeds in ((False, 0), (True, 2)):
         page = io.StringIO()
         Console(file=page, width=160).print(render(result, verbose=verbose))
