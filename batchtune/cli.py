@@ -213,7 +213,8 @@ def report(
     if log_to is not None:
         from batchtune.report.export.trackers import log_to as log
 
-        logged = log(log_to, result)
+        files = {"report.md": FORMATS["markdown"](result), "report.html": FORMATS["html"](result)}
+        logged = log(log_to, result, files)
         line = "logged {logged} of {trials} trials to {where}".format_map(logged)
         session.deliver_text(json.dumps(logged) if session.json else line)
     elif name in EXPORTS:

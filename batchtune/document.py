@@ -425,6 +425,10 @@ class Recommendation(Record):
         default=None, description="The baseline's joules until the target over these (energy_to_target)."
     )
     scaling: Scaling | None = Field(default=None, description="Where there are several devices: more ranks' times.")
+    seeds_to_confirm: Size | None = Field(
+        default=None, description="The confirm.seeds that would confirm it; absent where nothing is left to confirm."
+    )
+    confirm_command: Text | None = Field(default=None, description="What goes on with the study until they have run.")
     reason: Text
 
 
@@ -520,12 +524,21 @@ class Environment(Record):
     cpu_count: Count | None = None
 
 
+class OptimizerSettings(Record):
+    """What the task's optimizer is made with besides its learning rate, by its own names."""
+
+    values: dict[Text, Value | list[float]] = Field(default={}, description="Of all groups of parameters alike.")
+    differing: list[Text] = Field(default=[], description="What some groups of parameters have otherwise than others.")
+    scheduler: Text | None = Field(default=None, description="Class of what build_scheduler makes; absent without one.")
+
+
 class TaskInfo(Record):
     """Which task was measured, and the hash of its file."""
 
     path: Text
     sha256: Text | None = None
     optimizer: Text | None = Field(default=None, description="Class of what build_optimizer makes.")
+    optimizer_settings: OptimizerSettings | None = None
 
 
 class Failure(Record):

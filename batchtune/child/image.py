@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child.server import Child, serve, set_libraries_apart
-from batchtune.protocol.channel import Channel, end_with_parent, move_standard_streams
+from batchtune.protocol.channel import Channel, end_if_closed, end_with_parent, move_standard_streams
 from batchtune.protocol.commands import OpenTask
 from batchtune.protocol.messages import Command, Json
 from batchtune.task.contract import Task
@@ -102,7 +102,7 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
         watched = select.poll()
         watched.register(commands, 0)  # nothing but its end
         watched.register(told, select.POLLIN)
-        if commands in dict(watched.poll()):
+        if dict(watched.poll()).get(commands, 0) & select.POLLHUP:
             end_with_parent()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -110,10 +110,15 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.write(tell, b".")
-        thread.join()
-        os.close(told)
-        os.close(tell)
+        try:
+            os.fstat(commands)
+            os.write(tell, b".")
+            thread.join()
+            os.close(told)
+            os.close(tell)
+        except OSError as error:
+            end_if_closed(error)
+            raise
 
 
 def _can_fork() -> bool:

@@ -203,10 +203,14 @@ def _about_steps(task: Task, purpose: str) -> dict[str, Any]:
     if task.is_for_inference:
         return {"optimizer": "", "notes": source.notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
-    if purpose == "tune":
-        task.schedulers(optimizers, _SOME_STEPS)  # what is wrong with them is to be said now
+    settings = optimizers.settings()
+    if purpose == "tune":  # what is wrong with its schedulers is to be said now
+        schedulers = task.schedulers(optimizers, _SOME_STEPS)
+        names = " + ".join(dict.fromkeys(type(each).__name__ for each in schedulers))
+        settings = settings.model_copy(update={"scheduler": names or None})
     return {
         "optimizer": optimizers.name,
+        "optimizer_settings": settings,
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
         "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
         "accumulation_steps": source.accumulation_steps,

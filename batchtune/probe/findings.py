@@ -118,7 +118,7 @@ class Findings:
             throughput=list(self.throughput),
             throughput_fit=fit_step_time(self.throughput),
             warnings=self._warnings(),
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=None if self.opened.is_for_inference else accumulation,
             data_parallel=ranks,
         )
 

@@ -70,10 +70,6 @@ class Guess(NamedTuple):
         wide = 0.5 + math.atan(off / TAIL_SPREAD) / math.pi
         return self.weight * ((1 - TAIL) * 0.5 * math.erfc(-off / math.sqrt(2)) + TAIL * wide)
 
-    def normally_below(self, size: float) -> float:
-        off = math.log(size / self.size) / self.spread
-        return self.weight * 0.5 * math.erfc(-off / math.sqrt(2))
-
 
 def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
     """The fits whose memory is known, by size."""
@@ -216,12 +212,6 @@ def _largest_within(bytes_at: Callable[[int], float], limit: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if bytes_at(middle) <= limit else (low, middle)
     return low
-
-
-def consistent_share(guesses: list[Guess], low: int, high: int) -> float:
-    """The share of what was guessed that no attempt has contradicted: what lies in the bracket."""
-    within = sum(guess.normally_below(high) - guess.normally_below(low) for guess in guesses)
-    return within / sum(guess.weight for guess in guesses)
 
 
 def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:

@@ -11,6 +11,7 @@ from batchtune.document import (
     GradientClipping,
     LoaderPoint,
     NoiseScale,
+    OptimizerSettings,
     RangeTest,
     ThroughputPoint,
 )
@@ -73,6 +74,7 @@ class Opened(Message):
         samples: of the worst batch; None where the task makes it.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
         optimizer: its class, or those of several; empty for inference, which has none.
+        optimizer_settings: what it is made with.
         gradient_clipping: that of every step unless a run is asked for another.
         accumulation_steps: micro-batches of an optimizer step in the user's own training; 1 where that is not known.
         accumulates: whether a step may be made of several micro-batches.
@@ -98,6 +100,7 @@ class Opened(Message):
     memory_limit_bytes: int | None
     optimizer_defaults: dict[str, Any]
     optimizer: str
+    optimizer_settings: OptimizerSettings = OptimizerSettings()
     gradient_clipping: GradientClipping = NO_CLIPPING
     accumulation_steps: int = 1
     accumulates: bool = True

@@ -11,7 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from batchtune.document import OptimizerSettings
 from batchtune.errors import UsageError, UserCodeError, kind_of
+
+_OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
 
 
 class Optimizers(Sequence[Optimizer]):
@@ -49,6 +52,22 @@ class Optimizers(Sequence[Optimizer]):
         """What they train."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    def settings(self) -> OptimizerSettings:
+        """What they are made with, as far as plain values say so; of several optimizers, what none has otherwise."""
+        groups = [
+            {name: _plain(group[name]) for name in inspect.signature(type(each)).parameters if name in group}
+            for each in self._each
+            for group in each.param_groups
+        ]
+        names = [name for name in dict.fromkeys(name for group in groups for name in group) if name not in _OF_TORCH]
+        first = groups[0]
+        differing = [name for name in [*names, "lr"] if any(each.get(name) != first.get(name) for each in groups)]
+        alike = {name: first[name] for name in names if name not in differing}
+        known = {name: value for name, value in alike.items() if value is not None}
+        if known.get("maximize") is False:  # other libraries' optimizers do not know the word
+            del known["maximize"]
+        return OptimizerSettings(values=known, differing=differing)
+
     def zero_grad(self) -> None:
         """Frees the gradients of all."""
         for each in self._each:
@@ -57,6 +76,15 @@ class Optimizers(Sequence[Optimizer]):
     def state_dict(self) -> list[dict[str, Any]]:
         """As a checkpoint keeps them."""
         return [each.state_dict() for each in self._each]
+
+
+def _plain(value: Any) -> bool | int | float | str | list[float] | None:
+    """A setting as JSON has it; None for what is no plain value."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, list | tuple) and all(isinstance(each, int | float) for each in value):
+        return [float(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def several(given: Any) -> Iterator[Any]:

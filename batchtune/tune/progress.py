@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from typing import Any, Literal
 
@@ -113,8 +114,9 @@ class Progress:
         study, opened = self.study, self.opened
         environment = opened.environment if opened else None
         recommendation, baseline = study.recommendation() if study else (None, None)
-        if recommendation is not None and self.scaling is not None:
-            recommendation = recommendation.model_copy(update={"scaling": self.scaling})
+        if study is not None and recommendation is not None:
+            more = {"scaling": self.scaling, "confirm_command": self._confirm_command(study, recommendation)}
+            recommendation = recommendation.model_copy(update=more)
         probe = self.probe or (self.probing.result() if self.probing else None)
         trials = study.records() if study else []
         told = self._warnings(status, probe, trials, recommendation)
@@ -123,7 +125,7 @@ class Progress:
             status=status,
             name=self._config.name,
             environment=environment,
-            task=self._task.model_copy(update={"optimizer": opened.optimizer if opened else None}),
+            task=self._task_info(),
             warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=probe,
@@ -134,6 +136,20 @@ class Progress:
             recommendation=recommendation,
             baseline=baseline,
         )
+
+    def _task_info(self) -> TaskInfo:
+        opened = self.opened
+        if opened is None:
+            return self._task
+        made = {"optimizer": opened.optimizer, "optimizer_settings": opened.optimizer_settings}
+        return self._task.model_copy(update=made)
+
+    def _confirm_command(self, study: TuneStudy, found: Recommendation) -> str | None:
+        """What goes on with this study, by the configuration that its folder keeps; None where all is confirmed."""
+        if found.seeds_to_confirm is None:
+            return None
+        file = shlex.quote(str(self.folder.path / "config.yaml"))
+        return f"batchtune tune {file} {study.parts.budget.to_confirm(found.seeds_to_confirm)}"
 
     def _warnings(
         self, status: Status, probe: ProbeResult | None, trials: list[Trial], recommended: Recommendation | None

@@ -77,7 +77,7 @@ class Finished:
         return (self.err.strip().splitlines() or [f"exit {self.code}"])[-1].replace("|", "/")[:160]
 
 
-def call(folder: Path, *command: object, seconds: float = 300, **environment: str) -> Finished:
+def call(folder: Path, *command: object, seconds: float = 600, **environment: str) -> Finished:
     """Runs Python with these arguments in a folder."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     whole = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])}
@@ -148,7 +148,9 @@ def probed(case: Case, folder: Path) -> list[str]:
 def trains(case: Case, folder: Path, batch_size: int) -> str:
     """yes, or at which step the plain loop ran out of memory."""
     found = plain(folder, "trains", case.name, batch_size, case.limit)
-    return "failed" if found is None else "yes" if found["trains"] else f"no, at step {found['steps']}"
+    if found is None:
+        return "failed"
+    return "yes" if found["trains"] else f"no, at step {found['steps']}" if "why" in found else "too few samples"
 
 
 def share_that_trains(case: Case, folder: Path, largest: int) -> str:

@@ -221,7 +221,9 @@ def _train(
         if number == 0:
             require_finite(loss, command.batch_size)
         tracker.start_phase()
-        trainer.update(free_late=number % 2 == 0 or number + 1 == most)  # first, in turn, and before evaluation
+        # A check begins as loops do that always free gradients late; an attempt has too few steps for more than turns.
+        is_late = number < most // 2 if command.verify else number % 2 == 0
+        trainer.update(free_late=is_late or number + 1 == most)  # late before evaluation, too
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batchtune.document import Document, Recommendation
+import math
+
+from batchtune.document import Document, Recommendation, Trial
 
 UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 """What is said of settings of which `is_checked` is false."""
@@ -33,6 +35,19 @@ def to_train_with(result: Document) -> Recommendation | None:
     )
 
 
+def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
+    """Whether a trial ran with exactly this configuration."""
+    return (
+        configuration is not None
+        and configuration.learning_rate is not None
+        and trial.batch_size == configuration.global_batch_size
+        and trial.precision == configuration.precision
+        and trial.optimizer_arguments == configuration.optimizer_arguments
+        and trial.gradient_clipping == configuration.gradient_clipping
+        and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
+    )
+
+
 def pytorch(result: Document) -> str:
     """The settings as lines of plain PyTorch; '' where there are none that ran."""
     found = to_train_with(result)
@@ -44,6 +59,9 @@ def pytorch(result: Document) -> str:
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
     lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    if found.learning_rate is not None and result.task.optimizer_settings and found.optimizer is None:
+        made = "".join(f", {name}={value!r}" for name, value in result.task.optimizer_settings.values.items())
+        lines.append(f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})")
     clipping = found.gradient_clipping
     for name, bound in [("norm", clipping.norm), ("value", clipping.value)] if clipping else []:
         if bound is not None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from batchtune.document import Document, Trial
 from batchtune.errors import UsageError
+from batchtune.report.export.settings import is_of
 
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
@@ -36,7 +37,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """One trial as trackers see it; `id` is the same whenever the same trial is logged, so that it is logged once."""
+    """One trial as trackers see it; `id` is the same whenever the same trial is logged, so that it is logged once.
+
+    `files` are texts by their names, of the one run that stands for the answer.
+    """
 
     id: str
     name: str
@@ -44,6 +48,12 @@ class Run:
     figures: dict[str, float]
     texts: dict[str, str]
     points: list[Point]
+    files: Mapping[str, str]
+
+    @property
+    def summary(self) -> str | None:
+        """The answer, as its Markdown says it."""
+        return next((text for name, text in self.files.items() if name.endswith(".md")), None)
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ class Study:
     runs: list[Run]
 
 
-def study_of(result: Document) -> Study:
-    """The trials of a result that are over, as runs.
+def study_of(result: Document, files: Mapping[str, str] | None = None) -> Study:
+    """The trials of a result that are over, as runs; the first confirmed with the recommendation has the files.
 
     Raises:
         UsageError: there are none, or nobody can tell when they ran.
@@ -69,13 +79,17 @@ def study_of(result: Document) -> Study:
     except (ValueError, OverflowError, OSError):
         raise UsageError(f"--log-to dates runs by created_at, and {result.created_at[:40]!r} is no date") from None
     metric = re.sub(r"[^\w./-]", "_", result.target.metric) if result.target else "value"
-    return Study(result.name or "batchtune", began, [_run(trial, result.name, metric) for trial in over])
+    ours = [trial for trial in over if is_of(trial, result.recommendation)]
+    first = min(ours, key=lambda trial: (trial.role != "confirm", trial.number), default=None)
+    runs = [_run(trial, result.name, metric, trial in ours, (files or {}) if trial is first else {}) for trial in over]
+    return Study(result.name or "batchtune", began, runs)
 
 
-def _run(trial: Trial, study: str, metric: str) -> Run:
+def _run(trial: Trial, study: str, metric: str, recommended: bool, files: Mapping[str, str]) -> Run:
     digest = hashlib.sha256(f"{study} {trial.model_dump_json(exclude_none=True)}".encode()).hexdigest()
     known = trial.model_dump(exclude_none=True)
     texts: dict[str, str] = {name: str(known[name])[:_LONGEST_TEXT] for name in _TEXTS if name in known}
+    texts |= {"recommended": "yes"} if recommended else {}
     return Run(
         id=digest[:16],
         name=f"trial-{trial.number:03}-{trial.role}",
@@ -92,6 +106,7 @@ def _run(trial: Trial, study: str, metric: str) -> Run:
             for point in trial.curve
             if point.value is not None
         ],
+        files=files,
     )
 
 
@@ -116,6 +131,10 @@ def _to_mlflow(study: Study) -> tuple[int, str]:
             client.log_batch(logged, metrics=metrics[start : start + 1000])
         tags = [RunTag(key, value) for key, value in (run.texts | {"batchtune_id": run.id}).items()]
         client.log_batch(logged, params=[Param(key, str(value)) for key, value in run.parameters.items()], tags=tags)
+        for file, text in run.files.items():
+            client.log_text(logged, text, file)
+        if run.summary:
+            client.set_tag(logged, "mlflow.note.content", run.summary)
         failed = run.texts["state"] == "fail"
         client.set_terminated(logged, status="FAILED" if failed else "FINISHED", end_time=ended)
     return len(new), f"experiment {name!r} at {client.tracking_uri}"
@@ -145,8 +164,10 @@ def _to_tensorboard(study: Study) -> tuple[int, str]:
         for point in run.points:
             add(scalars(point.seen), point.seconds, point.step)
         add(scalars(run.figures), run.points[-1].seconds if run.points else 0.0)
-        for tag, text in run.texts.items():
+        for tag, text in (run.texts | ({"report": run.summary} if run.summary else {})).items():
             add(text_pb(tag, text))
+        for file, text in run.files.items():
+            (folder / file).write_text(text, encoding="utf-8")
         writer.close()
     return len(new), f"{root}; look at them with: tensorboard --logdir {root}"
 
@@ -164,6 +185,8 @@ def _to_wandb(study: Study) -> tuple[int, str]:
             name=run.name,
             id=run.id,
             job_type=run.parameters["role"],
+            notes=run.summary,
+            tags=["recommended"] if "recommended" in run.texts else None,
             config=run.parameters,
             mode=None if "WANDB_MODE" in os.environ else "offline",
             settings=wandb.Settings(silent=True, console="off"),
@@ -172,6 +195,12 @@ def _to_wandb(study: Study) -> tuple[int, str]:
         for point in run.points:
             logged.log(point.seen | {"optimizer_steps": point.step})
         logged.summary.update(run.figures | run.texts)
+        if run.files:
+            artifact = wandb.Artifact(f"report-{run.id}", type="report")
+            for file, text in run.files.items():
+                with artifact.new_file(file, encoding="utf-8") as opened:
+                    opened.write(text)
+            logged.log_artifact(artifact)
         logged.finish(exit_code=int(run.texts["state"] == "fail"))
     return len(new), f"{below}; bring offline runs to the server with: wandb sync {below}/offline-run-*"
 
@@ -184,8 +213,13 @@ TRACKERS: dict[str, Callable[[Study], tuple[int, str]]] = {
 """What `report --log-to` can log to, each through its own client, which is named as its package is."""
 
 
-def log_to(tracker: str, result: Document) -> dict[str, Any]:
+def log_to(tracker: str, result: Document, files: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Logs the trials of a study that the tracker does not have yet.
+
+    Args:
+        tracker: its name.
+        result: the study's.
+        files: the report, by the names of its files; it goes with a run of the recommendation.
 
     Returns:
         How many were logged, of how many, and where they are.
@@ -193,7 +227,7 @@ def log_to(tracker: str, result: Document) -> dict[str, Any]:
     Raises:
         UsageError: nothing to log, the client is not installed, or it refused.
     """
-    study = study_of(result)
+    study = study_of(result, files)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a client's worries about its own future are none of our user's

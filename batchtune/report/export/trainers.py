@@ -13,12 +13,18 @@ import yaml
 
 from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
+from batchtune.report.export.optimizers import (
+    hf_optimizer,
+    hf_optimizer_notes,
+    made_with,
+    optimizer_notes,
+    optimizer_of,
+)
 from batchtune.report.export.settings import UNCHECKED, is_checked, to_train_with
 
 Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
 _PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-_OF_TRAINING_ARGUMENTS = {"weight_decay": "weight_decay", "eps": "adam_epsilon"}  # an optimizer's, as the Trainer says
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -31,7 +37,8 @@ class Export:
         values: its fields (a dot goes one level down) with their values; None where there is nothing to say.
         words: the result document's names of what some of these fields are, for `--set`.
         write: the fields as the text that the library loads.
-        notes: what a reader must know and the text cannot say, in sentences.
+        notes: what a reader must know and no field can say, in sentences.
+        takes_comments: whether the text has the notes, too, each behind a '#'.
     """
 
     title: str
@@ -39,6 +46,7 @@ class Export:
     words: Mapping[str, str]
     write: Callable[[Values], str]
     notes: Callable[[Recommendation, Document], list[str]] = lambda *_: []
+    takes_comments: bool = False
 
     def text(self, result: Document, renames: Sequence[str] = ()) -> str:
         """The settings of a result as this library loads them.
@@ -52,7 +60,8 @@ class Export:
         """
         found = _settings(result)
         values = {name: value for name, value in self.values(found, result).items() if value is not None}
-        return self.write(_renamed(values, self.words, renames))
+        comments = [f"# {note}" for note in self.said_beside(result)] if self.takes_comments else []
+        return "\n".join([*comments, self.write(_renamed(values, self.words, renames))])
 
     def said_beside(self, result: Document) -> list[str]:
         """What a reader of `text` must know besides it, in sentences."""
@@ -83,11 +92,6 @@ def _settings(result: Document) -> Recommendation:
 
 def _device(result: Document) -> str | None:
     return result.environment.device_type if result.environment else None
-
-
-def _optimizer(found: Recommendation, result: Document) -> str | None:
-    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
-    return found.optimizer or result.task.optimizer
 
 
 def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
@@ -140,11 +144,13 @@ def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Document) -
         raise UsageError(f"{library} does not train in fp16 on a CPU, where this was measured; use bf16 or fp32")
 
 
-def _schedule_notes(found: Recommendation, field: str) -> list[str]:
+def _schedule_notes(found: Recommendation, result: Document, field: str) -> list[str]:
     """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose."""
     if found.total_steps is None:
         return []
-    return [f"measured with a learning-rate schedule over {found.total_steps} steps; {field} would say so"]
+    name = result.task.optimizer_settings.scheduler if result.task.optimizer_settings else None
+    made = f" ({name} of your build_scheduler)" if name else ""
+    return [f"measured with a learning-rate schedule over {found.total_steps} steps{made}; {field} would say so"]
 
 
 def _clipped(found: Recommendation) -> Mapping[str, float | None]:
@@ -161,26 +167,20 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "per_device_train_batch_size": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "learning_rate": found.learning_rate,
-        **{theirs: found.optimizer_arguments.get(name) for name, theirs in _OF_TRAINING_ARGUMENTS.items()},
         "max_grad_norm": _clipped(found)["norm"],
         "bf16": found.precision == "bf16",
         "fp16": found.precision == "fp16",
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
         "use_cpu": True if _device(result) == "cpu" else None,
+        **hf_optimizer(found, result),
     }
 
 
 def _hf_notes(found: Recommendation, result: Document) -> list[str]:
-    optimizer, notes = _optimizer(found, result), list[str]()
-    if found.learning_rate is not None and optimizer not in {None, "AdamW"}:
-        made_for = f"the learning rate is one for {optimizer}"
-        notes.append(f"{made_for}, and the Trainer takes AdamW unless its 'optim' says otherwise")
-    for name, value in found.optimizer_arguments.items():
-        if name not in _OF_TRAINING_ARGUMENTS:
-            notes.append(f"no field says {name}={value!r}: give it to your optimizer")
+    notes = hf_optimizer_notes(found, result)
     if clipped := _clipped(found)["value"]:
         notes.append(f"no field says that each gradient is clipped at {clipped:g}: do so before the optimizer's step")
-    return notes + _schedule_notes(found, "max_steps")
+    return notes + _schedule_notes(found, result, "max_steps")
 
 
 def _lightning(found: Recommendation, result: Document) -> Values:
@@ -197,6 +197,16 @@ def _lightning(found: Recommendation, result: Document) -> Values:
         "model.lr": found.learning_rate,
         **{f"model.{name}": value for name, value in found.optimizer_arguments.items()},
     }
+
+
+def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
+    """The module makes its own optimizer, and names its arguments as it likes."""
+    made, optimizer = made_with(found, result), optimizer_of(found, result)
+    notes = _tf32_notes(found, result) + optimizer_notes(found, result)
+    if optimizer and found.learning_rate is not None:
+        arguments = ", ".join(["lr", *(f"{name}={value!r}" for name, value in made.items())])
+        notes.append(f"measured with {optimizer}({arguments}), as your configure_optimizers should make it")
+    return notes + _schedule_notes(found, result, "trainer.max_steps")
 
 
 def _tf32_notes(found: Recommendation, result: Document) -> list[str]:  # noqa: ARG001 - one signature for all
@@ -217,9 +227,10 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "gradient_clipping": _clipped(found)["norm"],
-        "optimizer.type": _optimizer(found, result) if found.learning_rate is not None else None,
+        "optimizer.type": optimizer_of(found, result) if found.learning_rate is not None else None,
         "optimizer.params.lr": found.learning_rate,
-        **{f"optimizer.params.{name}": value for name, value in found.optimizer_arguments.items()},
+        "optimizer.params.adam_w_mode": False if optimizer_of(found, result) == "Adam" else None,  # its own default
+        **{f"optimizer.params.{name}": value for name, value in made_with(found, result).items()},
         "torch_autocast.enabled": True if half else None,
         "torch_autocast.dtype": half,
     }
@@ -232,18 +243,23 @@ def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
     if clipped := _clipped(found)["value"]:
         notes.append(f"DeepSpeed clips norms only; each gradient was clipped at {clipped:g} here")
     if found.learning_rate is not None:
-        missing = "its other settings" if _optimizer(found, result) else "its type and other settings"
-        searched = ["the learning rate", *found.optimizer_arguments]
-        notes.append(f"of your optimizer only {', '.join(searched)} was searched: add {missing} yourself")
-    return notes + _schedule_notes(found, "total_num_steps of its 'scheduler'")
+        if optimizer_of(found, result) is None:
+            notes.append("the optimizer's type is not known: add it yourself")
+        notes += optimizer_notes(found, result)
+    return notes + _schedule_notes(found, result, "total_num_steps of its 'scheduler'")
 
 
-def _env(found: Recommendation, result: Document) -> Values:  # noqa: ARG001 - one signature for all
+def _listed(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _env(found: Recommendation, result: Document) -> Values:
     return {
         "BATCH_SIZE": found.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
-        **{name.upper(): value for name, value in found.optimizer_arguments.items()},
+        "OPTIMIZER": optimizer_of(found, result) if found.learning_rate is not None else None,
+        **{name.upper(): _listed(value) for name, value in made_with(found, result).items()},
         "GRADIENT_CLIPPING_NORM": _clipped(found)["norm"] or None,
         "GRADIENT_CLIPPING_VALUE": _clipped(found)["value"] or None,
         "TOTAL_STEPS": found.total_steps,
@@ -264,7 +280,8 @@ EXPORTS: dict[str, Export] = {
             "world_size": "trainer.devices",
         },
         _yaml,
-        lambda found, result: _tf32_notes(found, result) + _schedule_notes(found, "trainer.max_steps"),
+        _lightning_notes,
+        takes_comments=True,
     ),
     "deepspeed": Export(
         "DeepSpeed",
@@ -287,6 +304,8 @@ EXPORTS: dict[str, Export] = {
             "precision": "PRECISION",
         },
         _shell,
+        optimizer_notes,
+        takes_comments=True,
     ),
 }
 """What `report --format` writes for another program to train with; `--set` renames its fields."""

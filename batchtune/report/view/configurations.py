@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.document import Document, Interval, Recommendation, Trial
+from batchtune.report.export.settings import is_of
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Column, Table
-from batchtune.report.view.select import JOULES, SECONDS, best_first, is_of, least_is_best, metric_of, score
+from batchtune.report.view.select import JOULES, SECONDS, best_first, least_is_best, metric_of, score
 from batchtune.report.view.words import OUTCOMES, clipping_text, counted, named_values
 from batchtune.units import duration, number
 

@@ -232,6 +232,7 @@ class View:
         lines: what else belongs to the answer.
         sections: the evidence.
         settings: what to paste, by the library that takes it.
+        notes: what its reader must know besides, by the same names.
         version: of the batchtune that measured.
     """
 
@@ -248,6 +249,7 @@ class View:
     lines: Sequence[Fact]
     sections: Sequence[Section]
     settings: Mapping[str, str]
+    notes: Mapping[str, Sequence[str]]
     warnings: Sequence[str]
     measured_on: str
     environment: Sequence[Fact]

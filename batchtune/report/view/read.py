@@ -37,7 +37,8 @@ def view_of(result: Document) -> View:
         plots=[plot for plot in (memory([chosen]), throughput([chosen])) if plot] if chosen else [],
         lines=_lines(result),
         sections=list(_sections(result)),
-        settings=_settings(result),
+        settings=(settings := _settings(result)),
+        notes={each.title: each.said_beside(result) for each in EXPORTS.values() if each.title in settings},
         warnings=result.warnings,
         measured_on=machine(where) if where else "",
         environment=_environment(result),
@@ -56,8 +57,9 @@ def _headline(result: Document) -> Headline | None:
 
 
 def _lines(result: Document) -> list[Fact]:
-    target, chosen = result.target, chosen_probe(result)
-    said = [Fact("target", target_text(target))] if target is not None and target.value is not None else []
+    target, chosen, found = result.target, chosen_probe(result), result.recommendation
+    said = [Fact("to confirm", found.confirm_command)] if found is not None and found.confirm_command else []
+    said += [Fact("target", target_text(target))] if target is not None and target.value is not None else []
     said += probe.lines(chosen) if chosen else []
     return said + (start_of_search(result.prior) if result.prior else [])
 

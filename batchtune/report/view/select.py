@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from batchtune.document import Attempt, Document, ProbeResult, Recommendation, ThroughputPoint, Trial
+from batchtune.document import Attempt, Document, ProbeResult, ThroughputPoint, Trial
 from batchtune.units import LEAST_PEAK
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
@@ -36,19 +34,6 @@ def ran(result: Document) -> list[Trial]:
 def metric_of(result: Document) -> str:
     """What the study's metric is called."""
     return result.target.metric if result.target else "metric"
-
-
-def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
-    """Whether a trial ran with exactly this configuration."""
-    return (
-        configuration is not None
-        and configuration.learning_rate is not None
-        and trial.batch_size == configuration.global_batch_size
-        and trial.precision == configuration.precision
-        and trial.optimizer_arguments == configuration.optimizer_arguments
-        and trial.gradient_clipping == configuration.gradient_clipping
-        and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)
-    )
 
 
 def objective(result: Document) -> str:

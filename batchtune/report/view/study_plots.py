@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial
+from batchtune.report.export.settings import is_of
 from batchtune.report.view.model import Axis, Field, Mark, Plot, Point, Scale, Series
-from batchtune.report.view.select import SECONDS, VALUE, is_broken, is_of, metric_of, ran, score
+from batchtune.report.view.select import SECONDS, VALUE, is_broken, metric_of, ran, score
 from batchtune.units import duration, number, time_interval, time_unit
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis

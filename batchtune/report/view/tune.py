@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from batchtune.document import Document, Interval, Recommendation, Scaling, Trial
+from batchtune.report.export.settings import is_of
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
-from batchtune.report.view.select import JOULES, SECONDS, VALUE, best_first, is_of, metric_of, objective
+from batchtune.report.view.select import JOULES, SECONDS, VALUE, best_first, metric_of, objective
 from batchtune.report.view.words import batch_text, clipping_text, named_values, ranks, tone
 from batchtune.units import bounds, duration, interval, number, time_interval
 
@@ -18,6 +19,8 @@ def headline(found: Recommendation) -> Headline:
     facts |= {"optimizer": named_values(found.optimizer_arguments)}
     facts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
     choice = [Fact(name, text) for name, text in facts.items() if text not in {"", "-"}]
+    if found.seeds_to_confirm is not None:
+        return Headline("not confirmed", "too few runs to compare with what you run today", choice, found.reason)
     gain, words_ = found.speedup_over_baseline, "the speed of what you run today"
     if gain is None:
         gain, words_ = found.energy_saving_over_baseline, "less energy until the target than what you run today"

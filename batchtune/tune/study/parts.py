@@ -93,20 +93,29 @@ class StudyBudget:
     def reserve(self) -> float:
         """Seconds that confirmation and one more run of the search need; half of the whole budget at the most.
 
-        What runs take besides training, most of it evaluation, is that of those that ran.
-
         Where a baseline takes all of budget.run, its confirmation could take all of budget.total, and nothing would be
         searched: it is then cut short instead.
         """
+        return min(self._needed(self._config.confirm.seeds), MOST_RESERVED * self._config.budget.total)
+
+    def to_confirm(self, seeds: int) -> str:
+        """What of the configuration to change for so many fresh seeds to run, as on the command line."""
+        total, seeds = self._config.budget.total, max(seeds, self._config.confirm.seeds)
+        needed = self._needed(seeds)
+        enough = math.ceil(max(total - self.seconds_left() + needed, needed / MOST_RESERVED))
+        return f"confirm.seeds={seeds}" + (f" budget.total={enough}s" if enough > total else "")
+
+    def _needed(self, seeds: int) -> float:
+        """Seconds for the confirmation and one more run of the search, with what runs take besides training."""
         config, longest = self._config, self._config.budget.run
         best = self._history.best_seconds() or longest
         one_baseline = min(LOST_FACTOR * best, longest)
-        needed = config.confirm.seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
-        runs = config.confirm.seeds * (1 + config.confirm.top) + (not self._history.finished("baseline")) + 1
+        needed = seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
+        runs = seeds * (1 + config.confirm.top) + (not self._history.finished("baseline")) + 1
         needed += math.ceil(runs / self._at_once) * self._history.seconds_beside_training()
         if not self._history.finished("baseline"):
             needed += longest
-        return min(needed, MOST_RESERVED * config.budget.total)
+        return needed
 
     def affordable_contenders(self) -> int:
         """How many are confirmed: as asked for, or where every run takes all of budget.run, as all seeds allow."""

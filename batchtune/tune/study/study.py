@@ -67,6 +67,10 @@ class TuneStudy:
             direction="minimize" if cost else config.objective.goal,
             load_if_exists=True,
         )
+        if study.metric_names is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([f"{cost.field} to target" if cost else config.objective.metric])
         history = StudyHistory(study, cost)
         self.parts = StudyParts(
             plan=plan,

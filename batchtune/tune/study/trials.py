@@ -138,9 +138,14 @@ class Trials:
         if outcome in FAILED or (is_cut_off(attributes) and outcome != "reached"):
             self._study.tell(number, state=TrialState.FAIL)
         elif value is None or not math.isfinite(value) or (outcome == "diverged" and cost is None):
-            self._study.tell(number, state=TrialState.PRUNED)
+            self._tell_pruned(number)
         else:
             self._study.tell(number, value)
+
+    def _tell_pruned(self, number: int) -> None:
+        """Ends a trial without a value: Optuna would take the last metric, for a trial in no time at all."""
+        storage, trial = self._study._storage, self._study.get_trials(deepcopy=False)[number]  # noqa: SLF001 - see above
+        storage.set_trial_state_values(trial._trial_id, TrialState.PRUNED)  # noqa: SLF001 - Optuna's name of it
 
 
 class _Race:

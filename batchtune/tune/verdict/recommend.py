@@ -14,6 +14,7 @@ from batchtune.vocabulary import Goal, Kind
 
 LEVEL = 1.02  # closer than this nothing is a difference
 TIED = 1.05  # a few seeds overlap far beyond what a user would call the same; more than this is a difference
+FEWEST_SEEDS = 3  # of either side, below which nothing is said of how much better one is
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 _WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
 Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None]
@@ -170,12 +171,16 @@ def _verdict(
     seeds = f"{len(theirs)} fresh seed{'s' if len(theirs) > 1 else ''}"
     over = f"over {seeds} each" if len(theirs) == len(ours) else f"over {seeds}, baseline {len(ours)}"
     is_better = _beats(theirs, ours, kind)
-    few = ", too few for an interval" if min(len(theirs), len(ours)) == 1 else ""
-    few += f" (a difference would be {TIED - 1:.0%} or more)" if few and not is_better else ""
+    if min(len(theirs), len(ours)) < FEWEST_SEEDS:
+        so_far = "" if is_better else ", and so far no better than what you run today"
+        reason = f"not confirmed{so_far}: {over.removeprefix('over ')}; to compare takes {FEWEST_SEEDS} of each{but}"
+        taken, values = (winner, theirs) if is_better else (base, ours)
+        found = _of(groups[taken], values, kind=kind, goal=goal, reason=reason)
+        return found.model_copy(update={"seeds_to_confirm": FEWEST_SEEDS + max(missed, lost)})
     if cost is None or gain is None:
         sign = 1 if goal == "minimize" else -1
         best, today_s = (sign * statistics.median(each) for each in (theirs, ours))
-        told = f"{best:.4g} against {today_s:.4g} of the baseline, median {over}{few}{but}"
+        told = f"{best:.4g} against {today_s:.4g} of the baseline, median {over}{but}"
     elif cut := sum(1 for trial in groups[base] if cost.of(trial) is None and trial.outcome not in _WORTHLESS):
         gain = gain.model_copy(update={"at_least": True})
         whole = _whole(today, theirs, cost)
@@ -183,10 +188,8 @@ def _verdict(
         where = "" if cut == len(ours) else f"{cut} of "
         told += f" ({over.removeprefix('over ')}, on {where}which the baseline was cut off{whole}{but})"
     else:
-        if few:
-            gain = Interval(median=gain.median, low=gain.median, high=gain.median)
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} {over}"
-        told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({f'{over}{few}' if few else interval}{but})"
+        told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({interval}{but})"
     if not is_better:
         came = "got there" if cost else "came to"
         gained = "speed-up" if kind == "time_to_target" else "improvement"
@@ -265,7 +268,9 @@ def _unconfirmed(
     count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
     count += ", and what you run today" if best.role == "baseline" else ""
     reason = f"{count}, not confirmed on fresh seeds"
-    return _of(group, values, kind=kind, goal=goal, reason=reason)
+    needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None
+    found = _of(group, values, kind=kind, goal=goal, reason=reason)
+    return found.model_copy(update={"seeds_to_confirm": needed})
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], *, kind: Kind, goal: Goal, reason: str) -> Recommendation:

@@ -71,7 +71,7 @@ def train(batch_size, lr, report, steps=2000):
     model, loader = SimpleViT(), DataLoader(Digits("train"), batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     scheduler = schedule(optimizer, steps)
-    while True:
+    for _ in range(1000):
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()

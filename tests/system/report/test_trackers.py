@@ -68,6 +68,14 @@ def test_mlflow_has_a_run_for_each_trial_with_parameters_curve_and_outcome(log, 
     assert [point.step for point in history] == [point.samples // 64 for point in trials[1].curve]
     took = (history[-1].timestamp - history[0].timestamp) / 1000
     assert took == pytest.approx(trials[1].curve[-1].seconds, abs=0.01)  # the time axis is training time
+    answer = runs["trial-005-confirm"]
+    assert {name for name, run in runs.items() if "recommended" in run.data.tags} == {
+        answer.info.run_name,
+        "trial-002-search",
+    }
+    assert {file.path for file in client.list_artifacts(answer.info.run_id)} == {"report.html", "report.md"}
+    assert answer.data.tags["mlflow.note.content"].startswith("## batchtune tune: digits")
+    assert client.list_artifacts(second.info.run_id) == []
     diverged = runs["trial-004-search"]
     assert diverged.info.status == "FAILED"
     assert diverged.data.tags["message"] == "loss was not finite"
@@ -99,6 +107,11 @@ def test_tensorboard_has_a_run_for_each_trial_with_parameters_curve_and_outcome(
     assert parameters["learning_rate"].number_value == 0.002
     assert parameters["precision"].string_value == "bf16"
     before = {path: path.stat().st_size for path in folders[1].iterdir()}
+    assert [path.parent.name[:-7] for path in tmp_path.rglob("report.html")] == ["trial-005-confirm"]
+    answer = EventAccumulator(str(folders[5]))
+    answer.Reload()
+    assert answer.Tensors("recommended")[0].tensor_proto.string_val == [b"yes"]
+    assert answer.Tensors("report")[0].tensor_proto.string_val[0].startswith(b"## batchtune tune: digits")
     assert "logged 0 of 7" in log("tensorboard")
     assert {path: path.stat().st_size for path in folders[1].iterdir()} == before
 
@@ -119,6 +132,13 @@ def test_wandb_has_an_offline_run_for_each_trial_with_parameters_curve_and_outco
     assert [row["seconds"] for row in second["history"]] == [point.seconds for point in trials[1].curve]
     assert second["summary"]["outcome"] == "reached"
     assert second["summary"]["time_to_target_seconds"] == 12.0
+    assert {name for name, run in runs.items() if "recommended" in run["tags"]} == {
+        "trial-002-search", "trial-005-confirm",
+    }  # fmt: skip
+    assert runs["trial-005-confirm"]["notes"].startswith("## batchtune tune: digits")
+    assert {name: run["files"] for name, run in runs.items() if run["files"]} == {
+        "trial-005-confirm": ["report.html", "report.md"]
+    }
     assert "logged 0 of 7" in log("wandb")
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 7
 
@@ -127,7 +147,7 @@ def read_wandb(file):
     """An offline run's file: wandb's own messages out of the LevelDB log that it keeps them in."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = {"history": [], "summary": {}, "config": {}}
+    found = {"history": [], "summary": {}, "config": {}, "files": []}
 
     def values(items):
         return {each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in items}
@@ -137,7 +157,10 @@ def read_wandb(file):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             found |= {"name": record.run.display_name, "project": record.run.project, "group": record.run.run_group}
+            found |= {"tags": list(record.run.tags), "notes": record.run.notes}
             found["config"] |= values(record.run.config.update)
+        elif kind == "artifact":
+            found["files"] = sorted(each.path for each in record.artifact.manifest.contents)
         elif kind == "history":
             found["history"].append(values(record.history.item))
         elif kind == "summary":

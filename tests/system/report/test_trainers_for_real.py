@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.document import Environment, TaskInfo
+from batchtune.document import Environment, OptimizerSettings, TaskInfo
 from batchtune.report.export.trainers import EXPORTS
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,8 @@ def exported(tuned, tmp_path):
             }
         )
         where = Environment(device="a CPU", device_type="cpu")
-        task = TaskInfo(path="model.py", optimizer="SGD")
+        settings = OptimizerSettings(values={"momentum": 0.8, "weight_decay": 0.25})
+        task = TaskInfo(path="model.py", optimizer="SGD", optimizer_settings=settings)
         result = tuned.model_copy(update={"recommendation": found, "environment": where, "task": task})
         path = tmp_path / file
         path.write_text(EXPORTS[name].text(result))
@@ -77,6 +78,7 @@ class Rated(Trainer):
     rate = None
     def training_step(self, *inputs, **more):
         self.rate = self.rate or self.optimizer.param_groups[0]["lr"]
+        self.made, self.last = type(self.optimizer.optimizer).__name__, self.optimizer.param_groups[0]
         return super().training_step(*inputs, **more)
 
 def trained(file):
@@ -86,6 +88,7 @@ def trained(file):
     trainer = Rated(model=model, args=arguments, train_dataset=Data())
     trainer.train()
     return {"shapes": model.shapes, "type": model.types[0], "steps": trainer.state.global_step, "rate": trainer.rate,
+            "made": [trainer.made, trainer.last["momentum"], trainer.last["weight_decay"], trainer.last["lr"]],
             "device": arguments.device.type}
 
 print(json.dumps([trained(file) for file in sys.argv[1:]]))
@@ -98,6 +101,7 @@ def test_the_trainer_of_transformers_trains_with_exactly_the_recommended_values(
         assert seen["shapes"] == [[MICRO, 8]] * (2 * STEPS)
         assert seen["steps"] == 2
         assert seen["rate"] == RATE
+        assert seen["made"] == ["SGD", 0.8, 0.25, RATE]
         assert seen["type"] == TYPES[precision]
         assert seen["device"] == "cpu"
 

@@ -95,6 +95,24 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_counted(done, o
     assert Child(None).open(opening).foreign_parameters == 2
 
 
+def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            "import torch\n"
+            "def build_optimizer(model, lr):\n"
+            "    head, *rest = model.parameters()\n"
+            "    groups = [{'params': [head], 'weight_decay': 0.0}, {'params': rest, 'lr': 3 * lr}]\n"
+            "    return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.95), weight_decay=0.1, foreach=False)\n"
+            "def build_scheduler(optimizer, total_steps): return torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
+            "def train_dataset(): return [1, 2]\n"
+            "def evaluate(model): return 1.0\n"
+        )
+    found = Child(None).open(opening.but(purpose="tune")).optimizer_settings
+    assert found.values == {"betas": [0.8, 0.95], "eps": 1e-8, "amsgrad": False}
+    assert found.differing == ["weight_decay", "lr"]
+    assert found.scheduler == "ConstantLR"
+
+
 def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp_path):
     with (tmp_path / "model.py").open("a") as task:
         task.write(

@@ -106,3 +106,14 @@ def test_a_code_of_a_later_version_is_shown_as_it_is(result_of):
     (certificate,) = view_of(result_of("probe", probe=probe.model_dump())).certificates
     assert (certificate.precision, certificate.largest) == ("fp8", "4")
     assert certificate.proof == "not yet checked in a fresh process"
+
+
+def test_what_is_not_confirmed_has_no_ratio_but_the_command_that_confirms_it(result_of):
+    found = result_of("tune").recommendation
+    command = "batchtune tune .batchtune/digits/config.yaml confirm.seeds=3"
+    few = {"speedup_over_baseline": None, "seeds_to_confirm": 3, "confirm_command": command, "reason": "not confirmed"}
+    view = view_of(result_of("tune", recommendation=found.model_dump(exclude_none=True) | few))
+    assert view.headline.figure == "not confirmed"
+    assert "×" not in view.headline.words + view.headline.reason
+    assert ("to confirm", command) in [(line.name, line.text) for line in view.lines]
+    assert "speed-up" not in view.comparison.columns[0].cells

@@ -3,7 +3,6 @@ import math
 import pytest
 
 from batchtune.document import Trial
-from batchtune.report.view.tune import headline
 from batchtune.tune.verdict.recommend import config_of, finalists, recommend
 
 
@@ -180,16 +179,20 @@ def test_a_baseline_that_diverges_on_one_seed_is_compared_on_the_others():
     trials = confirmed(((32, 1e-3), (10.0, 11.0, None)), ((64, 1e-2), (4.0, 4.1, 4.2)))
     trials[3] = trials[3].model_copy(update={"outcome": "diverged", "training_seconds": 0.1})
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
-    assert "over 3 fresh seeds, baseline 2; the baseline diverged on 1 more" in found.reason
+    assert "3 fresh seeds, baseline 2; to compare takes 3 of each; the baseline diverged on 1 more" in found.reason
+    assert (found.speedup_over_baseline, found.seeds_to_confirm) == (None, 4)
+    trials.append(trial(20, "confirm", 32, 1e-3, 12.0))
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert not found.speedup_over_baseline.at_least
+    assert found.seeds_to_confirm is None
 
 
 def test_a_whole_run_of_the_baseline_that_missed_the_target_is_told():
-    trials = confirmed(((32, 1e-3), (None, None)), ((64, 1e-2), (0.5, 0.5)))
+    trials = confirmed(((32, 1e-3), (None,) * 3), ((64, 1e-2), (0.5,) * 3))
     whole = {"time_to_target_seconds": None, "outcome": "finished", "training_seconds": 60.0}
     trials[0] = trials[0].model_copy(update=whole)
     cut = {"training_seconds": 1.5, "outcome": "capped", "state": "pruned"}
-    trials[1:3] = [each.model_copy(update=cut) for each in trials[1:3]]
+    trials[1:4] = [each.model_copy(update=cut) for each in trials[1:4]]
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert "its one whole run had not got there after 120.0 times" in found.reason
 
@@ -199,22 +202,34 @@ def test_one_fresh_seed_each_must_tell_more_than_chance_does(contender, size):
     trials = confirmed(((32, 1e-3), (10.0,)), ((64, 1e-2), (contender,)))
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert found.global_batch_size == size
-    assert "over 1 fresh seed each, too few for an interval" in found.reason
+    assert found.reason.endswith("1 fresh seed each; to compare takes 3 of each")
 
 
-def test_a_gain_over_a_single_run_has_no_interval_that_its_reason_denies():
+@pytest.mark.parametrize("seeds", [(1, 1), (2, 1), (2, 2), (3, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("baseline_seconds", [10.0, None])
+def test_below_three_fresh_seeds_of_either_side_there_is_no_ratio_and_nothing_is_confirmed(seeds, baseline_seconds):
+    ours, theirs = seeds
+    trials = confirmed(((32, 1e-3), (baseline_seconds,) * ours), ((64, 1e-2), (4.0,) * theirs))
+    trials = [each if each.batch_size == 64 else each.model_copy(update={"training_seconds": 10.0}) for each in trials]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    enough = min(seeds) >= 3
+    assert found.global_batch_size == 64
+    assert (found.speedup_over_baseline is not None) == enough
+    assert ("times" in found.reason) == enough
+    assert found.reason.startswith("not confirmed") != enough
+    assert found.seeds_to_confirm == (None if enough else 3)
+
+
+def test_over_a_single_run_there_is_no_gain_and_the_reason_says_so():
     trials = confirmed(((32, 1e-3), (10.0,)), ((64, 1e-2), (4.0, 4.1, 4.2)))
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
-    gain = found.speedup_over_baseline
-    assert "too few for an interval" in found.reason
-    assert gain.low == gain.median == gain.high == pytest.approx(10 / 4.1)
-    shown = headline(found)
-    assert (shown.figure, shown.words) == ("2.44×", "the speed of what you run today")
+    assert found.speedup_over_baseline is None
+    assert found.reason.startswith("not confirmed: 3 fresh seeds, baseline 1")
 
 
 def test_the_seeds_of_either_side_are_counted():
-    trials = confirmed(((32, 1e-3), (10.0, 11.0)), ((64, 1e-2), (4.0, 4.1, 4.2)))
-    assert "over 3 fresh seeds, baseline 2" in recommend(trials, kind="time_to_target", goal="minimize")[0].reason
+    trials = confirmed(((32, 1e-3), (10.0, 11.0, 12.0)), ((64, 1e-2), (4.0, 4.1, 4.2, 4.3)))
+    assert "over 4 fresh seeds, baseline 3" in recommend(trials, kind="time_to_target", goal="minimize")[0].reason
 
 
 def with_misses(*, misses=0, divergences=0, failures=0, reached=(4.0, 4.5, 5.0)):
@@ -299,8 +314,7 @@ class TestTheBestMetric:
         found, _ = recommend(trials, kind="best_metric", goal="maximize")
         assert found.global_batch_size == 32
         assert found.reason == (
-            "no significant improvement over the baseline; the best candidate came to 0.9003 against 0.9001 of the "
-            "baseline, median over 1 fresh seed each, too few for an interval (a difference would be 5% or more)"
+            "not confirmed, and so far no better than what you run today: 1 fresh seed each; to compare takes 3 of each"
         )
         clear = of_metric(((32, 1e-3), (0.80,)), ((64, 1e-2), (0.90,)))
         assert recommend(clear, kind="best_metric", goal="maximize")[0].global_batch_size == 64

@@ -93,6 +93,15 @@ def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(finishe
     assert base.global_batch_size == 16
 
 
+def test_optuna_shows_what_the_values_are_and_none_of_a_run_that_was_pruned(finished):
+    trials = finished.parts.study.get_trials()
+    assert finished.parts.study.metric_names == ["seconds to target"]
+    pruned = [each for each in trials if each.state.name == "PRUNED"]
+    assert pruned
+    assert all(each.intermediate_values for each in pruned)
+    assert {each.value for each in pruned} == {None}
+
+
 def test_confirmation_runs_on_seeds_the_search_has_not_seen(finished):
     seeds = {role: {each.seed for each in finished.records() if each.role == role} for role in ("search", "confirm")}
     assert len(seeds["confirm"]) == 3
@@ -642,6 +651,23 @@ def test_an_interruption_confirms_nothing_more_and_what_is_known_is_recommended(
     found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")
     assert "not confirmed" in found.reason
     assert base is None
+
+
+@pytest.mark.parametrize("total", [3600.0, 200.0])
+def test_a_study_says_with_what_changes_it_would_be_confirmed_and_is_by_them(tmp_path, total):
+    brief = study(tmp_path, budget=Budget(run=60.0, total=total, trials=4), confirm=Confirm(seeds=1, top=1))
+    brief.run()
+    found, _ = brief.recommendation()
+    assert found.speedup_over_baseline is None
+    changes = dict(each.split("=") for each in brief.parts.budget.to_confirm(found.seeds_to_confirm).split())
+    assert ("budget.total" in changes) == (total < 3600)
+    enough = float(changes.get("budget.total", f"{total}s").removesuffix("s"))
+    seeds = int(changes["confirm.seeds"])
+    more = study(tmp_path, budget=Budget(run=60.0, total=enough, trials=4), confirm=Confirm(seeds=seeds, top=1))
+    more.run()
+    confirmed, _ = more.recommendation()
+    assert confirmed.seeds_to_confirm is None
+    assert confirmed.speedup_over_baseline.low > 1
 
 
 def test_every_trial_says_of_itself_what_ran_and_how(finished):
