@@ -93,7 +93,9 @@ def _evidence(view: View, *, verbose: bool) -> Iterator[RenderableType]:
     for section in view.sections:
         if not section.detail:
             for table in section.tables:
-                yield from () if table.detail or (table.folded and not verbose) else ("", FittedTable(table))
+                yield from (
+                    () if table.detail or (table.folded and not verbose) else ("", FittedTable(table, verbose=verbose))
+                )
             yield from (Text(note, style="dim") for note in section.notes)
 
 

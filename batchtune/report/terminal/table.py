@@ -16,6 +16,7 @@ from batchtune.report.view.model import Column, Table
 
 TONES = {"good": "green", "bad": "red", "caution": "yellow", "": ""}
 _GAP = 2
+_FIRST_TO_GO = 9  # where room is short
 _LEAST_WRAPPED = 16  # columns that words need to be read
 _LONGEST = 96  # characters of words; the message of a failure that matters is told in full elsewhere
 
@@ -23,9 +24,9 @@ _LONGEST = 96  # characters of words; the message of a failure that matters is t
 class FittedTable:
     """Rows under a title, in as many columns as there is room for; what had to go is named below."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, verbose: bool = False) -> None:
         self._table = table
-        self._columns = [_Drawn.of(column) for column in table.columns if not column.detail]
+        self._columns = [_Drawn.of(column) for column in table.columns if verbose or not column.detail]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown, left_out = list(self._columns), list[str]()
@@ -76,7 +77,7 @@ class _Drawn:
             cells = [shorten(cell, _LONGEST) for cell in cells]
         name = f"{column.name}, {column.unit}" if column.unit else column.name
         left = column.drawn or not column.values
-        return cls(name, cells, styles, column.spare, left, column.wraps)
+        return cls(name, cells, styles, _FIRST_TO_GO if column.detail else column.spare, left, column.wraps)
 
     @property
     def width(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from batchtune.document import Estimate, MemoryDetail
 from batchtune.report.view.columns import byte_sizes, counts, numbers, table, words
 from batchtune.report.view.model import Column, Fact, Headline, Section, Table
-from batchtune.report.view.words import estimate_notes, estimated, held_most
+from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, held_most
 from batchtune.units import aligned, bytes_unit, number, size
 
+_MOST_GPUS = 12
+_ABOUT = 1.3  # times as much memory is another size
 _PHASES = {
     "peak": "peak_allocated_bytes",
     "parameters": "parameters_bytes",
@@ -27,15 +30,15 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
-        facts = {"GPU": row.gpu, "precision": row.precision}
-        facts |= {"safe": estimated(row, row.safe_max_batch_size), "confidence": row.confidence or "-"}
+        facts = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
+        facts |= {"confidence": row.confidence or "-"}
         choice = [Fact(name, text) for name, text in facts.items() if text != "-"]
         reason = "Calculated, not measured: 'probe' on this GPU gives the size that runs."
-        largest = estimated(row, row.max_batch_size)
-        return Headline(largest, f"is the largest {_batch(rows)} size expected to fit", choice, reason)
+        safe = estimated_safe(row) if row.safe_max_batch_size else "none"
+        return Headline(safe, f"is the largest safe {_batch(rows)} size, error band included", choice, reason)
     count = len({row.gpu for row in rows})
     choice = [
-        Fact(name, estimated(row, row.max_batch_size), f"{row.gpu}, {size(row.memory_bytes)}")
+        Fact(f"safe with the {name}", estimated_safe(row), f"{row.gpu}, {size(row.memory_bytes)}")
         for name, row in (("least memory", rows[0]), ("most memory", rows[-1]))
     ]
     choice.append(Fact("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
@@ -54,10 +57,37 @@ def _verb(rows: Sequence[Estimate]) -> str:
 def section(estimates: Sequence[Estimate]) -> Section:
     """Largest batches by calculation, how sure each is, and what to know about them; nothing here was measured."""
     rows = sorted(estimates, key=lambda row: (row.memory_bytes, row.gpu))
+    shown, count = _one_of_each_size(rows), len({row.gpu for row in rows})
+    if len(shown) == len(rows):
+        return Section("Estimates", [_table(rows, "each GPU", summary=True)], list(estimate_notes(estimates)))
+    tables = [
+        _table(shown, "one GPU of about each memory size", summary=True),
+        _table(rows, f"each of {count} GPUs", folded=True),
+    ]
+    part = f"{len({row.gpu for row in shown})} of {count} GPUs are shown: -v shows all, --gpu NAME those that you name"
+    return Section("Estimates", tables, [part, *estimate_notes(estimates)])
 
-    def largest(name: str, key: str, **more: int) -> Column:
+
+def _one_of_each_size(rows: Sequence[Estimate]) -> list[Estimate]:
+    """Of many GPUs, by their memory, one of about each size: the fastest of those with the most common size."""
+    if len({row.gpu for row in rows}) <= _MOST_GPUS:
+        return list(rows)
+    groups: list[list[Estimate]] = []
+    for row in rows:
+        if not groups or row.memory_bytes > _ABOUT * groups[-1][0].memory_bytes:
+            groups.append([])
+        groups[-1].append(row)
+    names = set()
+    for group in groups:
+        count = Counter(size(row.memory_bytes) for row in group)
+        names.add(max(group, key=lambda row: (count[size(row.memory_bytes)], row.samples_per_second or 0.0)).gpu)
+    return [row for row in rows if row.gpu in names]
+
+
+def _table(rows: Sequence[Estimate], which: str, **more: bool) -> Table:
+    def largest(name: str, key: str, **how: int) -> Column:
         values = [getattr(row, key) for row in rows]
-        return counts(name, values, cells=[*map(estimated, rows, values)], **more)
+        return counts(name, values, cells=[*map(estimated, rows, values)], **how)
 
     precisions = list(dict.fromkeys(row.precision for row in rows))
     one = f" at {precisions[0]}" if len(precisions) == 1 else ""
@@ -65,16 +95,16 @@ def section(estimates: Sequence[Estimate]) -> Section:
         words("GPU", [row.gpu for row in rows], wraps=True),
         byte_sizes("memory", [row.memory_bytes for row in rows], spare=3),
         words("precision", ["" if one else row.precision for row in rows], spare=1),
+        counts("safe", [row.safe_max_batch_size for row in rows], cells=[*map(estimated_safe, rows)]),
         largest("largest", "max_batch_size"),
-        largest("safe", "safe_max_batch_size"),
         largest("expandable segments", "expandable_segments_max_batch_size", spare=5),
         byte_sizes("peak", [row.peak_bytes for row in rows], detail=True),
-        numbers("samples/s", [row.samples_per_second for row in rows], spare=2),
-        numbers("samples/J", [row.samples_per_joule for row in rows], spare=4),
+        numbers("samples/s at most", [row.samples_per_second for row in rows], digits=2, detail=True),
+        numbers("samples/J at most", [row.samples_per_joule for row in rows], digits=2, detail=True),
         words("confidence", [_confidence(row) for row in rows], spare=1),
     ]
-    title = f"largest {_batch(rows)} on each GPU{one}, estimated, not measured; ± is of memory"
-    return Section("Estimates", [table(title, columns, summary=True)], list(estimate_notes(estimates)))
+    title = f"{_batch(rows)} on {which}{one}, estimated, not measured; ± is of memory"
+    return table(title, columns, **more)
 
 
 def _confidence(row: Estimate) -> str:

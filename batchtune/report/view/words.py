@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from batchtune.document import (
@@ -201,12 +202,23 @@ def start_of_search(prior: Prior) -> list[Fact]:
     return [Fact(name, why) for name, why in reasons.items() if why]
 
 
-def estimated(row: Estimate, largest: int | None) -> str:
-    """One of an estimate's sizes; marked where larger ones were not looked at, '-' where there is none."""
+def estimated(row: Estimate, largest: int | None, *, down: bool = False) -> str:
+    """One of an estimate's sizes with the digits that its error leaves; '-' where there is none.
+
+    Marked where larger ones were not looked at: that size is what was looked at, and whole.
+    """
     if largest is None:
         return "-"
-    unbounded = row.limited_by == "max" and largest >= (row.max_batch_size or 0)
-    return f"{'≥' if unbounded else ''}{largest:,}"
+    if row.limited_by == "max" and largest >= (row.max_batch_size or 0):
+        return f"≥{largest:,}"
+    digits = max(2, math.ceil(-math.log10(row.error_share))) if row.error_share else 2
+    unit = 10 ** max(0, len(str(largest)) - digits)
+    return f"{(largest // unit if down else round(largest / unit)) * unit:,}"
+
+
+def estimated_safe(row: Estimate) -> str:
+    """The safe size, rounded down."""
+    return estimated(row, row.safe_max_batch_size, down=True)
 
 
 def estimate_notes(estimates: Sequence[Estimate]) -> Iterator[str]:

@@ -232,7 +232,7 @@ def test_hostile_text_is_harmless_in_a_notebook(result_of, name):
         ("tune without a baseline", ["train with", "10 s (9 to 11)"]),
         ("probe at two precisions", ["bf16: largest batch 176 ran 20 steps", "fp32: largest batch 176"]),
         ("probe where nothing fits", ["failed: nothing fits", "bf16: nothing fits."]),
-        ("estimate", ["each GPU at bf16, estimated, not measured", "RTX 4090 24.0 GiB 288 264", "high ±4%"]),
+        ("estimate", ["each GPU at bf16, estimated, not measured", "RTX 4090 24.0 GiB 260 290", "high ±4%"]),
         ("failed at once", ["failed: model.py: no build_model"]),
         ("interrupted in its study", ["interrupted", "bf16: largest batch 176"]),
     ],

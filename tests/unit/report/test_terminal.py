@@ -10,6 +10,7 @@ from rich.console import Console
 
 from batchtune.document import Attempt, Failure, Interval
 from batchtune.report.terminal.report import render
+from batchtune.report.view.words import estimated, estimated_safe
 
 WIDTHS = [40, 60, 80, 120]
 
@@ -44,7 +45,7 @@ def figures_of(result):
         yield from (f"{trial.batch_size:,}", f"{trial.learning_rate:.3g}")
         yield from [f"{trial.time_to_target_seconds:.3g}"] if trial.time_to_target_seconds else []
     for estimate in result.estimates or []:
-        yield from (f"{estimate.max_batch_size:,}", f"{estimate.safe_max_batch_size:,}")
+        yield from (estimated(estimate, estimate.max_batch_size), estimated_safe(estimate))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -4,9 +4,11 @@ import io
 import re
 
 import pytest
+from documents import estimate as estimated_row
 from rich.console import Console
 
 from batchtune.document import Attempt, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
+from batchtune.report.formats import to_markdown
 from batchtune.report.terminal.report import render
 from batchtune.report.terminal.table import FittedTable
 from batchtune.report.view import estimate, tune
@@ -130,13 +132,50 @@ def test_runs_of_a_metric_to_maximise_are_ranked_by_it(result_of):
 def test_estimates_are_named_as_such_each_with_its_error(result_of):
     lines = estimates_of(result_of("estimate"))
     assert "estimated, not measured" in lines[0]
-    assert lines[3].split() == ["RTX", "4090", "24", "288", "264", "1,200", "6", "high", "±4%"]
+    assert lines[3].split() == ["RTX", "4090", "24", "260", "290", "high", "±4%"]
 
 
 def test_a_size_beyond_which_nothing_was_looked_at_is_marked(result_of):
     row = result_of("estimate").estimates[0].model_copy(update={"limited_by": "max", "safe_max_batch_size": 288})
     lines = estimates_of(result_of("estimate").model_copy(update={"estimates": [row]}))
     assert lines[3].split()[3:5] == ["≥288", "≥288"]
+
+
+def test_an_estimate_has_no_more_digits_than_it_can_know_and_the_safe_size_is_rounded_down(result_of):
+    (row, *_), more = result_of("estimate").estimates, {"max_batch_size": 567_633_029, "safe_max_batch_size": 559_999}
+    shown = {}
+    for error in (None, 0.35, 0.04, 0.004):
+        made = row.model_copy(update={**more, "error_share": error})
+        columns = {each.name: each.cells for each in estimate.section([made]).tables[0].columns}
+        shown[error] = (columns["safe"], columns["largest"])
+    assert list(shown.values()) == [(["550,000"], ["570,000,000"])] * 3 + [(["559,000"], ["568,000,000"])]
+
+
+def test_the_safe_size_comes_first_and_a_speed_is_a_bound_that_must_be_asked_for(result_of):
+    result = result_of("estimate")
+    (row, *_) = result.estimates
+    answer = estimate.headline([row])
+    assert (answer.figure, answer.choice[0].text) == ("260", "290")
+    assert estimate.headline([row.model_copy(update={"safe_max_batch_size": None})]).figure == "none"
+    for verbose, speeds in ((False, 0), (True, 2)):
+        page = io.StringIO()
+        Console(file=page, width=160).print(render(result, verbose=verbose))
+        head = next(line for line in page.getvalue().splitlines() if line.startswith("GPU "))
+        assert head.index("safe") < head.index("largest")
+        assert head.count("at most") == speeds
+    assert "samples/" not in to_markdown(result)
+    assert "samples/s at most" in result.to_html()
+
+
+def test_of_many_gpus_one_of_about_each_size_is_shown_and_all_where_they_are_asked_for(result_of):
+    sizes = [8, 12, 12, 12, 11, 16, 24, 24, 32, 32, 40, 48, 80, 80, 96]
+    rows = [estimated_row(f"GPU{at}", gibibytes) | {"samples_per_second": at} for at, gibibytes in enumerate(sizes)]
+    section = estimate.section(result_of("estimate", estimates=rows).estimates)
+    short, every = section.tables
+    assert list(short.columns[0].cells) == ["GPU0", "GPU3", "GPU5", "GPU7", "GPU9", "GPU11", "GPU13"]
+    assert (len(every.columns[0].cells), every.folded, short.folded) == (len(sizes), True, False)
+    assert section.notes[0] == "7 of 15 GPUs are shown: -v shows all, --gpu NAME those that you name"
+    assert len(estimate.section(result_of("estimate", estimates=rows[:12]).estimates).tables) == 1
 
 
 def test_memory_is_told_by_phase_with_what_holds_the_most_activations(result_of):
