@@ -91,7 +91,7 @@ def probe(  # noqa: D417 - takes_options adds them
     from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
     from batchtune.protocol.commands import OpenTask
-    from batchtune.run_folder import RunFolder
+    from batchtune.run_folder import probe_folder
     from batchtune.task.spec import task_name
 
     if not isinstance(task, str | os.PathLike):
@@ -115,7 +115,7 @@ def probe(  # noqa: D417 - takes_options adds them
         ),
         name=name,
         observer=observer or Observer(),
-        folder=RunFolder(f"{purpose}-{name}", Path(run_folders)) if run_folders is not None else None,
+        folder=probe_folder(f"{purpose}-{name}", path, Path(run_folders)) if run_folders is not None else None,
         world_size=nproc_per_node,
         strategy=strategy,
     )

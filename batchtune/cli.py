@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -149,6 +151,7 @@ def tune(
       batchtune tune config.yaml --executor ray --workers auto
     """
     from batchtune.config.load import load_config
+    from batchtune.tune.plan.open_task import verdict
 
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
@@ -159,6 +162,7 @@ def tune(
         else:
             result = api.tune(loaded, fresh=fresh, observer=observer, run_folders=_run_folders())
     if dry_run:
+        session.notes(verdict(loaded, facts))
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)
     else:
         session.deliver(result)
@@ -192,12 +196,15 @@ def report(
     """
     from batchtune.report.export.trainers import EXPORTS
     from batchtune.report.formats import FORMATS
-    from batchtune.run_folder import find_run, is_behind
+    from batchtune.run_folder import find_run, is_behind, running_in
 
     found = find_run(run, _run_folders())
-    result = api.load_result(found)
-    if is_behind(found):
-        session.notes(["the study runs, or was killed, and has more than this: the same 'batchtune tune' shows it all"])
+    result, process = api.load_result(found), running_in(found)
+    if process is not None:
+        result = result.model_copy(update={"status": "running", "error": None})
+        session.notes([f"process {process} goes on with this run: here is what it had when it last saved"])
+    elif is_behind(found):
+        session.notes(["the study was killed, and has more than this: the same 'batchtune tune' shows it all"])
     name = "json" if session.json else format_
     if log_to is not None and format_ != "table":
         raise UsageError(f"--log-to {log_to}: not together with --format {format_}; give one of them")
@@ -273,9 +280,18 @@ def main() -> NoReturn:
         show: Callable[[], None] | None = getattr(error, "show", None)  # Typer's own usage errors
         if show is None:
             raise
+        _say_what_to_type(error)
         show()
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say_what_to_type(error: Exception) -> None:
+    """Adds to what Typer says of an unknown word the one that was meant."""
+    message = str(getattr(error, "message", "")).replace("Value error, ", "")
+    given, *known = re.findall(r"'([^']*)'", message) or [""]
+    near = difflib.get_close_matches(given, known, n=1)
+    vars(error)["message"] = f"{message} Did you mean '{near[0]}'?" if near else message
 
 
 def _run_folders() -> Path:

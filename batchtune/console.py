@@ -179,7 +179,11 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
         yield session
     except BatchtuneError as error:
         _explain(error, debug=debug)
-        if error.result is not None and session is not None and (session.json or _worth_showing(error.result)):
+        asked = session is not None and (session.json or session.output is not None)
+        shown = not isinstance(error, RunInterrupted) and error.result is not None and _worth_showing(error.result)
+        if (
+            session is not None and error.result is not None and (asked or shown)
+        ):  # who interrupts wants to be left alone
             try:
                 session.deliver(error.result)
             except UsageError as second:
@@ -213,7 +217,8 @@ def _stop_on_signals() -> None:
 
 
 def _worth_showing(result: Document) -> bool:
-    return bool(result.trials or result.estimates or (result.probe and result.probe.attempts))
+    tried = result.probe.attempts if result.probe else []
+    return bool(result.trials or result.estimates or any(each.outcome != "user_error" for each in tried))
 
 
 def _explain(error: BatchtuneError, *, debug: bool) -> None:

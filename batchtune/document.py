@@ -13,6 +13,7 @@ from batchtune.version import __version__
 from batchtune.vocabulary import Goal, Kind, Outcome
 
 SCHEMA_VERSION = 1
+_MOST_ERROR = 0.1  # of steps about a line that says something
 
 
 def _finite(value: object) -> object:
@@ -127,12 +128,22 @@ class ThroughputFit(Record):
 
     alpha_seconds: float
     beta_seconds_per_sample: float
+    error_share: Figure = Field(
+        default=None,
+        description="Standard error of measured steps about the line, as a share; above 0.1 the line tells nothing. "
+        "Absent for two sizes: any two lie on a line.",
+    )
     saturation_batch_size: Figure = Field(
         default=None, description="alpha / beta: half of the peak speed is reached here."
     )
     batch_size_within_5_percent: Size | None = Field(
         default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
     )
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the steps are so near the line that something follows from it; None where nothing tells."""
+        return None if self.error_share is None else self.error_share <= _MOST_ERROR
 
 
 class LoaderPoint(Record):
@@ -544,7 +555,7 @@ class Document(Record):
         default=f"batchtune.result/{SCHEMA_VERSION}", alias="schema", pattern=r"^batchtune\.result/\d+$"
     )
     kind: Literal["probe", "tune", "estimate"]
-    status: Literal["complete", "interrupted", "failed"]
+    status: Literal["complete", "interrupted", "failed", "running"]
     name: Text = ""
     batchtune_version: Text = __version__
     created_at: Text = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))

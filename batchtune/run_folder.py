@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import hashlib
 import json
 import os
 import warnings
@@ -16,6 +18,7 @@ from batchtune.errors import RunInterrupted, UsageError
 from batchtune.files import write_atomically
 
 ROOT = Path(".batchtune")
+_MOST_NAMED = 10
 _AT_ONCE_SECONDS = 1.0  # between two files that are written one after the other
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 
@@ -104,6 +107,10 @@ class RunFolder:
                 self._lock.truncate(0)
             self._lock.close()
             self._lock = None
+            with contextlib.suppress(OSError):  # a run that came to nothing leaves nothing
+                if [each.name for each in self.path.iterdir()] == ["lock"]:
+                    (self.path / "lock").unlink()
+                    self.path.rmdir()
 
     def check_identity(self, identity: dict[str, Any]) -> None:
         """Refuses to mix: what decides the meaning of the measurements that are kept must be what it was.
@@ -225,11 +232,22 @@ def cut_to_whole_lines(file: Path) -> None:
 
 
 def find_run(run: str | None, root: Path = ROOT) -> Path:
-    """The result that a person means by a run's name, a folder or a file; by nothing, the newest."""
+    """The result that a person means by a run's name, a folder or a file; by nothing, the newest.
+
+    Raises:
+        UsageError: there is no run of this name, but there are others.
+    """
     if run is None:
         return latest_run(root)
     named = root / run
-    return named if is_run_name(run) and (named / "result.json").is_file() else Path(run)
+    if is_run_name(run) and (named / "result.json").is_file():
+        return named
+    kept = sorted(path.parent.name for path in root.glob("*/result.json"))
+    if kept and is_run_name(run) and not Path(run).exists():
+        near = difflib.get_close_matches(run, kept, n=1)
+        told = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(kept[-_MOST_NAMED:])}"
+        raise UsageError(f"{run}: no such run; {told}")
+    return Path(run)
 
 
 def is_behind(run: Path) -> bool:
@@ -239,8 +257,58 @@ def is_behind(run: Path) -> bool:
     return len(written) == 2 and written[1] > written[0] + _AT_ONCE_SECONDS  # noqa: PLR2004 - both are there
 
 
+def running_in(run: Path) -> str | None:
+    """The process that is running in a run folder; None where none is, or the system does not tell."""
+    try:
+        import fcntl
+
+        with (run / "lock").open(encoding="ascii") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "unknown"
+    except (ImportError, OSError):  # no such locks on Windows; no run folder, but a file
+        pass
+    return None
+
+
+def probe_folder(name: str, task: str, root: Path = ROOT) -> RunFolder:
+    """The run folder of a probe: by its name, unless that has the result of another task.
+
+    Args:
+        name: `probe-` and what the task is called.
+        task: as the user named it.
+        root: where run folders are kept.
+    """
+    path = Path(task.partition(":")[0]).resolve()
+    candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"]
+    for each in candidates:
+        with contextlib.suppress(FileNotFoundError):
+            if is_run_name(each) and _kept(root / each, "task", "path") in (task, None):
+                return RunFolder(each, root)
+            continue
+        if is_run_name(each):
+            return RunFolder(each, root)
+    return RunFolder(name, root)
+
+
+def _kept(run: Path, *keys: str) -> Any:
+    """A value of a run's result; None where there is none that can be read.
+
+    Raises:
+        FileNotFoundError: there is no result.
+    """
+    found: Any = (run / "result.json").read_text(encoding="utf-8", errors="replace")
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        found = json.loads(found)
+        for key in keys:
+            found = found.get(key)
+        return found
+    return None
+
+
 def latest_run(root: Path = ROOT) -> Path:
-    """The run folder whose result is the newest.
+    """The run folder whose result is the newest of those that did not fail, or of all if all did.
 
     Raises:
         UsageError: there is none below the current folder.
@@ -248,7 +316,8 @@ def latest_run(root: Path = ROOT) -> Path:
     found = sorted(root.glob("*/result.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UsageError(f"no result in {root}/ here; run 'batchtune probe' or 'batchtune tune' first, or name a file")
-    return found[-1].parent
+    runs = [path.parent for path in reversed(found)]
+    return next((run for run in runs if _kept(run, "status") != "failed"), runs[0])
 
 
 def _not_written(file: Path, error: OSError) -> UsageError:

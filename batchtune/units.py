@@ -10,12 +10,16 @@ from batchtune.document import Interval
 _TIMES = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _LARGE = 4 * _BYTES["GiB"]
+LEAST_PEAK = _BYTES["MiB"]
+"""A measured peak below it is nothing: those of a CPU are of the whole process, whose own memory varies by more."""
 
 
-def size(number: float | None) -> str:
-    """Bytes with a binary unit; '-' where not measured."""
+def size(number: float | None, least: float = 0) -> str:
+    """Bytes with a binary unit; '-' where not measured, '< 1 MiB' where less than the least that can be told."""
     if number is None:
         return "-"
+    if number < least:
+        return f"< {size(least)}"
     for unit in ("B", "KiB", "MiB"):
         if abs(number) < 1024:  # noqa: PLR2004
             return f"{number:,.0f} {unit}"
@@ -61,9 +65,13 @@ def interval(value: Interval | None, unit: str = "") -> str:
     median, low, high = _alike([value.median, value.low, value.high])
     if value.at_least:
         return f"at least {low}{unit}"
-    if value.low == value.high:  # of one run, or of runs that are all alike: there is nothing in between
-        return f"{median}{unit}"
-    return f"{median}{unit} ({low} to {high})"
+    between = bounds(low, high)
+    return f"{median}{unit} ({between})" if between else f"{median}{unit}"
+
+
+def bounds(low: str, high: str) -> str:
+    """The bounds of an interval; none of one run, or of runs that are all alike."""
+    return "" if low == high else f"{low} to {high}"
 
 
 def time_interval(value: Interval | None) -> str:
@@ -71,8 +79,8 @@ def time_interval(value: Interval | None) -> str:
     if value is None:
         return "-"
     unit, scale = time_unit(value.median)
-    bounds = {"median": value.median / scale, "low": value.low / scale, "high": value.high / scale}
-    return interval(value.model_copy(update=bounds), f" {unit}")
+    scaled = {"median": value.median / scale, "low": value.low / scale, "high": value.high / scale}
+    return interval(value.model_copy(update=scaled), f" {unit}")
 
 
 def time_unit(typical_seconds: float) -> tuple[str, float]:
@@ -102,10 +110,12 @@ def bytes_unit(largest: float) -> tuple[str, int]:
     return unit, _BYTES[unit]
 
 
-def sizes(values: Sequence[float | None]) -> tuple[str, list[str]]:
+def sizes(values: Sequence[float | None], least: float = 0) -> tuple[str, list[str]]:
     """Bytes of a column in one unit, their decimal points under one another; gives the unit and the texts."""
-    unit, scale = bytes_unit(max((value for value in values if value is not None), default=0))
-    return unit, aligned([number(None if value is None else value / scale) for value in values])
+    unit, scale = bytes_unit(max([least, *(value for value in values if value is not None)]))
+    shown = [None if value is None else max(value, least) / scale for value in values]
+    below = [value is not None and value < least for value in values]
+    return unit, aligned([("< " if less else "") + number(value) for value, less in zip(shown, below, strict=True)])
 
 
 def aligned(texts: Sequence[str]) -> list[str]:

@@ -66,11 +66,11 @@ def pytest_collection_modifyitems(config, items):
 
     With `--dist loadfile --no-loadscope-reorder` no worker is then left with one of them at the end.
     """
-    if "long" not in config.getoption("-m"):
-        long = [item for item in items if "long" in item.keywords]
-        if long:
-            config.hook.pytest_deselected(items=long)
-            items[:] = [item for item in items if "long" not in item.keywords]
+    by_hand = [mark for mark in ("long", "real") if mark not in config.getoption("-m")]
+    left_out = [item for item in items if any(mark in item.keywords for mark in by_hand)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     longest = defaultdict(float)
     for item in items:
         timeouts = [mark.args[0] for mark in item.iter_markers("timeout")]

@@ -8,7 +8,7 @@ from batchtune.result import Result
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<b>%{x}<a href=//evil>"
 FREE_TEXT = {"name", "device", "torch", "path", "sha256", "message", "reason", "metric", "created_at", "precision"}
 FREE_TEXT |= {"batch_sizes_reason", "learning_rate_reason", "micro_batch_reason"}
-LAW = {"alpha_seconds": 0.004, "beta_seconds_per_sample": 0.0005, "saturation_batch_size": 8.0}
+LAW = {"alpha_seconds": 0.004, "beta_seconds_per_sample": 0.0005, "saturation_batch_size": 8.0, "error_share": 0.03}
 
 
 def step_seconds(batch_size):

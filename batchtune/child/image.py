@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from batchtune.child.server import Child, serve, set_libraries_apart
-from batchtune.protocol.channel import Channel, end_with_parent, move_standard_streams
+from batchtune.protocol.channel import Channel, end_if_closed, end_with_parent, move_standard_streams
 from batchtune.protocol.commands import OpenTask
 from batchtune.protocol.messages import Command, Json
 from batchtune.task.contract import Task
@@ -44,8 +44,11 @@ def main() -> None:
     leave = None
     asked = Command.from_message(first or {})
     if sys.platform == "linux" and isinstance(asked, OpenTask):
+        own = os.getpid()
         with _ending_with_parent(commands):
             load = _Imported(asked)
+            if os.getpid() != own:
+                os._exit(0)  # a copy that the user's code has forked off
         if _can_fork():
             number, leave = _fork_one_by_one(answers)
             first = None if number else first
@@ -99,7 +102,7 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
         watched = select.poll()
         watched.register(commands, 0)  # nothing but its end
         watched.register(told, select.POLLIN)
-        if commands in dict(watched.poll()):
+        if dict(watched.poll()).get(commands, 0) & select.POLLHUP:
             end_with_parent()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -107,10 +110,15 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.write(tell, b".")
-        thread.join()
-        os.close(told)
-        os.close(tell)
+        try:
+            os.fstat(commands)
+            os.write(tell, b".")
+            thread.join()
+            os.close(told)
+            os.close(tell)
+        except OSError as error:
+            end_if_closed(error)
+            raise
 
 
 def _can_fork() -> bool:

@@ -199,9 +199,9 @@ def _open(name: str) -> tuple[DeviceMemory, Sensors, Sharing | None]:
 def _about_steps(task: Task, purpose: str) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     model = task.model()  # for inference, too, so that what is wrong with it is said
-    if task.is_for_inference:
-        return {"optimizer": ""}
     source = task.source if isinstance(task.source, Adapted) else Adapted("")
+    if task.is_for_inference:
+        return {"optimizer": "", "notes": source.notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     settings = optimizers.settings()
     if purpose == "tune":  # what is wrong with its schedulers is to be said now

@@ -34,6 +34,13 @@ def load_config(
         UsageError: every problem at once, a line each, with file and line and the remedy.
     """
     file = Path(path)
+    if file.is_dir():
+        file = file / "config.yaml"
+    if file.suffix == ".py" and file.is_file():
+        raise UsageError(
+            f"{file}: a task, and no configuration: write a YAML file with 'task: {file.name}' and what you run today "
+            "under 'baseline'; 'batchtune init' writes both"
+        )
     try:
         with file.open(encoding="utf-8") as stream:
             document, lines = parse_yaml(stream.read(MAX_CHARACTERS + 1))  # more would be refused, and may never end

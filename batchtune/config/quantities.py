@@ -11,7 +11,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024))
 }
-TOO_MANY_BYTES = 2**60
+TOO_FEW_BYTES, TOO_MANY_BYTES = 2**20, 2**60
 
 
 def parse_seconds(value: object) -> object:
@@ -29,15 +29,17 @@ def parse_seconds(value: object) -> object:
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes from `24000000000`, `"24GB"`, `"20GiB"`; other types are left to the validator.
+    """Bytes of memory from `24000000000`, `"24GB"`, `"20GiB"`; other types are left to the validator.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a size, or a number so small that its unit must be missing.
     """
     if not isinstance(value, str):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < TOO_FEW_BYTES:
+            raise ValueError(f"{value} is {value} bytes, too few to train in; write the unit: {value}GiB or {value}MiB")
         return value
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", value.lower())
     size = int(float(match[1]) * _UNIT_BYTES[match[2]]) if match and match[2] in _UNIT_BYTES else TOO_MANY_BYTES
     if size >= TOO_MANY_BYTES:
         raise ValueError(f"{value[:60]!r} is not a size; write 20GiB, 24GB or 500MiB")
-    return size
+    return size if match and match[2] else parse_bytes(size)

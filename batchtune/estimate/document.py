@@ -40,7 +40,7 @@ def run_estimate(
     info = TaskInfo(path=task, sha256=file_hash(task))
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
-    observer.stage(f"tracing for {len(chosen)} GPUs")
+    observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
     question = Question(
         task=task,
         memory_limit=memory_limit,

@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 from batchtune.config.options import TRACE_SECONDS
 from batchtune.document import Estimate, MemoryDetail, Remedy
-from batchtune.errors import NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.commands import EstimateMemory
-from batchtune.estimate.tracers import ask_tracers
+from batchtune.estimate.tracers import Asking, ask_tracers
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.units import size
@@ -22,7 +21,6 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
 # has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
 _TRACED_AS = {"tf32": "fp32", "fp16": "bf16"}
-_DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _AMPERE, _VOLTA = 8, 7
 _TERA = 1e12
 _ROOFLINE = (
@@ -137,9 +135,9 @@ def estimate_task(
 
     def answer(worker: Worker, traced: str) -> dict[str, dict[str, Any]]:
         names = [name for name, other in alike.items() if other == traced]
-        found = {traced: _Asking(worker, question, traced, deadline).answer(facts_of(names))}
+        found = {traced: Asking(worker, vars(question) | {"precision": traced}, deadline).answer(facts_of(names))}
         if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
-            found["fp16"] = _Asking(worker, question, "fp16", deadline).answer(facts_of(["fp16"]))
+            found["fp16"] = Asking(worker, vars(question) | {"precision": "fp16"}, deadline).answer(facts_of(["fp16"]))
         return found
 
     jobs = list(dict.fromkeys(alike.values()))
@@ -170,49 +168,6 @@ def _refusal(answers: Sequence[Mapping[str, Any]]) -> UserCodeError | NothingFit
 def _roomiest(rows: Iterable[Estimate]) -> str:
     """The precision at which the largest batch fits."""
     return max(rows, key=lambda row: row.max_batch_size or 0).precision
-
-
-class _Asking:
-    """One child, asked about one precision and about what would help where nothing fits."""
-
-    def __init__(self, worker: Worker, question: Question, precision: str, deadline: float) -> None:
-        self._worker, self._deadline = worker, deadline
-        self._arguments = vars(question) | {"precision": precision}
-
-    def answer(self, facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The child's answer, its rows by the GPUs' names; `remedies` of a row are (what, largest batch)."""
-        found = self._ask(facts, {})
-        found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
-        hopeless = {name: facts[name] for name, row in found["rows"].items() if not row["max_batch_size"]}
-        for words, changes in self._remedies():
-            if not hopeless:
-                break
-            try:
-                rows = self._ask(hopeless, changes).get("gpus", [])
-            except RunInterrupted:  # the time is up: what is known stands without
-                break
-            for name, row in zip(list(hopeless), rows, strict=False):
-                found["rows"][name].setdefault("remedies", []).append((words, row["max_batch_size"]))
-                if row["max_batch_size"] and len(changes) > 1:
-                    del hopeless[name]
-        return found
-
-    def _remedies(self) -> list[tuple[str, dict[str, Any]]]:
-        """What may make a model smaller, each alone and then all together."""
-        single: list[tuple[str, dict[str, Any]]] = []
-        if self._arguments["precision"] == "fp32":
-            single.append(("bf16 or fp16", {"precision": "bf16"}))
-        if self._arguments["accumulation_steps"] > 1:
-            single.append(("one micro-batch per step", {"accumulation_steps": 1}))
-        if not self._arguments["inference"]:
-            single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
-        together = {key: value for _, changes in single for key, value in changes.items()}
-        return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
-
-    def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
-        left = max(0.0, self._deadline - time.monotonic())
-        arguments = {**self._arguments, "gpus": list(facts.values()), "seconds": left, **changes}
-        return self._worker.call(EstimateMemory(**arguments), timeout=left + _DYING_SECONDS)
 
 
 def choose(gpu: GpuFacts) -> str:

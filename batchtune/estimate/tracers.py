@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from batchtune.errors import RunInterrupted
-from batchtune.estimate.commands import PROGRAM
+from batchtune.estimate.commands import PROGRAM, EstimateMemory
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 
+_DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
 _Answers = dict[str, dict[str, Any]]
 
@@ -87,3 +88,51 @@ def _too_long(seconds: float, share: float) -> str:
         f"tracing took longer than {seconds:g} s ({share:.0%} of it was done); --timeout 10m gives it longer, and a "
         "loop in Python over samples or time steps may be what takes it so long"
     )
+
+
+class Asking:
+    """One child, asked about one precision and about what would help where nothing fits.
+
+    Args:
+        worker: has the child.
+        arguments: of the question, but for the GPUs.
+        deadline: of the monotonic clock, when nobody waits any more.
+    """
+
+    def __init__(self, worker: Worker, arguments: dict[str, Any], deadline: float) -> None:
+        self._worker, self._arguments, self._deadline = worker, arguments, deadline
+
+    def answer(self, facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The child's answer, its rows by the GPUs' names; `remedies` of a row are (what, largest batch)."""
+        found = self._ask(facts, {})
+        found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
+        hopeless = {name: facts[name] for name, row in found["rows"].items() if not row["max_batch_size"]}
+        for words, changes in self._remedies():
+            if not hopeless:
+                break
+            try:
+                rows = self._ask(hopeless, changes).get("gpus", [])
+            except RunInterrupted:  # the time is up: what is known stands without
+                break
+            for name, row in zip(list(hopeless), rows, strict=False):
+                found["rows"][name].setdefault("remedies", []).append((words, row["max_batch_size"]))
+                if row["max_batch_size"] and len(changes) > 1:
+                    del hopeless[name]
+        return found
+
+    def _remedies(self) -> list[tuple[str, dict[str, Any]]]:
+        """What may make a model smaller, each alone and then all together."""
+        single: list[tuple[str, dict[str, Any]]] = []
+        if self._arguments["precision"] == "fp32":
+            single.append(("bf16 or fp16", {"precision": "bf16"}))
+        if self._arguments["accumulation_steps"] > 1:
+            single.append(("one micro-batch per step", {"accumulation_steps": 1}))
+        if not self._arguments["inference"]:
+            single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
+        together = {key: value for _, changes in single for key, value in changes.items()}
+        return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
+
+    def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
+        left = max(0.0, self._deadline - time.monotonic())
+        arguments = {**self._arguments, "gpus": list(facts.values()), "seconds": left, **changes}
+        return self._worker.call(EstimateMemory(**arguments), timeout=left + _DYING_SECONDS)

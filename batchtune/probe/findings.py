@@ -16,6 +16,7 @@ from batchtune.probe.timing.throughput import fit_step_time
 from batchtune.probe.warnings import (
     attempt_warnings,
     busy_warnings,
+    end_warnings,
     evaluation_warnings,
     foreign_warnings,
     kept_warnings,
@@ -45,6 +46,7 @@ class Findings:
         precision: bf16, fp16, fp32 or tf32.
         bounds: of the sizes to try.
         attempts: all, in order.
+        frames: of the user's code, where that raised in the first attempt.
         checks: those of them that evaluated and saved, too.
         verified: the final check that passed at the largest size.
         too_slow_above: the size above which a step takes longer than is of use; None: none does.
@@ -57,6 +59,7 @@ class Findings:
     precision: str
     bounds: Bounds
     attempts: list[Attempt]
+    frames: str = ""
     checks: list[Check] = field(default_factory=list)
     verified: Attempt | None = None
     too_slow_above: int | None = None
@@ -115,7 +118,7 @@ class Findings:
             throughput=list(self.throughput),
             throughput_fit=fit_step_time(self.throughput),
             warnings=self._warnings(),
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=None if self.opened.is_for_inference else accumulation,
             data_parallel=ranks,
         )
 
@@ -135,10 +138,11 @@ class Findings:
         low, slow = self.largest, self.too_slow_above
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
+        found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*foreign_warnings(self.opened.foreign_parameters), *self.opened.notes]
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
-            found.append(f"evaluation takes {self.verified.evaluation_batch_size} samples at a time: more do not fit")
+            found.append(f"runs evaluate {self.verified.evaluation_batch_size} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found
@@ -155,7 +159,7 @@ class Findings:
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
-            return UserCodeError(str(self.attempts[0].message))
+            return UserCodeError(str(self.attempts[0].message), self.frames)
         first = _last_at_the_smallest([attempt for attempt in self.attempts if not attempt.fits])
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
         reasons = "; ".join(self._why_memory_ended()) if first.outcome == "oom" else ""

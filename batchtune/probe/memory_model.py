@@ -27,6 +27,7 @@ ONE_POINT = 6.0  # after one fit: as if a sixth of its memory grew with the batc
 TAIL, TAIL_SPREAD = 0.1, 2.0  # of a guess: the weight of a Cauchy distribution, and its width in spreads
 LEAST_ERROR, LEAST_NOISE = 0.15, 0.1  # of a slope's error and of noise: so much is believed in whatever three fits say
 DRIFT = 0.05  # how far off an extrapolation may be, per factor e
+FINEST = 1e-8  # of a quantile's logarithm: a twentieth of a sample at the ceiling of a search
 BROAD, BENT, CURVED, FROM_PRIOR = 0.03, 0.15, 4.0, 6.0  # weights of guesses; that of a straight line is 1
 
 
@@ -62,14 +63,12 @@ class Guess(NamedTuple):
     size: float
     spread: float
 
-    def below(self, size: float) -> float:
+    def below(self, log_size: float) -> float:
+        """The weight of what lies below a size, which is given by its logarithm."""
         # Once an attempt has contradicted a guess, its tail is all that is left: a normal one would hug that attempt.
-        wide = 0.5 + math.atan(math.log(size / self.size) / self.spread / TAIL_SPREAD) / math.pi
-        return (1 - TAIL) * self.normally_below(size) + TAIL * self.weight * wide
-
-    def normally_below(self, size: float) -> float:
-        off = math.log(size / self.size) / self.spread
-        return self.weight * 0.5 * math.erfc(-off / math.sqrt(2))
+        off = (log_size - math.log(self.size)) / self.spread
+        wide = 0.5 + math.atan(off / TAIL_SPREAD) / math.pi
+        return self.weight * ((1 - TAIL) * 0.5 * math.erfc(-off / math.sqrt(2)) + TAIL * wide)
 
 
 def measured_points(attempts: Sequence[Attempt]) -> list[Point]:
@@ -215,24 +214,17 @@ def _largest_within(bytes_at: Callable[[int], float], limit: float) -> int:
     return low
 
 
-def consistent_share(guesses: list[Guess], low: int, high: int) -> float:
-    """The share of what was guessed that no attempt has contradicted: what lies in the bracket."""
-    within = sum(guess.normally_below(high) - guess.normally_below(low) for guess in guesses)
-    return within / sum(guess.weight for guess in guesses)
-
-
 def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:
     """The size below which the limit lies with probability `share`, now that it is known to lie in the bracket."""
-    top = high or low * MAX_GROWTH
-    known = sum(guess.below(low) for guess in guesses)
+    start, end = first, last = math.log(low), math.log(high or low * MAX_GROWTH)
+    known = sum(guess.below(first) for guess in guesses)
 
-    def below(size: float) -> float:
+    def below(log_size: float) -> float:
         # The last term is bisection (of logarithms): what is left where every guess has failed.
-        return sum(guess.below(size) for guess in guesses) - known + BROAD * math.log(size / low) / math.log(top / low)
+        return sum(guess.below(log_size) for guess in guesses) - known + BROAD * (log_size - first) / (last - first)
 
-    whole = below(high) if high else BROAD + sum(guess.weight for guess in guesses) - known
-    start, end = math.log(low), math.log(top)
-    for _ in range(30):
+    whole = below(last) if high else BROAD + sum(guess.weight for guess in guesses) - known
+    while end - start > FINEST:
         middle = (start + end) / 2
-        start, end = (middle, end) if below(math.exp(middle)) < share * whole else (start, middle)
+        start, end = (middle, end) if below(middle) < share * whole else (start, middle)
     return math.exp(end)

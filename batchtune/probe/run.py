@@ -178,7 +178,9 @@ def _run(session: _Session, worker: Worker, options: ProbeOptions, observer: Obs
                     session.feed(worker, options, observer)
             session.look_again(worker)
     except KeyboardInterrupt:
-        interrupted = RunInterrupted("interrupted; what was measured until then is in the result")
+        interrupted = RunInterrupted(
+            "interrupted; what was measured until then is in the result, and 'batchtune report' shows it"
+        )
         interrupted.result = session.document("interrupted", interrupted)
         raise interrupted from None
     except BatchtuneError as error:

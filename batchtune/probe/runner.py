@@ -9,7 +9,7 @@ from dataclasses import replace
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.final_check import Check, size_below, steps_to_verify, timed_out_twice
+from batchtune.probe.final_check import Check, leaks_all, leaks_soon, size_below, steps_to_verify, timed_out_twice
 from batchtune.probe.findings import Findings
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.options import ProbeOptions
@@ -139,7 +139,9 @@ class Probe:
         )
         try:
             timeout = self._options.check_timeout if verify else self._options.timeout
-            attempt = self._worker.call(command, timeout=timeout).attempt
+            tried = self._worker.call(command, timeout=timeout)
+            attempt = tried.attempt
+            self._found.frames = tried.frames if verify else self._found.frames or tried.frames
         except WorkerDied as died:
             attempt = Attempt(
                 batch_size=batch_size,
@@ -166,11 +168,13 @@ class Probe:
             silent = timed_out_twice(found.checks, options)
             if silent is not None:
                 raise silent
-            smaller = size_below(found.checks, options)
-            if smaller is None:
+            smaller = size_below(found.checks, options, found.limit)
+            if smaller is None or leaks_all(found.checks[-1], found.limit):
                 raise found.nothing_fits()
             failed, size = size, smaller
-        if failed is None:
+        if leaks_soon(self.attempts[-1], found.limit):
+            self._observer.note("no larger size is looked for: memory grows with every step")
+        elif failed is None:
             self._look_above()
         elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
@@ -198,7 +202,9 @@ class Probe:
         self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
         attempt = self._attempt(size, steps, verify=True)
         if attempt.outcome == "user_error" and self._found.verified is None:
-            raise UserCodeError(str(attempt.message))  # training went well: evaluation or saving raises
+            raise UserCodeError(
+                str(attempt.message), self._found.frames
+            )  # training went well: evaluation or saving raises
         if attempt.fits:
             self._found.verified = attempt
         return attempt.fits

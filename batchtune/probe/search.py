@@ -16,7 +16,6 @@ from batchtune.probe.memory_model import (
     Guess,
     PeakEstimate,
     Point,
-    consistent_share,
     growth,
     guesses_of,
     is_right,
@@ -27,12 +26,9 @@ from batchtune.probe.memory_model import (
 )
 from batchtune.vocabulary import LARGEST
 
-REFUTED_SHARE = 0.05  # of the guesses: if no more of them is left, they give way to bisection, too
-PATIENCE = 4  # same outcomes in a row inside the bracket, before guesses give way to bisection
-MAX_USER_ERRORS = 3  # sizes, from the minimum on, that the user's code may reject
+MAX_USER_ERRORS = 2  # sizes, from the minimum on, that the user's code may reject
 FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an exact search among many sizes
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
-ROUNDED = 0.25  # of the gap: by so much at most a size is rounded where the end is not searched exactly
 LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 LOWER_PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit: where its own start fails; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
@@ -200,7 +196,7 @@ def _next_inside(
         middle = quantile(guesses, 0.5, low, None)
         # A fit near the limit tells where it is; an OOM only that it was passed.
         wanted = min(quantile(guesses, 0.3 if middle > 2 * low else 0.4, low, None), middle - 0.5 * gap)
-        return _rounded(max(wanted, low + gap), gap), f"the memory used so far points to a limit near {middle:.0f}"
+        return max(wanted, low + gap), f"the memory used so far points to a limit near {middle:.0f}"
     width = high - low
     if width <= 2 * gap:
         size = _roundest(high - gap, max(high - gap, (low + high) // 2))
@@ -208,17 +204,15 @@ def _next_inside(
     fine, between = gap < FINE * low, f"between {low} and {high}"
     if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % _power_up_to(width) == 0:
         return low + gap, f"{between}, where {low} is the roundest"
-    recent = [attempt.fits for attempt in attempts[-PATIENCE:]]
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
-    refuted = guesses and high > 1.03 * low and consistent_share(guesses, low, high) < REFUTED_SHARE
-    if unexpected or refuted or not guesses or (sum(recent) in (0, PATIENCE) and not fine):
+    if unexpected or not guesses:
         if high > 4 * low:
             return math.sqrt(low * high), between
         least, aim, most = (low + share * width for share in (0.2, 0.5, 0.8))
     else:
         least, aim, most = (quantile(guesses, share, low, high) for share in MIDDLE)
         between += ", by the memory used so far"
-    wanted = _roundest(math.ceil(least), math.ceil(most)) if fine else _rounded(aim, gap)
+    wanted = _roundest(math.ceil(least), math.ceil(most)) if fine else aim
     return min(max(wanted, low + gap), high - gap), between
 
 
@@ -230,10 +224,6 @@ def _neighbours(attempts: Sequence[Attempt], gap: int) -> int:
 
 def _power_up_to(number: int) -> int:
     return 1 << (number.bit_length() - 1)
-
-
-def _rounded(size: float, gap: int) -> int:
-    return _roundest(math.ceil(size - ROUNDED * gap), int(size))
 
 
 def _roundest(least: int, most: int) -> int:

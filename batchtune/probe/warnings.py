@@ -10,6 +10,7 @@ from batchtune.device.sharing import name_processes
 from batchtune.document import Attempt, Environment, ProbeResult, ThroughputPoint
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION
 from batchtune.units import share, size
+from batchtune.vocabulary import LARGEST
 
 BUSY = 0.2  # share of the host's processors; less hardly slows a step
 MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
@@ -35,6 +36,13 @@ def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]
     return found
 
 
+def end_warnings(largest_fit: int, maximum: int | None) -> list[str]:
+    """One where the search ended for its own sake, which keeps batches from filling the host's memory."""
+    if maximum is not None or largest_fit < LARGEST:
+        return []
+    return [f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more"]
+
+
 def _ended(attempt: Attempt) -> str:
     return f"batch size {attempt.batch_size} ended in {attempt.outcome}: {attempt.message}"
 
@@ -48,7 +56,7 @@ def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputP
     text = (
         f"torch.compile compiled {worst.recompiles} more graphs after the first steps at batch size {worst.batch_size}"
     )
-    return [f"{text}: training will do so too (TORCH_LOGS=recompiles says why)"]
+    return [f"{text}: a longer run will do so too (TORCH_LOGS=recompiles says why)"]
 
 
 def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[str]:
@@ -61,7 +69,7 @@ def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[
     if worst.fits and limit_bytes and high:
         trained = worst.steps + (STEPS_AFTER_EVALUATION if worst.purpose == "verify" else 0)
         left = max(0, limit_bytes - high) // worst.growth_bytes_per_step
-        text += f": training would be out of memory some {trained + left} steps from its start"
+        text += f": a longer run would be out of memory some {trained + left} steps from its start"
     return [f"{text} ({_KEPT})"]
 
 
@@ -132,7 +140,7 @@ def allocator_warnings(environment: Environment | None, probes: Sequence[ProbeRe
         return []
     limited = [each for each in probes if each.limited_by == "memory" and each.max_batch_size]
     text = "on a CPU this is what the tensors take, and glibc's allocator may keep as much again of what was freed"
-    remedy = "train with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 (slower), or leave room"
+    remedy = "run with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 (slower), or leave room"
     return [f"{text}: {remedy}"] if limited else []
 
 

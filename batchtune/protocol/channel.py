@@ -51,7 +51,7 @@ class Channel:
             for line in commands:
                 self._commands.put(json.loads(line))
         except OSError as error:
-            _end_if_closed(error)
+            end_if_closed(error)
         end_with_parent()
 
     def receive(self) -> Json:
@@ -67,11 +67,11 @@ class Channel:
                 self._answers.write(json.dumps(message) + "\n")
                 self._answers.flush()
         except OSError as error:
-            _end_if_closed(error)
+            end_if_closed(error)
             raise
 
 
-def _end_if_closed(error: OSError) -> None:
+def end_if_closed(error: OSError) -> None:
     """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
     if error.errno == errno.EBADF:
         with contextlib.suppress(OSError):

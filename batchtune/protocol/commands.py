@@ -83,7 +83,7 @@ class Opened(Message):
         strategy: ddp or fsdp, of a group.
         backend: of a group's process group.
         rank_memory_limits_bytes: by rank.
-        notes: sentences on what of the user's own training is not taken over.
+        notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         foreign_parameters: that the optimizer holds and the model does not.
         forks: whether this child is a fork of an image, which can have others.
     """
@@ -162,10 +162,15 @@ class OpenTask(Command[Opened | None]):
 
 
 class Tried(Message):
-    """An attempt, and whether more may follow in the same process."""
+    """An attempt, and whether more may follow in the same process.
+
+    Attributes:
+        frames: of the user's code, where that raised, as Python shows them.
+    """
 
     attempt: Attempt
     usable: bool
+    frames: str = ""
 
 
 class TryBatchSize(Command[Tried]):

@@ -31,6 +31,7 @@ class RunSpec:
         limit_joules: energy in training after which the run ends; None for no such limit.
         horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.
         total_steps: the same in steps, where an earlier run of the configuration has settled it.
+        wall_seconds: on the clock on the wall after which it is to ask whether to go on; None: there is no hurry.
     """
 
     micro_batch_size: int
@@ -50,6 +51,7 @@ class RunSpec:
     limit_joules: float | None = None
     horizon_seconds: float | None = None
     total_steps: int | None = None
+    wall_seconds: float | None = None
 
     @property
     def batch_size(self) -> int:

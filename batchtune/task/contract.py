@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
-import math
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError, kind_of
-from batchtune.protocol.commands import SamplesSeen
 from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.data import TaskData
 from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
-from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
-from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
 from batchtune.vocabulary import Purpose
 
 NAMES = {
@@ -40,11 +33,10 @@ NAMES = {
     "collate": "collate(samples) returning a batch",
     "batch_size_of": "batch_size_of(batch) returning its number of samples",
 }
-_SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
 @dataclass(eq=False)
-class Task:
+class Task(TaskData):
     """The user's code behind the names of the contract.
 
     Attributes:
@@ -53,13 +45,9 @@ class Task:
         is_for_inference: only forward passes are asked of it.
     """
 
-    source: Any
-    where: str
     is_for_inference: bool = field(default=False, init=False)
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
-    _worst_samples: list[Any] = field(default_factory=list, init=False)
-    _samples_seen: SamplesSeen | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name, what in NAMES.items():
@@ -82,10 +70,6 @@ class Task:
             signature.bind(*arguments)
         except TypeError as error:
             raise UserCodeError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
-
-    def has(self, name: str) -> bool:
-        """Whether the user's code carries this name."""
-        return getattr(self.source, name, None) is not None
 
     def require(self, purpose: Purpose) -> None:
         """Raises UserCodeError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
@@ -193,126 +177,6 @@ class Task:
         """The forward pass of an evaluation: an adapted library's own where it has one, else the loss."""
         own = getattr(self.source, "validate", None) if isinstance(self.source, Adapted) else None
         return (own or self.loss)(model, batch)
-
-    @cached_property
-    def train_data(self) -> Dataset[object]:
-        """The training set, built once."""
-        return self._dataset("train_dataset")
-
-    @cached_property
-    def val_data(self) -> Dataset[object] | None:
-        """The validation set, built once; None where the task has none."""
-        return self._dataset("val_dataset") if self.has("val_dataset") else None
-
-    def _dataset(self, name: str) -> Dataset[object]:
-        with seeded(_SEEDS[name]):  # what is drawn at random is the same in every process, and not in both sets
-            data = getattr(self.source, name)()
-        if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            kind = kind_of(data)
-            raise UserCodeError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
-        if isinstance(data, Sized) and len(data) == 0:
-            raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
-        return cast("Dataset[object]", data)
-
-    def loader(self, batch_size: int) -> Iterable[object]:
-        """The batches of an epoch as the user makes them."""
-        found = self.source.train_loader(batch_size)
-        if not hasattr(found, "__iter__"):
-            raise UserCodeError(f"{self.where}: train_loader returned {kind_of(found)}, not batches to go through")
-        return cast("Iterable[object]", found)
-
-    def samples_in(self, batch: object, batch_size: int) -> int:
-        """Samples of a batch of about this size: as many as the user counts, where they do."""
-        if not self.has("batch_size_of"):
-            return batch_size
-        found = self.source.batch_size_of(batch)
-        if not isinstance(found, int) or found < 1:
-            raise UserCodeError(f"{self.where}: batch_size_of returned {found!r}, not a number of samples from 1 up")
-        return found
-
-    def train_size(self) -> int | None:
-        """Samples in the training set; None where there is no set or it does not tell."""
-        if not self.has("train_dataset"):
-            return None
-        return len(self.train_data) if isinstance(self.train_data, Sized) else None
-
-    def collate(self, samples: Sequence[object]) -> object:
-        """A batch from samples, by the user's function or torch's."""
-        return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
-
-    def sampler(self, batch_size: int) -> Sampler[int] | None:
-        """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
-        return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
-
-    def worst_batch(self, batch_size: int) -> object:
-        """The batch that an attempt runs: the user's `make_batch`, or the largest samples of the training set.
-
-        The largest of all is repeated; those that are larger in a dimension come once, so that padding meets them.
-        """
-        if self.has("make_batch"):
-            return self.source.make_batch(batch_size)
-        if self.has("train_loader"):
-            return self._largest_batch(batch_size)
-        if not self._worst_samples:
-            self.find_worst_samples()
-        largest, *others = self._worst_samples
-        others = others[: batch_size - 1]
-        return self.collate([largest] * (batch_size - len(others)) + others)
-
-    def _largest_batch(self, batch_size: int) -> object:
-        """The largest of the first batches of an epoch, as many as there is time for."""
-        deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
-        with kept_random_numbers(torch.device("cpu")):
-            seed_the_cpu(0)
-            for batch in self.loader(batch_size):
-                if found is None or tensor_bytes(batch) > tensor_bytes(found):
-                    found = batch
-                if time.monotonic() >= deadline:
-                    break
-        if found is None:
-            raise UserCodeError(f"{self.where}: train_loader({batch_size}) yields no batch")
-        size = self.samples_in(found, batch_size)
-        if size != batch_size:
-            raise UserCodeError(
-                f"{self.where}: train_loader({batch_size}) yields batches of {size} samples, says batch_size_of; they "
-                "must be as large as asked for"
-            )
-        return found
-
-    def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
-        """Looks for the samples of the worst batch, or takes those that another process has found.
-
-        Returns:
-            What was seen; None where the user makes the batches.
-        """
-        if self.has("make_batch") or self.has("train_loader"):
-            return None
-        if self._worst_samples:
-            return self._samples_seen
-        longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
-        seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
-        with kept_random_numbers(torch.device("cpu")):
-            samples = self._samples(known.places if known else (), longest)
-            seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
-        if not self._worst_samples:
-            raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
-        self._samples_seen = known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
-        return self._samples_seen
-
-    def _is_stream(self) -> bool:
-        return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)
-
-    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
-        data: Any = self.train_data
-        if self._is_stream():
-            seed_the_cpu(0)
-            some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
-            yield from (each for each in some if each[0] in places or not places)
-            return
-        for place in places or itertools.chain(first, in_random_order(len(data))):
-            seed_the_cpu(place % 2**32)
-            yield place, data[place]
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
         """The user's metrics; a plain float is whatever metric the configuration names.

@@ -26,6 +26,10 @@ def _split(spec: str) -> tuple[Path | str, str]:
     place, _, attribute = spec.rpartition(":")
     if not place or "/" in attribute or "\\" in attribute:  # no colon, or that of a Windows drive
         place, attribute = spec, ""
+    if Path(place).suffix in {".yaml", ".yml"}:
+        raise UsageError(
+            f"{place}: a configuration, and no task: run 'batchtune tune {place}', or name its task's file"
+        )
     if not place.endswith(".py") and "/" not in place and not Path(place).exists():
         if all(part.isidentifier() for part in place.split(".")):
             return place, attribute

@@ -62,7 +62,10 @@ def run_and_save(tuning: Tuning, progress: Progress) -> Result:
     except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):
-            stopped = RunInterrupted(f"interrupted; the same command goes on from here ({where} keeps the trials)")
+            stopped = RunInterrupted(
+                f"interrupted; the same command goes on from here ({where} keeps the trials, and 'batchtune report' "
+                "shows them)"
+            )
             stopped.result = progress.save_if_possible("interrupted", stopped)
         elif isinstance(error, OSError | RuntimeError) and (unwritten := _behind(error, OSError)):  # of the journal
             stopped = UsageError(

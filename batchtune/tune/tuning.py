@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from batchtune.config.schema import Config
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError
@@ -40,14 +42,15 @@ class Tuning:
         Raises:
             BatchtuneError: it cannot go on; `progress` has what was found until then.
         """
-        progress, config = self._progress, self._config
+        progress, config, began = self._progress, self._config, time.perf_counter()
         with self._pool() as pool:
             opened = self._open(pool)
+            opening_seconds = time.perf_counter() - began
             storage = open_storage(config.storage, progress.folder.path)
             self._prepare(pool.first, opened, Agreement(storage, config, opened.device_name))
             assert progress.probe is not None and progress.prior is not None  # noqa: PT018, S101 - they are prepared
             plan = make_plan(config, opened, progress.probe, progress.prior)
-            progress.study = study = TuneStudy(plan, pool, storage, self._observer)
+            progress.study = study = TuneStudy(plan, pool, storage, self._observer, opening_seconds=opening_seconds)
             study.run()
         if not any(trial.state in {"complete", "pruned"} for trial in study.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")

@@ -326,8 +326,8 @@ DEFECTS = [
     Defect(
         "an estimate that an out-of-memory error refutes is kept",
         "probe/search.py",
-        "prior = None if any(prior(size) < PRIOR_REFUTED * limit for size in failed) else prior",
-        "pass",
+        "prior = None if limit is None or _is_refuted(prior, attempts) else prior",
+        "prior = None if limit is None else prior",
         "tests/unit/probe/test_search.py::test_a_prior_that_an_out_of_memory_error_refutes_is_dropped",
     ),
     Defect(

@@ -184,7 +184,10 @@ def attempted(
     memory = open_device("cuda:0")
     if limit is not None:
         memory.enforce(limit)
-    if "FAKE_GPU" in os.environ:  # flags read as 0 there, as the trace takes them: no loss is finite
+    if "FAKE_GPU" in os.environ:
+        from fake_gpu import this_machine
+
+        this_machine().reads = "false" if case.batch is zoo.lib.masked_text else "known"  # a mask is data: not traced
         commands.require_finite = lambda *_: None
     how = {"precision": case.precision, "accumulation_steps": case.accumulation_steps}
     command = TryBatchSize(batch_size=size, steps=steps, **how)
@@ -419,12 +422,12 @@ def main() -> None:
     how.add_argument("--again", action="store_true", help="trace anew and compare with what the last run has measured")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where table and records are kept")
     options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     if options.fake and "FAKE_GPU" not in os.environ:
-        sys.path.insert(0, str(Path(__file__).parents[1]))
         import fake_gpu
 
         card = fake_gpu.Card("24GiB", name="NVIDIA RTX A5000", context_bytes="500MiB", multiprocessors=64)
-        with fake_gpu.machine(card, reads="false"):
+        with fake_gpu.machine(card):
             sys.exit(subprocess.run([sys.executable, *sys.argv], check=False).returncode)
     names = options.only or (list(QUICK) if options.quick else [case.name for case in zoo.CASES])
     records, gpu = run(names, options.folder / "estimate_allocator.json", resume=options.resume, again=options.again)

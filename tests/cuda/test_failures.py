@@ -1,5 +1,7 @@
 """What PyTorch raises when the libraries below it fail, in its own words, and what batchtune makes of it."""
 
+from importlib.metadata import version
+
 import fake_gpu
 
 FAILURES = """
@@ -135,6 +137,9 @@ KERNEL_LIMITS = {
     "* 719 for ever": (False, "CUDA error: unspecified launch failure"),
 }
 USER_ERRORS = {"* 710 for ever": (False, "CUDA error: device-side assert triggered")}
+NOT_CALLED = set()
+if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):  # there, products of fp32 are cublasGemmEx's, too
+    NOT_CALLED = {"cublasSgemm_v2 3", "cublasSgemm_v2 13"}
 RECOVERED_BY_TORCH = {"cublasLtMatmul 3"}  # with a warning, by a product without its fused bias
 
 
@@ -148,5 +153,5 @@ def test_each_failure_of_a_library_has_its_outcome_in_torchs_own_words(script):
     for name, (outcome, usable, words) in ((name, row) for name, row in found.items() if row):
         in_it = wanted.get(name, ("", False, ""))[2]
         told[name] = outcome, usable, in_it if in_it in words else words
-    assert told == wanted
-    assert {name for name, row in found.items() if row is None} == RECOVERED_BY_TORCH
+    assert told == {name: row for name, row in wanted.items() if name not in NOT_CALLED}
+    assert {name for name, row in found.items() if row is None} == RECOVERED_BY_TORCH | NOT_CALLED

@@ -53,10 +53,24 @@ def test_what_is_no_duration_is_refused_with_an_example(text):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("500", 500), ("24GB", 24 * 10**9), ("20GiB", 20 * 2**30), ("0.5 mib", 2**19), ("2k", 2000), ("1TiB", 2**40)],
+    [
+        ("500000000", 500000000),
+        ("500 B", 500),
+        ("24GB", 24 * 10**9),
+        ("20GiB", 20 * 2**30),
+        ("0.5 mib", 2**19),
+        ("2k", 2000),
+        ("1TiB", 2**40),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text, size):
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("value", ["20", 20, " 500 "])
+def test_a_size_too_small_to_mean_bytes_is_asked_for_its_unit(value):
+    with pytest.raises(ValueError, match=r"bytes, too few to train in; write the unit: (20|500)GiB or (20|500)MiB"):
+        parse_bytes(value)
 
 
 @pytest.mark.parametrize("text", ["", "much", "5 gallons", "-5GB", "1..2GB", "GiB", "9" * 400 + "GB", "1e9"])

@@ -7,6 +7,7 @@ import pytest
 from batchtune.config.load import load_config
 from batchtune.config.schema import Config
 from batchtune.errors import UsageError
+from batchtune.task.spec import split_spec
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ class TestUnreadableFiles:
             load_config(tmp_path / "nowhere.yaml")
 
     def test_a_folder_is_no_file(self, tmp_path):
-        with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        with pytest.raises(UsageError, match=r"config\.yaml: cannot be read: No such file"):
             load_config(tmp_path)
 
     def test_a_file_without_end_is_not_read_to_it(self):
@@ -248,3 +249,20 @@ class TestUnreadableFiles:
         (tmp_path / "model.pt").write_bytes(b"\x80\x02\xff\xfe")
         with pytest.raises(UsageError, match="not a UTF-8 text file"):
             load_config(tmp_path / "model.pt")
+
+
+def test_a_folder_stands_for_the_configuration_in_it(tmp_path):
+    (tmp_path / "config.yaml").write_text("task: model.py\n")
+    assert load_config(tmp_path, environment={}).task.endswith("model.py")
+
+
+def test_a_task_in_the_place_of_a_configuration_is_told_apart(tmp_path):
+    task = tmp_path / "model.py"
+    task.write_text("x = {1: 2}\n")
+    with pytest.raises(UsageError, match=r"model\.py: a task, and no configuration: write a YAML file"):
+        load_config(task, environment={})
+
+
+def test_a_configuration_in_the_place_of_a_task_is_told_apart():
+    with pytest.raises(UsageError, match=r"config\.yaml: a configuration, and no task: run"):
+        split_spec("config.yaml")

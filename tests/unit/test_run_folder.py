@@ -9,7 +9,7 @@ from batchtune.document import Attempt, TaskInfo
 from batchtune.errors import RunInterrupted, UsageError
 from batchtune.files import load_result
 from batchtune.result import Result
-from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run
+from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run, probe_folder, running_in
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 
@@ -41,9 +41,9 @@ def test_it_is_free_again_after_closing(folder, tmp_path):
 
 
 def test_what_a_killed_process_left_half_written_is_taken_away(folder, tmp_path):
-    folder.close()
     (folder.path / ".result.json.k1ll3d.tmp").write_text('{"schema": "batch')
     (folder.path / ".notes.tmp").write_text("mine")
+    folder.close()
     again = RunFolder("digits", tmp_path / "runs")
     again.open()
     again.close()
@@ -251,3 +251,54 @@ def test_a_result_that_a_killed_study_has_left_behind_is_known_by_its_journal(fo
     os.utime(journal, (later, later))
     assert is_behind(folder.path)
     assert not is_behind(folder.path / "result.json")
+
+
+def test_a_run_that_came_to_nothing_leaves_nothing(tmp_path):
+    folder = RunFolder("digits", tmp_path / "runs")
+    folder.open()
+    folder.close()
+    assert not folder.path.exists()
+
+
+def kept(root, name, **changes):
+    folder = RunFolder(name, root)
+    folder.open()
+    folder.write_result(RESULT.model_copy(update=changes))
+    folder.close()
+    return folder.path
+
+
+def test_a_run_that_failed_is_not_the_latest_where_another_did_not(tmp_path):
+    good, bad = kept(tmp_path, "good"), kept(tmp_path, "bad", status="failed")
+    os.utime(good / "result.json", (1e9, 1e9))
+    assert latest_run(tmp_path) == good
+    (good / "result.json").unlink()
+    assert latest_run(tmp_path) == bad
+
+
+def test_another_task_of_the_same_name_has_a_folder_of_its_own(tmp_path):
+    assert probe_folder("probe-model", "model.py", tmp_path).path.name == "probe-model"
+    kept(tmp_path, "probe-model")
+    assert probe_folder("probe-model", "model.py", tmp_path).path.name == "probe-model"
+    other = probe_folder("probe-model", "other/model.py", tmp_path)
+    assert other.path.name == "probe-model-other"
+    kept(tmp_path, "probe-model-other", task=TaskInfo(path="other/model.py"))
+    assert probe_folder("probe-model", "other/model.py", tmp_path).path == other.path
+    third = probe_folder("probe-model", "third/other/model.py", tmp_path)
+    assert third.path.name not in {"probe-model", "probe-model-other"}
+
+
+def test_a_folder_tells_which_process_is_running_in_it(folder):
+    assert running_in(folder.path) == str(os.getpid())
+    folder.close()
+    assert running_in(folder.path) is None
+    assert running_in(folder.path / "result.json") is None
+
+
+def test_a_name_that_is_no_run_is_told_those_that_are(tmp_path):
+    for name in ("digits", "charlm"):
+        kept(tmp_path, name)
+    with pytest.raises(UsageError, match="digit: no such run; did you mean 'digits'"):
+        find_run("digit", tmp_path)
+    with pytest.raises(UsageError, match="nope: no such run; there are charlm, digits"):
+        find_run("nope", tmp_path)

@@ -152,7 +152,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: P
         evaluation_batch_size=evaluated,
     )
     figures = _figures(tracker, times, fits=found.fits)
-    return Tried(attempt=found.model_copy(update=figures), usable=usable)
+    return Tried(attempt=found.model_copy(update=figures), usable=usable, frames=ended.frames)
 
 
 def _held_bytes(memory: DeviceMemory) -> int | None:
@@ -180,18 +180,20 @@ class _Ended(NamedTuple):
     outcome: Literal["fit", "oom", "kernel_limit", "user_error"] = "fit"
     message: str | None = None
     maps_file: bool | None = None
+    frames: str = ""
 
 
 def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
     """How it ended, and whether the device survived; the frames are freed, since they hold the step's tensors."""
-    outcome = classify(error)
+    outcome, frames = classify(error), ""
     if outcome == "user_error":
-        message = str(describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)"))
+        described = describe_user_error(error, f"at batch size {batch_size} (not an out-of-memory error)")
+        message, frames = str(described), described.frames
         cause = message_of(error)
         message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
     else:
         message = _CPU_PREFIX.sub("", message_of(error))
-    ended, usable = _Ended(outcome, message, maps_file(error) or None), leaves_device_usable(error)
+    ended, usable = _Ended(outcome, message, maps_file(error) or None, frames), leaves_device_usable(error)
     free_frames(error)
     return ended, usable
 
@@ -219,7 +221,9 @@ def _train(
         if number == 0:
             require_finite(loss, command.batch_size)
         tracker.start_phase()
-        trainer.update(free_late=number % 2 == 0 or number + 1 == most)  # first, in turn, and before evaluation
+        # A check begins as loops do that always free gradients late; an attempt has too few steps for more than turns.
+        is_late = number < most // 2 if command.verify else number % 2 == 0
+        trainer.update(free_late=is_late or number + 1 == most)  # late before evaluation, too
         memory.synchronize()
         tracker.end_phase(forward_backward=False)
         times.add(time.perf_counter() - started)

@@ -62,12 +62,13 @@ def train(
     Returns:
         `reached`, `finished` (the limit came first), `pruned` (sent False) or `diverged`.
     """
+    ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
     clock = StepClock(spec.expected_step_seconds)
     _warm_up(task, memory, spec, clock)
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
-    run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules)
+    run = _Run(_trainer(task, memory, spec, total_steps), memory, spec, clock, joules, ends)
     outcome = yield from run.evaluation()
     while outcome is None:
         if run.advance():
@@ -90,7 +91,9 @@ class _Run:
         spec: RunSpec,
         clock: StepClock,
         joules: Callable[[], float | None],
+        ends: float,
     ) -> None:
+        self._ends = ends
         self.trainer, self._memory, self._spec, self._clock, self._joules = trainer, memory, spec, clock, joules
         self._batches = TrainingBatches(trainer.task, spec.micro_batch_size, spec.seed)
         self._evaluation_batch_size = spec.evaluation_batch_size
@@ -127,13 +130,21 @@ class _Run:
         """Trains until the next evaluation is due; returns whether the loss is still a number."""
         spec, clock = self._spec, self._clock
         due = next_evaluation(clock.seconds, self._last_evaluation_seconds, spec)
-        before, finite = self._joules(), True
-        while finite and clock.seconds < due:
-            steps = _steps_until(due - clock.seconds, clock.step_seconds)
+        before, finite, left = self._joules(), True, self._seconds_until(due)
+        while finite:
+            steps = _steps_until(left, clock.step_seconds)
             spent, finite = _timed_steps(self.trainer, self._memory, self._batches, steps, spec.accumulation_steps)
             clock.add(steps, spent)
+            left = self._seconds_until(due)
+            if left <= 0:
+                break
         clock.add_energy(before, self._joules())
         return finite
+
+    def _seconds_until(self, due: float) -> float:
+        """What is left until the next evaluation, which is to be over when the run's time on the clock is."""
+        until_end = self._ends - self._last_evaluation_seconds - time.perf_counter()
+        return min(due - self._clock.seconds, until_end)
 
     def point(self, value: float | None) -> CurvePoint:
         """The curve's point as things stand."""

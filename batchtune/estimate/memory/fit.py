@@ -214,7 +214,8 @@ def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[
     old = sorted(gradients - born)
     new = sorted(gradients & born) if old else []
     before, after = sorted(died - born - gradients), sorted(born - died)
-    if [sizes[each - 1] for each in before + old] != [sizes[each - 1] for each in after + new]:
+    found, left = ([[sizes[each - 1] for each in some] for some in both] for both in ((before, old), (after, new)))
+    if found != left:
         return []
     places = dict(zip(before + after + new, after + before + old, strict=True))
     places |= {-one: -other for one, other in places.items()}

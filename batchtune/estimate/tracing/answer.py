@@ -73,7 +73,8 @@ def answer(
     """
     started = time.monotonic()
     warm_up()
-    from batchtune.estimate.tracing.trace import CannotTraceError, StepFailedError, Tracer
+    from batchtune.estimate.tracing.failures import CannotTraceError, StepFailedError
+    from batchtune.estimate.tracing.trace import Tracer
 
     try:
         tracer = Tracer(**traced)
@@ -124,7 +125,8 @@ def estimate_for_probe(*, gpu: dict[str, Any] | None, memory_limit: int, **trace
         `{"refused": why}`, or `TaskEstimate`'s fields.
     """
     warm_up()
-    from batchtune.estimate.tracing.trace import CannotTraceError, StepFailedError, Tracer
+    from batchtune.estimate.tracing.failures import CannotTraceError, StepFailedError
+    from batchtune.estimate.tracing.trace import Tracer
 
     try:
         tracer = Tracer(**traced, device="cuda" if gpu else "cpu")

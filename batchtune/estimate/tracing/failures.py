@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.estimate.memory.events import Trace
+from batchtune.estimate.tracing.source_lines import place_of_error
+from batchtune.task.load import describe_user_error
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _KINDS = (
@@ -26,6 +33,45 @@ _WITHOUT_DATA = re.compile(
 )
 _IN_TORCH = (RuntimeError, ValueError, IndexError, TypeError)  # which its checks of shapes and types raise
 _PRINTED = re.compile(r"FakeTensor\(\.\.\., (?:device='cuda:0', )?")
+
+
+class CannotTraceError(BatchtuneError):
+    """The user's step does something that needs data; the message names its line."""
+
+    after_assuming = False  # of a value that the step had read
+
+
+class StepFailedError(UserCodeError):
+    """The user's step fails with data just so."""
+
+
+@contextlib.contextmanager
+def naming_the_line(trace: Trace) -> Iterator[None]:
+    """Says of whatever the block raises whose fault it is, and where.
+
+    Raises:
+        CannotTraceError: the step needs data.
+        StepFailedError: it fails with data, too.
+    """
+    try:
+        yield
+    except BatchtuneError:
+        raise
+    except Exception as error:
+        text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
+        if not trace.notes and not needs_data(error):  # nothing was assumed before: it would come with data, too
+            failed = describe_user_error(as_on_a_gpu(error), f"in a step of batch size {trace.batch_size}")
+            raise StepFailedError(failed.detail, failed.frames) from error
+        place = place_of_error(error)
+        operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
+        text = f"{operator[1]} is no operator that can be recorded" if operator else text
+        assumed = "".join(f" ({each.text})" for each in trace.notes[:1])
+        refusal = CannotTraceError(
+            f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {trace.batch_size}: "
+            f"{type(error).__name__}: {text}{assumed}"
+        )
+        refusal.after_assuming = bool(trace.notes)
+        raise refusal from error
 
 
 def needs_data(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,29 +15,21 @@ from torch.utils._pytree import tree_map_only
 
 from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
-from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.estimate.memory.events import Assumption, Trace, Work, normalized
 from batchtune.estimate.tracing.checkpointing import Checkpointed
 from batchtune.estimate.tracing.distributed import distributed, unit_bytes
-from batchtune.estimate.tracing.failures import as_on_a_gpu, needs_data
+from batchtune.estimate.tracing.failures import CannotTraceError, naming_the_line
 from batchtune.estimate.tracing.fake_cuda import fake_cuda
 from batchtune.estimate.tracing.recorder import Recorder
-from batchtune.estimate.tracing.source_lines import place_of_error, place_outside_torch
+from batchtune.estimate.tracing.source_lines import place_outside_torch
 from batchtune.protocol.commands import SamplesSeen
+from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.contract import Task
-from batchtune.task.load import describe_user_error, load_task
+from batchtune.task.load import load_task
 from batchtune.task.samples import tensor_bytes
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
 _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy
-
-
-class CannotTraceError(BatchtuneError):
-    """The user's step does something that needs data; the message names its line."""
-
-
-class StepFailedError(UserCodeError):
-    """The user's step fails with data just so."""
 
 
 class Tracer:
@@ -75,6 +66,7 @@ class Tracer:
         inference: bool = False,
     ) -> None:
         self.notes: list[Assumption] = []
+        self._reads_batch = False
         self.ops: set[str] = set()
         self._precision, self._accumulation_steps = precision, accumulation_steps
         self._strategy, self._world_size, self._device = strategy, world_size, device
@@ -84,6 +76,8 @@ class Tracer:
         with compilation_ignored(self.notes):
             self._task = load_task(task)
         self._task.require("inference" if inference else "probe")
+        if isinstance(self._task.source, Adapted):
+            self.notes += [Assumption(text) for text in self._task.source.notes]
         if checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)  # never of inference
         self.samples = self._task.find_worst_samples(samples)
@@ -91,15 +85,40 @@ class Tracer:
     def trace(self, batch_size: int) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""
         with compilation_ignored(self.notes):
-            trace = trace_step(self._task, batch_size, self._precision, self._accumulation_steps, self._device)
+            trace = self._traced(batch_size)
         if self._world_size > 1:
             trace = distributed(trace, self._strategy, self._world_size)
         self.ops |= trace.ops
         self.notes += [note for note in trace.notes if note not in self.notes]
         return trace
 
+    def _traced(self, batch_size: int) -> Trace:
+        """With the batch's whole numbers known, from where on a step fails on what was assumed of them."""
+        known = (self._task, batch_size, self._precision, self._accumulation_steps, self._device)
+        if not self._reads_batch:
+            try:
+                return trace_step(*known)
+            except CannotTraceError as refusal:
+                if not refusal.after_assuming:
+                    raise
+        trace = trace_step(*known, reads_batch=True)
+        if not self._reads_batch:
+            self._reads_batch = True
+            self.notes.append(
+                Assumption("the step depends on whole numbers in the batch: as they are in the worst one")
+            )
+        return trace
 
-def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: int = 1, device: str = "cuda") -> Trace:
+
+def trace_step(
+    task: Task,
+    batch_size: int,
+    precision: str,
+    accumulation_steps: int = 1,
+    device: str = "cuda",
+    *,
+    reads_batch: bool = False,
+) -> Trace:
     """Two optimizer steps at one micro-batch size, recorded.
 
     Args:
@@ -108,6 +127,7 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
         precision: bf16, fp16, fp32 or tf32.
         accumulation_steps: micro-batches per optimizer step; beyond two they allocate nothing new.
         device: `cpu` traces what the CPU would allocate.
+        reads_batch: whether the values of whole numbers in the batch are known.
 
     Raises:
         CannotTraceError: the step needs data.
@@ -118,8 +138,8 @@ def trace_step(task: Task, batch_size: int, precision: str, accumulation_steps: 
     gc.disable()  # a collection in the middle would free storages at a random place
     trace = Trace(batch_size)
     try:
-        with _naming_the_line(trace), fake_cuda() as mode:
-            batch = _fake_batch(task, batch_size, mode)
+        with naming_the_line(trace), fake_cuda() as mode:
+            batch = _fake_batch(task, batch_size, mode, keeps_numbers=reads_batch)
             recorder = Recorder(trace, device)
             if task.is_for_inference:
                 _record_inference(trace, recorder, task, batch, precision)
@@ -233,33 +253,17 @@ class Roles:
                 trace.births[number].category = category
 
 
-def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode) -> Any:
+def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode, *, keeps_numbers: bool) -> Any:
     """The worst batch: made for real and then emptied of data where it is small, else made of fake tensors."""
     with unset_fake_temporarily():
         small = tensor_bytes(task.worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
         batch = task.worst_batch(batch_size) if small else None
-    return tree_map_only(Tensor, mode.from_tensor, batch) if small else task.worst_batch(batch_size)
 
+    def emptied(tensor: Tensor) -> Tensor:
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return tensor if keeps_numbers and whole else mode.from_tensor(tensor)
 
-@contextlib.contextmanager
-def _naming_the_line(trace: Trace) -> Iterator[None]:
-    try:
-        yield
-    except BatchtuneError:
-        raise
-    except Exception as error:
-        text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
-        if not trace.notes and not needs_data(error):  # nothing was assumed before: it would come with data, too
-            failed = describe_user_error(as_on_a_gpu(error), f"in a step of batch size {trace.batch_size}")
-            raise StepFailedError(failed.detail, failed.frames) from error
-        place = place_of_error(error)
-        operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
-        text = f"{operator[1]} is no operator that can be recorded" if operator else text
-        assumed = "".join(f" ({each.text})" for each in trace.notes[:1])
-        raise CannotTraceError(
-            f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {trace.batch_size}: "
-            f"{type(error).__name__}: {text}{assumed}"
-        ) from error
+    return tree_map_only(Tensor, emptied, batch) if small else task.worst_batch(batch_size)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from batchtune.document import ThroughputFit, ThroughputPoint
@@ -42,11 +43,14 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
         alpha, beta = 0.0, sum(w * b * t for b, t, w in rows) / sum(w * b * b for b, _, w in rows)
     elif beta < 0:  # the step costs the same at every size timed
         alpha, beta = mean_time, 0.0
+    squares = sum((alpha / t + beta * b / t - 1) ** 2 for b, t, _ in rows)
+    free = len(rows) - (alpha > 0) - (beta > 0)  # sizes beyond those that any such line goes through
     best = max(point.samples_per_second for point in points)
     near = [point.batch_size for point in points if point.samples_per_second >= _NEAR_PEAK * best]
     return ThroughputFit(
         alpha_seconds=alpha,
         beta_seconds_per_sample=beta,
+        error_share=math.sqrt(squares / free) if len(rows) > 2 else None,  # noqa: PLR2004
         saturation_batch_size=alpha / beta if beta > 0 else None,
         batch_size_within_5_percent=min(near),
     )

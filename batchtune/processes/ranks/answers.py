@@ -64,7 +64,8 @@ def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
             changes |= {"limiting_rank": unfit[0], "message": f"rank {unfit[0]}: {merged.message}"}
     complete = len(done) == world_size
     usable = complete and all(answer.usable for answer in done.values())
-    return Tried(attempt=merged.model_copy(update=changes), usable=usable)
+    frames = next((each.frames for each in done.values() if each.frames), "")
+    return Tried(attempt=merged.model_copy(update=changes), usable=usable, frames=frames)
 
 
 def _opened(done: Mapping[int, Opened]) -> Opened:

@@ -16,7 +16,7 @@ from batchtune.observer import Observer
 from batchtune.report.terminal.ascii import written_in
 from batchtune.report.terminal.table import TONES
 from batchtune.report.view.words import tone
-from batchtune.units import duration, number, size
+from batchtune.units import LEAST_PEAK, duration, number, size
 
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left
 _ATTEMPTS: _Columns = (("batch", 9), ("outcome", -12), ("peak", 10), ("step", 10), ("why", -1))
@@ -87,7 +87,8 @@ class LiveObserver(Observer):
 
     def attempted(self, attempt: Attempt) -> None:
         why = attempt.message or ("final check" if attempt.purpose == "verify" else "")
-        measured = [size(attempt.peak_reserved_bytes), duration(attempt.step_seconds)] if attempt.fits else ["-", "-"]
+        peak, step = size(attempt.peak_reserved_bytes, LEAST_PEAK), duration(attempt.step_seconds)
+        measured = [peak, step] if attempt.fits else ["-", "-"]
         colour = TONES[tone(attempt.outcome)]
         self._row(_ATTEMPTS, [f"{attempt.batch_size:,}", attempt.outcome, *measured, why], {1: colour})
 

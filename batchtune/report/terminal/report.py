@@ -61,7 +61,7 @@ def _tidy(line: list[Segment], encoding: str) -> list[Segment]:
 def _parts(view: View) -> Iterator[RenderableType]:
     """The report from top to bottom."""
     if view.status != "complete":
-        style = "bold yellow" if view.status == "interrupted" else "bold red"
+        style = "bold yellow" if view.status in {"interrupted", "running"} else "bold red"
         yield Text(view.status + (f": {view.problem}" if view.problem else ""), style=style)
     if view.comparison is not None and view.headline is not None:
         yield _Framed(view.title, [_Comparison(view.comparison), Text(view.headline.reason)])

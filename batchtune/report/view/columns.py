@@ -22,10 +22,11 @@ def words(name: str, cells: Sequence[str], **more: Any) -> Column:
     return Column(name=name, cells=cells, **more)
 
 
-def byte_sizes(name: str, values: Values, **more: Any) -> Column:
-    """A column of bytes."""
-    unit, lined_up = sizes(values)
-    return Column(name=name, cells=[*map(size, values)], values=values, unit=unit, lined_up=lined_up, **more)
+def byte_sizes(name: str, values: Values, *, least: float = 0, **more: Any) -> Column:
+    """A column of bytes, of which less than the least cannot be told."""
+    unit, lined_up = sizes(values, least)
+    cells = [size(value, least) for value in values]
+    return Column(name=name, cells=cells, values=values, unit=unit, lined_up=lined_up, **more)
 
 
 def seconds(name: str, values: Values, **more: Any) -> Column:

@@ -29,9 +29,9 @@ def memory(probes: Sequence[ProbeResult]) -> Plot | None:
     probes = [probe for probe in probes if probe.attempts]
     peaks = [peak for probe in probes for attempt in probe.attempts if (peak := peak_of(attempt)) is not None]
     limit_bytes = max((probe.memory_limit_bytes or 0 for probe in probes), default=0)
-    if not peaks and not limit_bytes:
-        return None
     failed = any(not attempt.fits for probe in probes for attempt in probe.attempts)
+    if not peaks and not (failed and limit_bytes):
+        return None
     near = limit_bytes > 0 and (failed or not peaks or limit_bytes <= _FAR_ABOVE * max(peaks))
     highest = max([*peaks, limit_bytes if near else 0])
     unit, scale = bytes_unit(highest)
@@ -100,7 +100,7 @@ def _speeds(probe: ProbeResult, group: int, name: str, low: int, high: int) -> I
     fit, measured = probe.throughput_fit, sorted(probe.throughput, key=lambda point: point.batch_size)
     knee = fit.batch_size_within_5_percent if fit else None
     speeds = [(float(point.batch_size), point.samples_per_second) for point in measured]
-    fitted = _fitted_speeds(fit, low, high) if fit else []
+    fitted = _fitted_speeds(fit, low, high) if fit and fit.holds else []
     hover = [
         (f"batch {each.batch_size:,}", f"{number(each.samples_per_second)} samples/s", duration(each.step_seconds))
         for each in measured

@@ -19,15 +19,15 @@ from batchtune.report.view.words import (
     step_time,
     tone,
 )
-from batchtune.units import number, size
+from batchtune.units import LEAST_PEAK, number, size
 
 
 def headline(probe: ProbeResult) -> Headline:
     """The largest batch, or that there is none."""
     if probe.max_batch_size is None:
         return Headline("nothing", nothing_does(probe), reason=f"at {probe.precision}: the attempts below say why")
-    choice = [Fact("precision", probe.precision)]
-    choice += [Fact("peak memory", size(probe.peak_reserved_bytes))] if probe.peak_reserved_bytes is not None else []
+    choice, peak = [Fact("precision", probe.precision)], probe.peak_reserved_bytes
+    choice += [Fact("peak memory", size(peak, LEAST_PEAK))] if peak is not None else []
     best, fit = fastest(probe), probe.throughput_fit
     if best is not None:
         choice.append(Fact("best speed", f"{number(best.samples_per_second)} samples/s at {best.batch_size:,}"))
@@ -46,8 +46,8 @@ def certified(probe: ProbeResult) -> Certificate:
 def lines(probe: ProbeResult) -> list[Fact]:
     """What else was measured: the step, the ranks, the data loader."""
     said = []
-    if probe.throughput_fit is not None:
-        said.append(Fact("pass time" if probe.inference else "step time", step_time(probe.throughput_fit)))
+    if probe.throughput_fit is not None and (text := step_time(probe.throughput_fit)):
+        said.append(Fact("pass time" if probe.inference else "step time", text))
     if probe.data_parallel is not None:
         said.append(Fact("ranks", ranks(probe.data_parallel)))
     if probe.input_pipeline is not None:
@@ -67,7 +67,7 @@ def precisions(probes: Sequence[ProbeResult], chosen: ProbeResult | None) -> Tab
         words("precision", [probe.precision for probe in probes]),
         counts("largest batch", [probe.max_batch_size for probe in probes], cells=[*map(largest_batch, probes)]),
         counts("fails at", [probe.first_failing_batch_size for probe in probes], spare=5),
-        byte_sizes("peak", [probe.peak_reserved_bytes for probe in probes], spare=3),
+        byte_sizes("peak", [probe.peak_reserved_bytes for probe in probes], least=LEAST_PEAK, spare=3),
         numbers("samples/s", [point.samples_per_second if point else None for point in best], spare=1),
         counts("at batch", [point.batch_size if point else None for point in best], spare=2),
         shares("MFU", [point.mfu if point else None for point in best], spare=4),
@@ -103,14 +103,14 @@ def attempts(probe: ProbeResult) -> Table:
     outcomes = [attempt.outcome for attempt in tried]
     peaks = [attempt.peak_reserved_bytes if attempt.fits else None for attempt in tried]
     allocated = [attempt.peak_allocated_bytes if attempt.fits else None for attempt in tried]
-    of_limit = [peak / limit if peak and limit else None for peak in peaks]
+    of_limit = [peak / limit if peak and limit and peak >= LEAST_PEAK else None for peak in peaks]
     columns = [
         counts("#", range(1, len(tried) + 1), detail=True),
         counts("batch", [attempt.batch_size for attempt in tried]),
         words("outcome", outcomes, tones=[*map(tone, outcomes)]),
-        byte_sizes("peak", peaks),
+        byte_sizes("peak", peaks, least=LEAST_PEAK),
         shares("of limit", of_limit, _tenths, drawn=True, spare=3),
-        byte_sizes("allocated", allocated, detail=True),
+        byte_sizes("allocated", allocated, least=LEAST_PEAK, detail=True),
         seconds("step", [attempt.step_seconds if attempt.fits else None for attempt in tried], spare=2),
         seconds("took", [attempt.seconds for attempt in tried], detail=True),
         words(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchtune.document import Attempt, Document, ProbeResult, ThroughputPoint, Trial
+from batchtune.units import LEAST_PEAK
 
 SECONDS, JOULES, VALUE = "time_to_target_seconds", "energy_to_target_joules", "value"
 """What a study can want the best of: fields of trials, and of recommendations."""
@@ -55,7 +56,9 @@ def score(trial: Trial, key: str) -> float | None:
 
 
 def peak_of(attempt: Attempt) -> int | None:
-    """The peak memory of an attempt that fits, in bytes: reserved, or allocated where that is not known."""
-    if not attempt.fits:
-        return None
-    return attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
+    """The peak memory of an attempt that fits, in bytes: reserved, or allocated where that is not known.
+
+    None where it is too little to be told.
+    """
+    peak = attempt.peak_allocated_bytes if attempt.peak_reserved_bytes is None else attempt.peak_reserved_bytes
+    return peak if attempt.fits and peak is not None and peak >= LEAST_PEAK else None

@@ -8,7 +8,7 @@ from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
 from batchtune.report.view.select import JOULES, SECONDS, VALUE, metric_of, objective, ran, score
 from batchtune.report.view.words import batch_text, clipping_text, named_values, ranks, tone
-from batchtune.units import duration, interval, number, time_interval
+from batchtune.units import bounds, duration, interval, number, time_interval
 
 _MOST_RUNS = 12
 _OURS, _THEIRS = "train with", "today"
@@ -29,8 +29,9 @@ def headline(found: Recommendation) -> Headline:
         return Headline(f"{found.global_batch_size:,}", "is the batch size to train with", choice, found.reason)
     if gain.at_least:
         return Headline(f"≥ {number(gain.low)}×", words_, choice, found.reason)
-    figure, bounds = f"{number(gain.median)}×", f"({number(gain.low)} to {number(gain.high)})"
-    return Headline(figure, f"{words_} {bounds}", choice, found.reason)
+    between = bounds(number(gain.low), number(gain.high))
+    said = f"{words_} ({between})" if between else words_
+    return Headline(f"{number(gain.median)}×", said, choice, found.reason)
 
 
 def comparison(result: Document, found: Recommendation) -> Table:
@@ -81,11 +82,11 @@ def _drawn(values: list[tuple[Recommendation, Interval]], found: Recommendation,
     for each, value in values:
         ends = (value.low, value.median, value.high)
         low, median, high = (duration(end) if key == SECONDS else f"{number(end, 4)}{unit}" for end in ends)
-        text, bounds = (f"≥ {low}", "cut off") if value.at_least else (median, f"{low} to {high}")
+        text, between = (f"≥ {low}", "cut off") if value.at_least else (median, bounds(low, high))
         shares = (value.low / longest, value.median / longest, value.high / longest) if drawable else None
         ours = each is found
         about = f"{batch_text(each)} @ {number(each.learning_rate)}"
-        made.append(Bar("recommended" if ours else "today", about, text, bounds, shares, ours))
+        made.append(Bar("recommended" if ours else "today", about, text, between, shares, ours))
     return made
 
 

@@ -18,7 +18,7 @@ from batchtune.document import (
     Value,
 )
 from batchtune.report.view.model import Fact, Tone
-from batchtune.units import duration, number, share, size
+from batchtune.units import LEAST_PEAK, duration, number, share, size
 
 OUTCOMES = {
     "oom": "out of memory",
@@ -117,8 +117,8 @@ def certificate(probe: ProbeResult) -> str:
         parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
     elif probe.limited_by:
         parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
-    if probe.peak_reserved_bytes and probe.memory_limit_bytes:
-        parts.append(f"peak {size(probe.peak_reserved_bytes)} of {size(probe.memory_limit_bytes)}")
+    if probe.peak_reserved_bytes is not None and probe.memory_limit_bytes:
+        parts.append(f"peak {size(probe.peak_reserved_bytes, LEAST_PEAK)} of {size(probe.memory_limit_bytes)}")
     return "; ".join(parts)
 
 
@@ -129,7 +129,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
     why = OUTCOMES.get(failure.outcome, failure.outcome) if failure else "did not run"
     ran = "forward passes" if probe.inference else "steps, then evaluation and saving,"
     checked = f"ran {probe.verify_steps} {ran} in a fresh process"
-    of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit else ""
+    of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit and peak >= LEAST_PEAK else ""
     failures = sum(not attempt.fits for attempt in probe.attempts)
     facts = {
         "precision": probe.precision,
@@ -141,8 +141,8 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
         "limited by": {"max": "the largest size allowed", "dataset": "the training set"}.get(
             probe.limited_by or "", probe.limited_by
         ),
-        "peak reserved": f"{size(peak)}{of_limit}" if peak else None,
-        "peak allocated": size(probe.peak_allocated_bytes),
+        "peak reserved": f"{size(peak, LEAST_PEAK)}{of_limit}" if peak is not None else None,
+        "peak allocated": size(probe.peak_allocated_bytes, LEAST_PEAK),
         "memory limit": size(limit),
         "attempts": f"{len(probe.attempts)}, of which {failures} failed" if probe.attempts else None,
         "took": duration(probe.seconds) if probe.seconds else None,
@@ -169,13 +169,18 @@ def ranks(found: DataParallel) -> str:
 
 
 def step_time(fit: ThroughputFit) -> str:
-    """The fitted step time, where half of the peak speed is reached if that is a batch size, and where nearly all."""
-    text = f"{duration(fit.alpha_seconds)} + {duration(fit.beta_seconds_per_sample)} per sample"
-    if fit.saturation_batch_size is not None and fit.saturation_batch_size >= 1:
-        text += f"; half of the peak speed at batch {fit.saturation_batch_size:,.0f}"
-    if fit.batch_size_within_5_percent is not None:
-        text += f"; within 5% of the best measured speed from batch {fit.batch_size_within_5_percent:,}"
-    return text
+    """The fitted step time as far as the steps measured bear it out, and where nearly all of the speed is reached."""
+    said, half, near = [], fit.saturation_batch_size, fit.batch_size_within_5_percent
+    if fit.holds:
+        error = f"fitted, ±{max(0.01, fit.error_share or 0.0):.0%}"
+        fixed, each = duration(fit.alpha_seconds), f"{duration(fit.beta_seconds_per_sample)} per sample"
+        line = f"{fixed} + {each}" if fit.alpha_seconds else each
+        said.append(f"{line if fit.beta_seconds_per_sample else f'{fixed} at every size timed'} ({error})")
+        said += [f"half of the peak speed at batch {half:,.0f}"] if half is not None and half >= 1 else []
+    elif fit.holds is False:
+        said.append("too noisy for a fit")
+    said += [f"within 5% of the best measured speed from batch {near:,}"] if near is not None else []
+    return "; ".join(said)
 
 
 def target_text(target: Target) -> str:

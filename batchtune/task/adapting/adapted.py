@@ -35,7 +35,7 @@ class Adapted:
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
         gradient_clipping: what the library's own trainer would do.
-        notes: sentences on what of the user's own training is not taken over.
+        notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
     """
 

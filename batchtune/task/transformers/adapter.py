@@ -17,6 +17,7 @@ from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, 
 from batchtune.task.transformers.generated import GeneratedBatches
 
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
+_UNSUITED = (AttributeError, LookupError, TypeError, ValueError)  # of a model whose inputs are not as they should be
 _WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -224,8 +225,29 @@ class ModelTask(Adapted):
 
     def __init__(self, model: Any, make: Any, where: str) -> None:
         super().__init__(where)
-        self.make_batch = GeneratedBatches(model, where).make
-        self.build_model: Callable[[], nn.Module] = partial(real_copy, model) if isinstance(make, nn.Module) else make
+        is_made, name = not isinstance(make, nn.Module), where.rpartition(":")[2]
+        self._batches = GeneratedBatches(model, where, f"{name}()" if is_made else f"copy.deepcopy({name})")
+        self.make_batch, self.notes = self._batches.make, tuple(self._batches.assumed)
+        self.build_model: Callable[[], nn.Module] = make if is_made else partial(real_copy, model)
+
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """The model's own loss; of one that has none by itself, a loss of all that it puts out."""
+        output = self.validate(model, batch)
+        if not self._batches.has_own_loss:
+            squares = [each.float().square().mean() for each in output.values() if isinstance(each, Tensor)]
+            return torch.stack(squares).sum()
+        loss: Tensor | None = getattr(output, "loss", None)
+        if loss is None:
+            raise self._batches.refused("it computes no loss of this batch")
+        return loss
+
+    def validate(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """The forward pass alone."""
+        try:
+            return model(**batch)
+        except _UNSUITED as error:
+            text = str(error).strip().split("\n")[0][:200]
+            raise self._batches.refused(f"the batch made up for it does not suit it ({text})") from error
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         if purpose == "tune":

@@ -21,6 +21,7 @@ def identity_of(config: Config) -> dict[str, Any]:
         if key == "space":
             flat["the arguments under space"] = sorted(value)  # one that comes or goes is a change, too
         if key not in _FREE_TO_CHANGE:
-            sections = value if isinstance(value, dict) else {"": value}
+            whole = key == "gradient_clipping" or not isinstance(value, dict)  # one that comes or goes is a change
+            sections = {"": value} if whole else value
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
     return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}

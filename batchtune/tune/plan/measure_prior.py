@@ -17,7 +17,7 @@ from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_be
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution, rates_to_search
 from batchtune.tune.plan.steps import fastest_split, splits_to_time, step_seconds, with_loading
 
-PRIOR_SHARE = 0.1  # of budget.run: what range test and noise scale may take together
+PRIOR_SHARE = 0.1  # of budget.total, and no more than one run: what range test and noise scale may take together
 STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
 LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise scale
 WARM_UP_STEPS, DRAWS, SMALL_PER_LARGE = 40, 4, 4  # of the noise scale
@@ -157,7 +157,8 @@ def _measure(
     config: Config, probe: ProbeResult, opened: Opened, worker: Worker, batch_sizes: Sequence[int]
 ) -> tuple[NoiseScale | None, RangeTest | None, int, str | None]:
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
-    base, budget, skipped = config.baseline, PRIOR_SHARE * config.budget.run, []
+    base, skipped = config.baseline, []
+    budget = min(PRIOR_SHARE * config.budget.total, config.budget.run)  # a search without them takes some runs more
     noise, test, start = None, None, start_batch_size(probe, batch_sizes, None)
     precision, seconds = probe.precision, budget
     try:
@@ -243,5 +244,5 @@ def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: Pr
 def _too_long(what: str, needed: float, seconds: float) -> str | None:
     if needed <= seconds:
         return None
-    share = f"{PRIOR_SHARE:.0%} of budget.run"
-    return f"no more was measured: {what} would take about {needed:.2g} s, and {share} is for all of it"
+    share = f"one run, or {PRIOR_SHARE:.0%} of budget.total, is for all of it"
+    return f"no more was measured: {what} would take about {needed:.2g} s, and {share}"

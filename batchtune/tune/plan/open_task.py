@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from batchtune.config.schema import Config, Parameter
@@ -88,3 +89,24 @@ def probe_options(config: Config) -> ProbeOptions:
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         flops=False,
     )
+
+
+def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
+    """What a dry run has found, in sentences.
+
+    Args:
+        config: the configuration.
+        facts: as `check` returns them.
+    """
+    samples, device = facts.get("train_size"), facts.get("device", config.device)
+    data = f"{samples:,} training samples" if samples else "training data of unknown size"
+    precisions = ", ".join(name for name, _ in facts.get("precision", ()))
+    today, sizes, rates = config.baseline, config.batch_size, config.learning_rate
+    told = [f"nothing is wrong, and nothing was trained: {config.task} on {device} at {precisions}, {data}"]
+    if sizes.max != "auto" and not sizes.min <= today.batch_size <= sizes.max:
+        size = f"baseline.batch_size {today.batch_size}"
+        told.append(f"{size} is outside of batch_size: it is measured, and not searched")
+    if {"min", "max"} & rates.model_fields_set and not rates.min <= today.learning_rate <= rates.max:
+        rate = f"baseline.learning_rate {today.learning_rate:g}"
+        told.append(f"{rate} is outside of learning_rate: it is measured, and not searched")
+    return told

@@ -58,8 +58,7 @@ def candidate_batch_sizes(
     Raises:
         UsageError: no batch size is within the bounds.
     """
-    largest = probe.max_batch_size or 1
-    saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
+    largest, saturation = probe.max_batch_size or 1, _saturation(probe)
     if maximum is not None:
         high, why = maximum, f"your maximum {maximum}"
     elif probe.limited_by == "memory" and accumulates:
@@ -153,7 +152,7 @@ def surface_prior(
     probe: ProbeResult, *, batch_size: int, rate: float, spread_decades: float, noise: NoiseScale | None = None
 ) -> SurfacePrior:
     """The response surface's prior: the measured step time and noise scale, and the belief about the rate at a size."""
-    saturation = probe.throughput_fit.saturation_batch_size if probe.throughput_fit else None
+    saturation = _saturation(probe)
     critical = {} if noise is None or not noise.samples else {"critical_batch_size": noise.samples}
     return SurfacePrior(
         saturation_batch_size=max(saturation, _LEAST_SATURATION) if saturation is not None else 45.0,
@@ -163,3 +162,9 @@ def surface_prior(
         spread=spread_decades,
         **critical,
     )
+
+
+def _saturation(probe: ProbeResult) -> float | None:
+    """The saturation batch size, where step times are known well enough to tell it."""
+    fit = probe.throughput_fit
+    return None if fit is None or fit.holds is False else fit.saturation_batch_size

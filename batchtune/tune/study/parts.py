@@ -64,19 +64,27 @@ class StudyParts:
 
 
 class StudyBudget:
-    """budget.total, of which the probe, the measurements after it and earlier starts have used a part.
+    """budget.total; opening the task, the probe, the measurements after it and earlier starts have used a part of it.
 
     Args:
         plan: configuration and measurements before the study.
         history: the trials so far.
         at_once: how many runs train side by side.
         clock: seconds.
+        opening_seconds: that this start has taken before its probe.
     """
 
-    def __init__(self, plan: Plan, history: StudyHistory, at_once: int, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        history: StudyHistory,
+        at_once: int,
+        clock: Clock = time.perf_counter,
+        opening_seconds: float = 0.0,
+    ) -> None:
         self._config, self._history, self._at_once, self._clock = plan.config, history, at_once, clock
         before = plan.probe.seconds + (plan.prior.seconds if plan.prior else 0.0) + history.wall_seconds()
-        self._ends = clock() + self._config.budget.total - before
+        self._ends = clock() + self._config.budget.total - before - opening_seconds
 
     def seconds_left(self) -> float:
         """Of budget.total."""

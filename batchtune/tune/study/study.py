@@ -39,6 +39,7 @@ class TuneStudy:
         storage: where the study is kept.
         observer: told of every trial.
         clock: seconds; what budget.total is counted by.
+        opening_seconds: that this start has taken before its probe.
 
     Attributes:
         parts: what its phases share.
@@ -54,6 +55,7 @@ class TuneStudy:
         storage: BaseStorage,
         observer: Observer,
         clock: Clock = time.perf_counter,
+        opening_seconds: float = 0.0,
     ) -> None:
         config, cost = plan.config, cost_of(plan.config.objective.kind)
         pruner, space = _pruner(plan), Space(plan)
@@ -78,7 +80,7 @@ class TuneStudy:
             targets=Targets(study, config),
             pool=pool,
             machines=Machines(study),
-            budget=StudyBudget(plan, history, len(pool), clock),
+            budget=StudyBudget(plan, history, len(pool), clock, opening_seconds),
             observer=observer,
         )
         study.sampler = _sampler(plan, space)

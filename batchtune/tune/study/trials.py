@@ -88,7 +88,8 @@ class Trials:
         """What is trained."""
         seed, targets = trial.user_attrs.get("seed", self._plan.config.seed + trial.number), self._parts.targets
         target = None if role == "baseline" and targets.is_automatic else targets.current.value
-        return Limits(self._plan, self._parts.space, self._parts.history).spec(trial.params, role, seed, target)
+        spec = Limits(self._plan, self._parts.space, self._parts.history).spec(trial.params, role, seed, target)
+        return replace(spec, wall_seconds=max(0.0, self._parts.budget.seconds_left()))
 
     def _give_back(self, trial: Trial, lost: NodeLost) -> None:
         """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""

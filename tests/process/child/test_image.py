@@ -159,6 +159,13 @@ def test_a_run_that_raises_or_dies_leaves_nothing_to_the_next(worker_of):
     assert begun[0] == begun[1]
 
 
+def test_a_copy_that_the_task_forks_off_when_it_is_imported_answers_nothing(worker_of):
+    worker, _ = worker_of("import os\nos.fork()\n" + TASK)
+    worker.start()
+    for _ in range(2):
+        assert worker.call(Train(spec=RUN), timeout=60).outcome == "finished"
+
+
 def test_the_users_code_is_imported_once_and_its_samples_are_looked_at_once(worker_of):
     looks = "class Looks(torch.utils.data.TensorDataset):\n"
     looks += "    def __getitem__(self, index):\n        print('looked')\n        return super().__getitem__(index)\n"

@@ -236,6 +236,27 @@ def test_an_error_after_a_value_was_assumed_is_no_error_of_the_users(ask):
     assert "frames" not in answer
 
 
+def test_the_size_of_a_batch_of_graphs_is_read_from_it(ask):
+    source = """
+    def build_model():
+        return nn.Linear(8, 16)
+
+    def make_batch(size):
+        return {"nodes": torch.randn(7 * size, 8), "graph": torch.arange(size).repeat_interleave(7),
+                "label": torch.zeros(size, dtype=torch.long)}
+
+    def compute_loss(model, batch):
+        nodes, count = model(batch["nodes"]), int(batch["graph"].max()) + 1
+        pooled = torch.zeros(count, 16, device=nodes.device).index_add(0, batch["graph"], nodes)
+        return nn.functional.cross_entropy(pooled, batch["label"])
+    """
+    row = ask(source, memory_limit=64 << 20)["gpus"][0]
+    nodes = 7 * (8 + 16) * 4  # bytes of a sample's nodes and what the model makes of them
+    assert (16 << 20) / (4 * nodes) < row["max_batch_size"] < (64 << 20) / nodes
+    assert row["confidence"].startswith("medium")
+    assert "the step depends on whole numbers in the batch: as they are in the worst one" in row["notes"]
+
+
 def test_compiled_models_are_traced_as_eager_ones_and_say_so(ask):
     source = MLP.replace("nn.Sequential(", "torch.compile(nn.Sequential(").replace("bias=False))", "bias=False)))")
     row = ask(source)["gpus"][0]
@@ -327,6 +348,31 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
     states = 4 * 2 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells
     held = answer["details"][0]["activations_bytes"] / states
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
+
+
+def test_a_product_by_groups_as_of_experts_is_traced_at_fp32_too(ask):
+    source = """
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 64, 256))
+
+        def forward(self, x):
+            ends = torch.arange(1, 5, device=x.device, dtype=torch.int32) * (len(x) // 4)
+            return torch._grouped_mm(x, self.weight, offs=ends)
+
+    def build_model():
+        return nn.Sequential(nn.Linear(16, 64), Experts(), nn.Tanh())
+
+    def make_batch(size):
+        return torch.randn(8 * size, 16)
+
+    def compute_loss(model, batch):
+        return model(batch).mean()
+"""
+    answer = ask(source, memory_limit=64 << 20)
+    results = 8 * answer["details"][0]["batch_size"] * (64 + 256) * 4  # bytes of the two layers' results
+    assert 1 <= answer["details"][0]["activations_bytes"] / results < 2
 
 
 def test_an_operator_without_a_rule_for_shapes_is_refused_by_its_name(ask):

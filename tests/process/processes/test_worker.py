@@ -61,8 +61,8 @@ def die_by(number):
     return lambda: os.kill(os.getpid(), number)
 
 def leave():
-    print("I have had enough")
-    sys.exit(3)
+    print("I have had enough", flush=True)
+    os._exit(3)
 
 def hang():
     time.sleep(600)

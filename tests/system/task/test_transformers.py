@@ -9,6 +9,7 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.child.training.batches import TrainingBatches
 from batchtune.child.training.evaluate import metric_value
+from batchtune.child.training.inference import Inference
 from batchtune.child.training.trainer import Trainer
 from batchtune.errors import UsageError
 
@@ -60,6 +61,15 @@ class TestATrainer:
         batch = trainer_task().worst_batch(3)
         assert set(batch) == {"input_ids", "labels"}
         assert batch["input_ids"].shape == (3, 8)
+
+    def test_inference_is_its_loss_in_eval_mode_without_gradients(self, trainer_task):
+        seen = "        seen.append((model.training, torch.is_inference_mode_enabled()))\n"
+        more = f"class Seeing(hf.Trainer):\n    def compute_loss(self, model, *args, **kw):\n{seen}"
+        more = f"seen = []\n{more}        return super().compute_loss(model, *args, **kw)\n"
+        task = trainer_task("Seeing", more)
+        task.require("inference")
+        Inference(task, CPU, "fp32").forward(task.worst_batch(3))
+        assert task.source._trainer.compute_loss.__globals__["seen"] == [(False, True)]
 
     def test_models_are_copies_with_the_weights_that_came_with_the_trainer(self, trainer_task):
         task = trainer_task()
@@ -286,22 +296,6 @@ class TestAModelAlone:
         task = load(f"import transformers as hf\nmodel = hf.{text}\n", "model")
         assert task.worst_batch(2)["labels"].is_floating_point()
         assert torch.isfinite(task.loss(task.model(), task.worst_batch(2)))
-
-    @pytest.mark.parametrize(
-        ("model", "words"),
-        [
-            ("BertModel(hf.BertConfig(hidden_size=8, num_attention_heads=1))", "no batches are known for BertModel"),
-            (
-                "ResNetForImageClassification(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8))",
-                "its configuration has no image_size",
-            ),
-        ],
-    )
-    def test_what_no_batch_can_be_made_for_is_said_with_the_way_out(self, load, model, words):
-        with pytest.raises(
-            UsageError, match=rf"{words}; write a task with make_batch\(batch_size\), or name a Trainer"
-        ):
-            load(f"import transformers as hf\nmodel = hf.{model}\n", "model")
 
     def test_it_has_no_data_to_tune_on(self, load):
         task = load(f"import transformers as hf\nmodel = hf.{GPT2}\n", "model")

@@ -83,6 +83,13 @@ class TestEndings:
         assert done.outcome == "finished"
         assert [point.seconds for point in done.points] == [0, 1, 2, 3, 4, 5]
 
+    def test_a_run_asks_whether_to_go_on_when_its_time_on_the_clock_is_over(self, run, clock):
+        until = clock.now + 3.0
+        spec = spec_of(limit_seconds=100.0, evaluate_every=50.0, wall_seconds=3.0)
+        done = run(spec, go_on=lambda point: not point.seconds or clock.now < until)
+        assert done.outcome == "pruned"
+        assert until <= clock.now < until + 0.5
+
     def test_a_run_ends_when_it_reaches_its_target(self, run):
         done = run(spec_of(target=0.5, limit_seconds=100.0))
         assert done.outcome == "reached"

@@ -222,3 +222,12 @@ def test_a_third_step_frees_its_gradients_late_where_the_first_did(late, held):
 def test_a_gradient_in_two_parts_is_one_gradient():
     (part,) = [birth for birth in normalized(stepped(late=False)).births if birth.moment == "backward 1"]
     assert part.category == "gradients"
+
+
+def test_a_second_step_that_leaves_other_storages_than_it_found_is_not_repeated():
+    births = [Birth(MIB, "empty", category="parameters")]
+    births += [Birth(30 * MIB, "mm", moment="backward 1", category="gradients")] * 2  # one network's are not made again
+    births += [Birth(30 * MIB, "mm", moment="forward 2", category="activations")]  # and something else is kept
+    births += [Birth(30 * MIB, "mm", moment="backward 2", category="gradients")]
+    step = fit(lambda size: Trace(size, [1, 2, 3, 4, -2, -3, 5, -5], births))
+    assert replay(step, 3, CachingAllocator()).allocated_bytes == 31 * MIB

@@ -3,8 +3,12 @@
 import platform
 
 import pytest
+from fakes import opened
 
 from batchtune.document import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
+from batchtune.probe.findings import Findings
+from batchtune.probe.options import ProbeOptions
+from batchtune.probe.search import Bounds
 from batchtune.probe.timing.throughput import with_flops
 from batchtune.probe.warnings import (
     allocator_warnings,
@@ -12,6 +16,7 @@ from batchtune.probe.warnings import (
     busy_warnings,
     foreign_warnings,
     kept_warnings,
+    leak_warnings,
     recompile_warnings,
     sharing_warnings,
 )
@@ -122,7 +127,7 @@ def test_what_glibc_keeps_on_top_is_told_where_memory_was_the_limit_of_a_cpu(mon
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", variable)
     said = allocator_warnings(Environment(device="a device", device_type=kind), [probe])
     assert len(said) == count
-    assert all("train with MALLOC_MMAP_THRESHOLD_=65536" in each for each in said)
+    assert all("run with MALLOC_MMAP_THRESHOLD_=65536" in each for each in said)
 
 
 def point(size, recompiles=None):
@@ -183,3 +188,35 @@ def test_sizes_that_cannot_be_counted_stay_as_they_are():
 def test_parameters_of_the_optimizer_that_are_not_the_models_are_told():
     assert "the optimizer holds 2 parameters that are not the model's" in foreign_warnings(2)[0]
     assert foreign_warnings(0) == []
+
+
+def test_what_an_adapter_took_for_granted_is_said_with_the_answer():
+    assumed = "the configuration names no longest sequence: batches of 512 tokens were made"
+    known = Findings(
+        options=ProbeOptions(),
+        opened=opened(notes=(assumed,)),
+        precision="fp32",
+        bounds=Bounds(),
+        attempts=[Attempt(batch_size=4, outcome="fit")],
+    )
+    assert known.result(1.0).warnings == [assumed]
+
+
+def test_what_is_said_of_inference_speaks_of_no_training():
+    growing = Attempt(
+        batch_size=8, outcome="fit", steps=20, growth_bytes_per_step=GIB, peak_reserved_bytes=GIB, recompiles=3
+    )
+    said = [*leak_warnings([growing], 9 * GIB), *recompile_warnings([growing], [])]
+    assert [("longer run" in each, "train" in each) for each in said] == [(True, False)] * 2
+
+
+def test_a_result_of_inference_says_so_and_accumulates_nothing():
+    known = Findings(
+        options=ProbeOptions(),
+        opened=opened(optimizer=""),
+        precision="fp32",
+        bounds=Bounds(),
+        attempts=[Attempt(batch_size=4, outcome="fit")],
+    )
+    found = known.result(1.0)
+    assert (found.inference, found.gradient_accumulation_steps) == (True, None)

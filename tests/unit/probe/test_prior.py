@@ -122,6 +122,15 @@ def test_a_maximum_that_is_expected_to_fit_is_tried_at_once():
     assert (found.max_batch_size, tried) == (1000, [1000])
 
 
+@pytest.mark.parametrize("maximum", [None, 2**23])
+def test_where_a_search_ends_without_a_maximum_is_told(maximum):
+    found, _ = probed(Device(1e-6), maximum=maximum)
+    assert found.max_batch_size == (maximum or 2**22)
+    assert [text for text in found.warnings if "--max" in text] == (
+        [] if maximum else ["a search without a maximum ends at 4,194,304 samples: --max looks for more"]
+    )
+
+
 class Sight:
     """Stands where `EstimatePrior` stands."""
 

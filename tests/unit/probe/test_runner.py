@@ -110,6 +110,24 @@ def up_to(largest, otherwise="oom"):
     return lambda size: "fit" if size <= largest else otherwise
 
 
+class LeakingWorker(ScriptedWorker):
+    """A child whose every step leaves so many bytes behind; 100 bytes are the model's."""
+
+    def __init__(self, leaked_bytes, *, limit):
+        super().__init__(lambda size: "fit", limit=limit)
+        self.leaked_bytes = leaked_bytes
+
+    def answer(self, command, *, batch_size, **arguments):
+        asked = arguments["steps"]
+        taken = min(asked, max(0, self.limit - 100 - batch_size) // self.leaked_bytes)
+        self.outcome = self.checked = lambda _: "fit" if taken == asked else "oom"
+        self.failed_steps = taken
+        told = super().answer(command, batch_size=batch_size, **arguments)
+        seen = {"growth_bytes_per_step": self.leaked_bytes if taken >= 7 else None}
+        peak = {"peak_reserved_bytes": 100 + batch_size + taken * self.leaked_bytes} if taken == asked else {}
+        return {"attempt": told["attempt"] | seen | peak}
+
+
 def probe(worker, observer=None, known=(), **options):
     return Probe(worker, ProbeOptions(**{"throughput": False} | options), "fp32", observer or Observer(), known)
 
@@ -466,3 +484,24 @@ class TestTiming:
         assert [point.batch_size for point in result.throughput] == [1, 2, 8, 12]
         assert result.max_batch_size == 12
         assert f"no throughput at batch size 4: {LOST['crash']}" in listener.notes
+
+
+class TestLeaks:
+    def test_a_leak_is_named_after_a_few_checks_and_no_larger_size_is_looked_for(self):
+        worker = LeakingWorker(20_000, limit=2_000_000)
+        found = probe(worker, throughput=False).run()
+        checks = [each for each in found.attempts if each.purpose == "verify"]
+        assert len(checks) <= 3
+        assert checks[-1].fits
+        assert found.verified_in_fresh_process
+        assert any("memory grew by 20 KiB a step" in warning for warning in found.warnings)
+
+    def test_a_leak_that_no_size_lives_with_ends_the_probe_at_once(self):
+        worker = LeakingWorker(110_000, limit=2_000_000)
+        with pytest.raises(NothingFitsError, match=r"; memory grew by 107 KiB a step at batch size") as raised:
+            probe(worker, throughput=False, maximum=100_000).run()
+        assert "out of memory" not in str(raised.value)
+
+    def test_a_small_leak_costs_little_of_the_answer(self):
+        found = probe(LeakingWorker(100, limit=2_000_000), throughput=False, tolerance=0.0).run()
+        assert found.max_batch_size > 0.98 * 2_000_000

@@ -152,8 +152,8 @@ def test_a_batch_too_small_for_the_model_is_not_the_end() -> None:
     assert bracket(attempts)[0] == pytest.approx(300, rel=0.01)
 
 
-def test_gives_up_when_the_task_rejects_three_sizes() -> None:
-    assert [a.batch_size for a in search(lambda size: failure(size, "user_error"))] == [1, 2, 4]
+def test_gives_up_when_the_task_rejects_two_sizes() -> None:
+    assert [a.batch_size for a in search(lambda size: failure(size, "user_error"))] == [1, 2]
 
 
 def test_a_task_that_rejects_everything_is_found_out_with_a_prior_too() -> None:
@@ -162,9 +162,9 @@ def test_a_task_that_rejects_everything_is_found_out_with_a_prior_too() -> None:
 
 def test_searches_between_a_size_too_small_and_a_size_too_large() -> None:
     def attempt(size: int) -> Attempt:
-        return failure(size, "user_error") if size < 3 else dies_above(3)(size)
+        return failure(size, "user_error") if size < 2 else dies_above(2)(size)
 
-    assert bracket(search(attempt)) == (3, 4)
+    assert bracket(search(attempt)) == (2, 3)
 
 
 # ---------------------------------------------------------------- the end of the search

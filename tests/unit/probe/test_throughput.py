@@ -101,6 +101,23 @@ class TestLine:
         assert (fit.beta_seconds_per_sample, fit.saturation_batch_size) == (0, None)
         assert 0.09 < fit.alpha_seconds < 0.11
 
+    def test_how_far_the_steps_lie_off_the_line_is_told_and_decides_whether_it_holds(self):
+        draw, sizes = random.Random(2), [2**power for power in range(4, 12)]
+        errors = {}
+        for noise in (0.0, 0.05, 0.3):
+            steps = on_a_line(0.01, 0.001, sizes)
+            fits = [
+                fit_step_time(timed({size: seconds * draw.lognormvariate(0, noise) for size, seconds in steps.items()}))
+                for _ in range(200)
+            ]
+            errors[noise] = median(fit.error_share for fit in fits)
+            assert (sum(fit.holds for fit in fits) > 100) is (noise < 0.1)
+        assert errors == pytest.approx({0.0: 0.0, 0.05: 0.05, 0.3: 0.3}, rel=0.2, abs=1e-9)
+
+    def test_two_sizes_lie_on_a_line_whatever_the_noise_so_that_nothing_tells_whether_it_holds(self):
+        fit = fit_step_time(timed({8: 0.1, 16: 0.15}))
+        assert (fit.error_share, fit.holds) == (None, None)
+
 
 class TestNearPeak:
     def test_the_smallest_size_within_5_percent_of_the_best_is_told(self):

@@ -67,6 +67,12 @@ def test_a_speed_without_a_fit_has_no_curve(made):
     assert set(layers(throughput([made.model_copy(update={"throughput_fit": None})]))) == {"measured"}
 
 
+@pytest.mark.parametrize("error", [0.101, 0.5, None])
+def test_a_fit_that_does_not_hold_or_that_nothing_tells_of_is_not_drawn(made, error):
+    fit = made.throughput_fit.model_copy(update={"error_share": error})
+    assert set(layers(throughput([made.model_copy(update={"throughput_fit": fit})]))) == {"measured", "knee"}
+
+
 @pytest.mark.parametrize(("width", "together"), [(60, False), (80, True), (120, True), (300, True)])
 def test_the_two_stand_side_by_side_where_there_is_room(made, width, together):
     lines = shown(made, width)
@@ -80,3 +86,11 @@ def test_what_was_not_measured_is_not_drawn(made):
     assert not any("throughput" in line for line in alone)
     nothing = made.model_copy(update={"throughput": [], "attempts": [], "memory_limit_bytes": None})
     assert shown(nothing) == []
+
+
+def test_peaks_too_small_to_be_told_are_not_drawn_and_without_others_neither_is_the_limit(made):
+    first, *others = [attempt for attempt in made.attempts if attempt.fits]
+    tiny = first.model_copy(update={"peak_reserved_bytes": 24 << 10})
+    drawn = layers(memory([made.model_copy(update={"attempts": [tiny, *others]})]))
+    assert [batch for batch, _ in drawn["fit"].points] == [64, 176]
+    assert memory([made.model_copy(update={"attempts": [tiny], "memory_limit_bytes": 16 << 30})]) is None

@@ -3,6 +3,7 @@
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from batchtune.document import Attempt, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
@@ -10,6 +11,7 @@ from batchtune.report.terminal.report import render
 from batchtune.report.terminal.table import FittedTable
 from batchtune.report.view import estimate, tune
 from batchtune.report.view.probe import attempts, throughput
+from batchtune.report.view.probe import lines as lines_about
 from batchtune.result import Result
 
 
@@ -68,6 +70,40 @@ def test_attempts_stay_readable_in_a_narrow_terminal_whatever_the_message(probed
     lines = lines_of(attempts(probe), 50)
     assert max(map(len, lines)) <= 50
     assert all(word in " ".join(lines) for word in ("123,456", "kernel_limit", "peak, GiB", "outcome"))
+
+
+@pytest.mark.parametrize(
+    ("fitted", "said"),
+    [
+        ({}, "4 ms + 500 µs per sample (fitted, ±3%); half of the peak speed at batch 8; within"),
+        ({"error_share": 1e-9}, "4 ms + 500 µs per sample (fitted, ±1%); half"),
+        ({"alpha_seconds": 0.0, "saturation_batch_size": 0.0}, "500 µs per sample (fitted, ±3%); within"),
+        (
+            {"beta_seconds_per_sample": 0.0, "saturation_batch_size": None},
+            "4 ms at every size timed (fitted, ±3%); within",
+        ),
+        ({"error_share": 0.24}, "too noisy for a fit; within"),
+        ({"error_share": None}, "within"),
+    ],
+)
+def test_a_step_time_is_fitted_with_its_error_where_what_was_measured_bears_it_out(result_of, fitted, said):
+    found = result_of("probe").probe
+    fit = found.throughput_fit.model_copy(update=fitted)
+    (line,) = lines_about(found.model_copy(update={"throughput_fit": fit}))
+    assert line.text.startswith(said)
+    assert line.text.endswith("within 5% of the best measured speed from batch 128")
+
+
+@pytest.mark.parametrize("peak", [0, (1 << 20) - 1])
+def test_a_peak_too_small_to_be_told_is_said_to_be_that_wherever_it_stands(probed, peak):
+    tried = [each.model_copy(update={"peak_reserved_bytes": peak}) for each in probed.probe.attempts if each.fits]
+    small = probed.probe.model_copy(update={"attempts": tried, "peak_reserved_bytes": peak, "throughput": []})
+    text = text_of(small)
+    assert "peak < 1 MiB of 20.0 GiB" in text
+    assert [line.split()[2:4] for line in text.splitlines() if re.match(r" +(1|176) +fit", line)] == [["<", "1"]] * 2
+    page = probed.model_copy(update={"probe": small}).to_html()
+    assert page.count("&lt; 1 MiB") == 6  # answer, proof, certificate, Markdown to paste, two attempts
+    assert not re.search(r">0 B|\d KiB|0\.0%|Peak memory against", page)
 
 
 def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):

@@ -2,7 +2,7 @@ import pytest
 
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.errors import UsageError
-from batchtune.tune.plan.prior import candidate_batch_sizes
+from batchtune.tune.plan.prior import candidate_batch_sizes, surface_prior
 from batchtune.tune.plan.steps import split_batch
 
 
@@ -19,6 +19,16 @@ def sizes(largest=512, **changes):
 
 def test_candidates_go_from_a_quarter_of_saturation_to_two_octaves_beyond_memory():
     assert sizes().batch_sizes == (16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+def test_nothing_is_concluded_from_step_times_too_noisy_for_a_line():
+    found = probe(512)
+    noisy = found.model_copy(update={"throughput_fit": found.throughput_fit.model_copy(update={"error_share": 0.24})})
+    untimed = found.model_copy(update={"throughput_fit": None})
+    bounds = {"minimum": 1, "maximum": None, "baseline": 32, "multiple_of": 1, "data_size": 50_000}
+    assert candidate_batch_sizes(noisy, **bounds) == candidate_batch_sizes(untimed, **bounds)
+    belief = {"batch_size": 32, "rate": 0.01, "spread_decades": 0.5}
+    assert surface_prior(noisy, **belief) == surface_prior(untimed, **belief) != surface_prior(found, **belief)
 
 
 def test_a_users_maximum_and_the_data_set_are_never_passed():

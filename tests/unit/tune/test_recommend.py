@@ -220,6 +220,13 @@ def test_below_three_fresh_seeds_of_either_side_there_is_no_ratio_and_nothing_is
     assert found.seeds_to_confirm == (None if enough else 3)
 
 
+def test_over_a_single_run_there_is_no_gain_and_the_reason_says_so():
+    trials = confirmed(((32, 1e-3), (10.0,)), ((64, 1e-2), (4.0, 4.1, 4.2)))
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert found.speedup_over_baseline is None
+    assert found.reason.startswith("not confirmed: 3 fresh seeds, baseline 1")
+
+
 def test_the_seeds_of_either_side_are_counted():
     trials = confirmed(((32, 1e-3), (10.0, 11.0, 12.0)), ((64, 1e-2), (4.0, 4.1, 4.2, 4.3)))
     assert "over 4 fresh seeds, baseline 3" in recommend(trials, kind="time_to_target", goal="minimize")[0].reason

@@ -69,6 +69,21 @@ def unconfirmed():
     return tuned
 
 
+def test_a_run_is_told_how_much_of_budget_total_is_left_once_the_task_was_opened():
+    told = []
+
+    class Worker(law.LawWorker):
+        def train(self, **spec):
+            told.append(spec["wall_seconds"])
+            return super().train(**spec)
+
+    keys = {"budget": Budget(run=120.0, total=600.0, trials=2), "confirm": Confirm(seeds=0)}
+    planned = law.plan(**keys)
+    TuneStudy(planned, FakeCrew(Worker()), MEMORY["opened"], Observer(), lambda: 0.0, opening_seconds=60.0).run()
+    spent = planned.probe.seconds + (planned.prior.seconds if planned.prior else 0.0)
+    assert told[0] == pytest.approx(600.0 - 60.0 - spent)
+
+
 def test_a_study_finds_a_configuration_close_to_the_best_and_confirms_it(finished):
     tuned = finished
     found, base = recommend(tuned.records(), kind="time_to_target", goal="minimize")

@@ -1,0 +1,161 @@
+"""The data of a task: its sets, its batches, and which of them is the worst for memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+
+from batchtune.errors import UserCodeError, kind_of
+from batchtune.protocol.commands import SamplesSeen
+from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
+from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
+
+_SEEDS = {"train_dataset": 0, "val_dataset": 1}
+
+
+@dataclass(eq=False)
+class TaskData:
+    """The data behind the names of the contract.
+
+    Attributes:
+        source: the module or object that carries the names.
+        where: how the user named it, for messages.
+    """
+
+    source: Any
+    where: str
+    _worst_samples: list[Any] = field(default_factory=list, init=False)
+    _samples_seen: SamplesSeen | None = field(default=None, init=False)
+
+    def has(self, name: str) -> bool:
+        """Whether the user's code carries this name."""
+        return getattr(self.source, name, None) is not None
+
+    @cached_property
+    def train_data(self) -> Dataset[object]:
+        """The training set, built once."""
+        return self._dataset("train_dataset")
+
+    @cached_property
+    def val_data(self) -> Dataset[object] | None:
+        """The validation set, built once; None where the task has none."""
+        return self._dataset("val_dataset") if self.has("val_dataset") else None
+
+    def _dataset(self, name: str) -> Dataset[object]:
+        with seeded(_SEEDS[name]):  # what is drawn at random is the same in every process, and not in both sets
+            data = getattr(self.source, name)()
+        if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            kind = kind_of(data)
+            raise UserCodeError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
+        if isinstance(data, Sized) and len(data) == 0:
+            raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
+        return cast("Dataset[object]", data)
+
+    def loader(self, batch_size: int) -> Iterable[object]:
+        """The batches of an epoch as the user makes them."""
+        found = self.source.train_loader(batch_size)
+        if not hasattr(found, "__iter__"):
+            raise UserCodeError(f"{self.where}: train_loader returned {kind_of(found)}, not batches to go through")
+        return cast("Iterable[object]", found)
+
+    def samples_in(self, batch: object, batch_size: int) -> int:
+        """Samples of a batch of about this size: as many as the user counts, where they do."""
+        if not self.has("batch_size_of"):
+            return batch_size
+        found = self.source.batch_size_of(batch)
+        if not isinstance(found, int) or found < 1:
+            raise UserCodeError(f"{self.where}: batch_size_of returned {found!r}, not a number of samples from 1 up")
+        return found
+
+    def train_size(self) -> int | None:
+        """Samples in the training set; None where there is no set or it does not tell."""
+        if not self.has("train_dataset"):
+            return None
+        return len(self.train_data) if isinstance(self.train_data, Sized) else None
+
+    def collate(self, samples: Sequence[object]) -> object:
+        """A batch from samples, by the user's function or torch's."""
+        return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))
+
+    def sampler(self, batch_size: int) -> Sampler[int] | None:
+        """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
+        return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
+
+    def worst_batch(self, batch_size: int) -> object:
+        """The batch that an attempt runs: the user's `make_batch`, or the largest samples of the training set.
+
+        The largest of all is repeated; those that are larger in a dimension come once, so that padding meets them.
+        """
+        if self.has("make_batch"):
+            return self.source.make_batch(batch_size)
+        if self.has("train_loader"):
+            return self._largest_batch(batch_size)
+        if not self._worst_samples:
+            self.find_worst_samples()
+        largest, *others = self._worst_samples
+        others = others[: batch_size - 1]
+        return self.collate([largest] * (batch_size - len(others)) + others)
+
+    def _largest_batch(self, batch_size: int) -> object:
+        """The largest of the first batches of an epoch, as many as there is time for."""
+        deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
+        with kept_random_numbers(torch.device("cpu")):
+            seed_the_cpu(0)
+            for batch in self.loader(batch_size):
+                if found is None or tensor_bytes(batch) > tensor_bytes(found):
+                    found = batch
+                if time.monotonic() >= deadline:
+                    break
+        if found is None:
+            raise UserCodeError(f"{self.where}: train_loader({batch_size}) yields no batch")
+        size = self.samples_in(found, batch_size)
+        if size != batch_size:
+            raise UserCodeError(
+                f"{self.where}: train_loader({batch_size}) yields batches of {size} samples, says batch_size_of; they "
+                "must be as large as asked for"
+            )
+        return found
+
+    def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
+        """Looks for the samples of the worst batch, or takes those that another process has found.
+
+        Returns:
+            What was seen; None where the user makes the batches.
+        """
+        if self.has("make_batch") or self.has("train_loader"):
+            return None
+        if self._worst_samples:
+            return self._samples_seen
+        longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
+        seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
+        with kept_random_numbers(torch.device("cpu")):
+            samples = self._samples(known.places if known else (), longest)
+            seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
+        if not self._worst_samples:
+            raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
+        self._samples_seen = known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
+        return self._samples_seen
+
+    def _is_stream(self) -> bool:
+        return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)
+
+    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
+        data: Any = self.train_data
+        if self._is_stream():
+            seed_the_cpu(0)
+            some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
+            yield from (each for each in some if each[0] in places or not places)
+            return
+        for place in places or itertools.chain(first, in_random_order(len(data))):
+            seed_the_cpu(place % 2**32)
+            yield place, data[place]
