@@ -70,7 +70,7 @@ class Session:
             _print(result.to_json(), exact=True)
         else:
             with _stdout() as stdout:
-                stdout.write(_drawn(result, _console()))
+                stdout.write(_drawn(result, _console(), verbose=self.verbose))
 
     def deliver_page(self, result: Document) -> None:
         """Prints what a reader sees of a result, or writes that as text to the output file."""
@@ -80,7 +80,7 @@ class Session:
         from rich.console import Console
 
         page = Console(file=io.StringIO(), width=100, force_terminal=False)  # a file has no colours, FORCE_COLOR or not
-        self.deliver_text(_drawn(result, page))
+        self.deliver_text(_drawn(result, page, verbose=self.verbose))
 
     def deliver_text(self, text: str, *, exact: bool = False) -> None:
         """Prints text, or writes it to the output file; with --json both.
@@ -108,7 +108,12 @@ COMMON = [
         ("json", False, bool, typer.Option("--json", help="Print the result document alone on stdout.")),
         ("output", None, Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result to FILE.")),
         ("quiet", False, bool, typer.Option("--quiet", "-q", help="No progress on stderr.")),
-        ("verbose", False, bool, typer.Option("--verbose", "-v", help="Reasons, and what your code prints.")),
+        (
+            "verbose",
+            False,
+            bool,
+            typer.Option("--verbose", "-v", help="Reasons, every row, what your code prints."),
+        ),
         ("debug", False, bool, typer.Option("--debug", help="Show tracebacks.")),
     )
 ]
@@ -253,11 +258,11 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
-def _drawn(result: Document, console: Console) -> str:
+def _drawn(result: Document, console: Console, *, verbose: bool) -> str:
     from batchtune.report.terminal.report import render
 
     with console.capture() as captured:
-        console.print(render(result))
+        console.print(render(result, verbose=verbose))
     return captured.get()
 
 

@@ -24,7 +24,7 @@ class Result(Document):
             A data frame whose columns are the JSON keys (curves are left out); counts are whole numbers, with or
             without gaps.
         """
-        from batchtune.report.view.frame import frame_of
+        from batchtune.report.export.frame import frame_of
 
         return frame_of(self)
 

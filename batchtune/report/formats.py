@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from batchtune.document import Document
+from batchtune.report.export.frame import frame_of
 from batchtune.report.page import markdown
 from batchtune.report.page.html import to_html
-from batchtune.report.view.frame import frame_of
 from batchtune.report.view.read import view_of
 from batchtune.units import size
 

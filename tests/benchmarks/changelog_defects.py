@@ -130,8 +130,8 @@ DEFECTS = [
     Defect(
         "a baseline that takes all of budget.run leaves no time to search",
         "tune/study/parts.py",
-        "return min(needed, MOST_RESERVED * config.budget.total)",
-        "return needed",
+        "return min(self._needed(self._config.confirm.seeds), MOST_RESERVED * self._config.budget.total)",
+        "return self._needed(self._config.confirm.seeds)",
         f"{STUDY}::test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search",
     ),
     Defect(
@@ -339,7 +339,7 @@ DEFECTS = [
     ),
     Defect(
         "--format deepspeed|hf name today's optimizer, not the one that was chosen",
-        "report/export/trainers.py",
+        "report/export/optimizers.py",
         "return found.optimizer or result.task.optimizer",
         "return result.task.optimizer",
         "tests/unit/report/test_trainers.py",

@@ -28,21 +28,21 @@ _CONTINUED = " \\"
 _NARROW = 60  # columns below which a frame would take room that words need
 
 
-def render(result: Document) -> RenderableType:
-    """The whole report of one result."""
-    return _Report(result)
+def render(result: Document, *, verbose: bool = False) -> RenderableType:
+    """The report of one result; a verbose one has every row, too, of what its tables sum up."""
+    return _Report(result, verbose=verbose)
 
 
 class _Report:
     """Lines that neither trail blanks nor hold a character that the output cannot write."""
 
-    def __init__(self, result: Document) -> None:
-        self._view = view_of(result)
+    def __init__(self, result: Document, *, verbose: bool) -> None:
+        self._view, self._verbose = view_of(result), verbose
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         within = options.update(height=None)
         within.encoding = "utf-8"  # what the output lacks is replaced here alone, not by Rich's other boxes
-        for part in _parts(self._view):
+        for part in _parts(self._view, verbose=self._verbose):
             for line in console.render_lines(part, within, pad=False):
                 yield from _tidy(line, options.encoding)
                 yield Segment.line()
@@ -58,7 +58,7 @@ def _tidy(line: list[Segment], encoding: str) -> list[Segment]:
     return kept
 
 
-def _parts(view: View) -> Iterator[RenderableType]:
+def _parts(view: View, *, verbose: bool) -> Iterator[RenderableType]:
     """The report from top to bottom."""
     if view.status != "complete":
         style = "bold yellow" if view.status in {"interrupted", "running"} else "bold red"
@@ -69,7 +69,7 @@ def _parts(view: View) -> Iterator[RenderableType]:
     yield from [_Framed(view.title, certificates)] if view.kind == "probe" and certificates else certificates
     yield Figures(view.plots)
     yield from (Text.assemble((f"{line.name} ", "bold"), line.text) for line in view.lines)
-    yield from _evidence(view)
+    yield from _evidence(view, verbose=verbose)
     if "PyTorch" in view.settings:
         yield Text("\npaste", style="bold")
         yield from (_Code(line) for line in view.settings["PyTorch"].splitlines())
@@ -88,12 +88,12 @@ def _certificate(found: Certificate) -> Text:
     return Text.assemble(name, f"largest {found.batch} ", (found.largest, "bold green"), f" {found.proof}")
 
 
-def _evidence(view: View) -> Iterator[RenderableType]:
-    """Everything behind the answer, row by row."""
+def _evidence(view: View, *, verbose: bool) -> Iterator[RenderableType]:
+    """What is behind the answer."""
     for section in view.sections:
         if not section.detail:
             for table in section.tables:
-                yield from () if table.detail else ("", FittedTable(table))
+                yield from () if table.detail or (table.folded and not verbose) else ("", FittedTable(table))
             yield from (Text(note, style="dim") for note in section.notes)
 
 

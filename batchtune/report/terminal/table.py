@@ -25,9 +25,7 @@ class FittedTable:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._count = len(table.columns[0].cells) if table.columns else 0
-        self._rows = min(self._count, table.most or self._count)
-        self._columns = [_Drawn.of(column, self._rows) for column in table.columns if not column.detail]
+        self._columns = [_Drawn.of(column) for column in table.columns if not column.detail]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown, left_out = list(self._columns), list[str]()
@@ -38,8 +36,7 @@ class FittedTable:
             shown.remove(last)
             left_out.append(last.name)
         table = self._table
-        first = f", the first {self._rows} of {self._count}" if self._rows < self._count else ""
-        yield Text(f"{table.title}{first}" + (f", {table.unit}" if table.unit else ""), style="bold")
+        yield Text(table.title + (f", {table.unit}" if table.unit else ""), style="bold")
         if shown:
             yield self._grid(shown)
         if left_out:
@@ -51,7 +48,7 @@ class FittedTable:
             grid.add_column(
                 Text(column.placed(column.name)), no_wrap=not column.wraps, overflow="fold", min_width=column.width
             )
-        for row in range(self._rows):
+        for row in range(len(shown[0].cells)):
             cells = [Text(column.placed(column.cells[row]), style=column.styles[row]) for column in shown]
             grid.add_row(*cells, style="bold" if row in self._table.marked else None)
         return grid
@@ -69,12 +66,12 @@ class _Drawn:
     wraps: bool
 
     @classmethod
-    def of(cls, column: Column, rows: int) -> _Drawn:
-        cells: Sequence[str] = (column.lined_up or column.cells)[:rows]
-        styles = [TONES[tone] for tone in column.tones] or [""] * rows
+    def of(cls, column: Column) -> _Drawn:
+        cells: Sequence[str] = column.lined_up or column.cells
+        styles = [TONES[tone] for tone in column.tones] or [""] * len(cells)
         if column.drawn:
-            cells = ["" if share is None else bar(share) for share in column.values[:rows]]
-            styles = ["cyan"] * rows
+            cells = ["" if share is None else bar(share) for share in column.values]
+            styles = ["cyan"] * len(cells)
         if column.wraps:
             cells = [shorten(cell, _LONGEST) for cell in cells]
         name = f"{column.name}, {column.unit}" if column.unit else column.name

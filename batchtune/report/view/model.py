@@ -62,19 +62,19 @@ class Table:
         title: what the rows are.
         columns: from left to right, those in which something is known.
         marked: the rows that stand out.
-        most: how many rows to show where room is short; None: all.
         unit: of all figures that have none of their own, in columns whose figures are lined up.
         detail: only for renderers that have room for everything.
         summary: a summary has it, too.
+        folded: row by row what another one sums up: only for those who ask.
     """
 
     title: str
     columns: Sequence[Column]
     marked: Collection[int] = ()
-    most: int | None = None
     unit: str = ""
     detail: bool = False
     summary: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from batchtune.document import Document
 from batchtune.report.export.settings import pytorch, recommendation_json
 from batchtune.report.export.trainers import EXPORTS
-from batchtune.report.view import estimate, probe, tune
+from batchtune.report.view import configurations, estimate, probe, tune
 from batchtune.report.view.model import Fact, Headline, Section, View
 from batchtune.report.view.plots import memory, throughput
 from batchtune.report.view.select import chosen_probe, probes_of
@@ -76,7 +76,7 @@ def _sections(result: Document) -> Iterator[Section]:
     if result.recommendation is not None and result.recommendation.scaling is not None:
         yield tune.scaling(result.recommendation.scaling)
     if result.trials:
-        yield Section("Runs", [tune.runs(result)])
+        yield Section("Runs", [configurations.table_of(result), tune.runs(result)])
     timed = [probe.throughput(each) for each in probes if each.throughput]
     tried = [probe.attempts(each) for each in probes if each.attempts]
     yield from (

@@ -44,6 +44,24 @@ def objective(result: Document) -> str:
     return SECONDS if any(trial.time_to_target_seconds is not None for trial in result.trials or []) else VALUE
 
 
+def best_first(result: Document) -> tuple[list[Trial], str]:
+    """The runs that began, and the figure that ranks them."""
+    began, key = ran(result), objective(result)
+    key = key if any(score(trial, key) is not None for trial in began) else VALUE  # nothing got there yet
+    minimize = least_is_best(result, key)
+
+    def rank(trial: Trial) -> float:
+        value = score(trial, key)
+        return float("inf") if value is None else value if minimize else -value
+
+    return sorted(began, key=rank), key
+
+
+def least_is_best(result: Document, key: str) -> bool:
+    """Whether less of this figure is better."""
+    return key != VALUE or result.target is None or result.target.goal == "minimize"
+
+
 def is_broken(trial: Trial) -> bool:
     """Whether a run diverged or failed."""
     return trial.state == "fail" or trial.outcome in _BROKEN

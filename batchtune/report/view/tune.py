@@ -6,11 +6,10 @@ from batchtune.document import Document, Interval, Recommendation, Scaling, Tria
 from batchtune.report.export.settings import is_of
 from batchtune.report.view.columns import counts, numbers, seconds, table, words
 from batchtune.report.view.model import Bar, Bars, Fact, Headline, Section, Table
-from batchtune.report.view.select import JOULES, SECONDS, VALUE, metric_of, objective, ran, score
+from batchtune.report.view.select import JOULES, SECONDS, VALUE, best_first, metric_of, objective
 from batchtune.report.view.words import batch_text, clipping_text, named_values, ranks, tone
 from batchtune.units import bounds, duration, interval, number, time_interval
 
-_MOST_RUNS = 12
 _OURS, _THEIRS = "train with", "today"
 
 
@@ -92,7 +91,7 @@ def _drawn(values: list[tuple[Recommendation, Interval]], found: Recommendation,
 
 def runs(result: Document) -> Table:
     """The runs of a study, best first, those of the recommended configuration marked."""
-    shown, key = _best_first(result)
+    shown, key = best_first(result)
     marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
     several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
     outcomes = [trial.outcome or trial.state for trial in shown]
@@ -115,21 +114,8 @@ def runs(result: Document) -> Table:
         words("outcome", outcomes, tones=[*map(tone, outcomes)], spare=1),
         words("note", [trial.message or "" for trial in shown], detail=True),
     ]
-    title = "all runs, best first" + ("; ● with what is recommended" if marked else "")
-    return table(title, columns, marked=marked, most=_MOST_RUNS)
-
-
-def _best_first(result: Document) -> tuple[list[Trial], str]:
-    """The runs that began, and the figure that ranks them."""
-    began, key = ran(result), objective(result)
-    key = key if any(score(trial, key) is not None for trial in began) else VALUE  # nothing got there yet
-    minimize = result.target is None or result.target.goal == "minimize"
-
-    def rank(trial: Trial) -> float:
-        value = score(trial, key)
-        return float("inf") if value is None else value if key != VALUE or minimize else -value
-
-    return sorted(began, key=rank), key
+    title = "every run, best first" + ("; ● with what is recommended" if marked else "")
+    return table(title, columns, marked=marked, folded=True)
 
 
 def _made_up(trial: Trial) -> str:

@@ -9,13 +9,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from batchtune.document import Attempt, Failure, Interval
+from batchtune.report.terminal.report import render
 
 WIDTHS = [40, 60, 80, 120]
 
 
-def shown(result, width=100, **more):
+def shown(result, width=100, *, verbose=False, **more):
     page = io.StringIO()
-    Console(file=page, width=width, **more).print(result)
+    Console(file=page, width=width, **more).print(render(result, verbose=verbose))
     return page.getvalue()
 
 
@@ -57,7 +58,7 @@ def test_no_line_is_wider_than_the_terminal_or_trails_blanks(any_result, width):
 @pytest.mark.parametrize("name", ["tune", "probe", "probe at two precisions", "estimate", "interrupted in its study"])
 def test_no_figure_is_cut_however_narrow_the_terminal(result_of, name, width):
     result = result_of(name)
-    text = shown(result, width)
+    text = shown(result, width, verbose=True)
     numbers = set(re.findall(r"[\d.,]*\d", text))
     assert "…" not in text
     if name in {"tune", "interrupted in its study"}:
@@ -79,7 +80,7 @@ def test_the_order_is_that_of_the_page_and_what_to_paste_stands_where_the_prompt
     text = shown(result_of("tune", warnings=["the GPU was shared"]), 80)
     order = [
         "train with", "3.0× (2.7 to 3.3)", "reaches the target 3 times", "largest batch", "peak memory",
-        "why these batch sizes", "all runs", "batch_size = 128", "warning: the GPU was shared",
+        "why these batch sizes", "configurations", "batch_size = 128", "warning: the GPU was shared",
         "measured on NVIDIA H200",
     ]  # fmt: skip
     places = [text.index(each) for each in order]
