@@ -55,6 +55,7 @@
     }
   };
   addEventListener("resize", reach);
+  document.addEventListener("toggle", reach, true); // of a fold
 
   // snippets: one panel at a time, chosen with pointer or arrow keys
   const copy = async (button, text) => {
