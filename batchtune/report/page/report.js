@@ -27,8 +27,10 @@
     if (typeof Plotly === "undefined") return;
     for (const place of places) {
       const plain = figures[place.dataset.figure];
-      const figure = dark.matches && !paper && !print.matches ? recoloured(plain) : structuredClone(plain);
-      figure.layout.autosize = true;
+      const printed = paper || print.matches;
+      const figure = dark.matches && !printed ? recoloured(plain) : structuredClone(plain);
+      figure.layout.autosize = !printed;
+      if (printed) figure.layout.width = 680; // fits A4 and letter
       if (coarse.matches) figure.layout.dragmode = false; // a finger scrolls the page
       Plotly.react(place, figure.data, figure.layout, {
         ...figure.config,
@@ -43,6 +45,17 @@
   print.addEventListener("change", () => draw(false));
   addEventListener("beforeprint", () => draw(true));
   addEventListener("afterprint", () => draw(false));
+
+  // what scrolls can be reached by key, and nothing else that only shows text
+  const reach = () => {
+    for (const each of document.querySelectorAll(".scroll, .panel pre")) {
+      const scrolls = each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight;
+      if (scrolls) each.tabIndex = 0;
+      else each.removeAttribute("tabindex");
+    }
+  };
+  addEventListener("resize", reach);
+  document.addEventListener("toggle", reach, true); // of a fold
 
   // snippets: one panel at a time, chosen with pointer or arrow keys
   const copy = async (button, text) => {
@@ -76,6 +89,7 @@
       tab.setAttribute("aria-selected", String(index === chosen));
       tab.tabIndex = index === chosen ? 0 : -1;
       panels[index].hidden = index !== chosen;
+      reach();
     });
     tabs.forEach((tab, index) => {
       tab.addEventListener("click", () => choose(index));
@@ -123,4 +137,5 @@
       });
     });
   }
+  reach();
 })();

@@ -147,7 +147,29 @@ def test_figures_follow_the_colours_of_the_screen_and_paper_is_white(opened, res
     made.page.wait_for_timeout(100)
     assert made.fill_of_plots() == rgb(LIGHT["card"])
     assert made.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert all(panel.is_visible() for panel in made.page.locator(".panel").all())
+    assert [panel.is_visible() for panel in made.page.locator(".panel").all()].count(True) == 1
+    widths = made.page.eval_on_selector_all(".main-svg", "all => all.map(svg => svg.getBoundingClientRect().width)")
+    assert max(widths) <= 680  # the room on A4 and on letter
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_and_every_tab_stop_does_something(chromium, result_of, tmp_path, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="install '.[test]'").Axe()
+    file = tmp_path / "report.html"
+    file.write_text(to_html(result_of("tune")), encoding="utf-8")
+    phone = {"is_mobile": True, "has_touch": True} if width < 640 else {}
+    view = {"width": width, "height": 900}
+    with chromium.new_context(viewport=view, color_scheme=scheme, bypass_csp=True, **phone) as context:
+        page = context.new_page()
+        page.goto(file.as_uri())
+        page.locator(".main-svg").last.wait_for(state="attached")
+        found = axe.run(page)
+        assert [(each["id"], [node["target"] for node in each["nodes"]]) for each in found.response["violations"]] == []
+        idle = "all => all.filter(e => e.scrollWidth <= e.clientWidth && e.scrollHeight <= e.clientHeight).length"
+        assert page.eval_on_selector_all("[tabindex='0']:not(button):not(a):not(svg *)", idle) == 0
+        cut = "all => all.filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth).length"
+        assert page.eval_on_selector_all("caption span", cut) == 0
 
 
 def test_a_prediction_says_that_it_is_none_of_the_measurements(opened, result_of):
