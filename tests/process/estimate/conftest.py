@@ -1,4 +1,4 @@
-"""A child process that traces task files, one for all tests of this folder."""
+"""A child process that traces task files, one for all tests of a file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batchtune.processes.worker import Worker
 A100 = {"name": "A100", "memory_bytes": 84_974_501_888, "generation": "Ampere", "vendor": "NVIDIA"}
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _children_are_forks(as_forks):
     with as_forks():
         yield
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def child(_children_are_forks):
     with Worker(None, LocalLauncher(program=PROGRAM)) as worker:
         yield worker
