@@ -184,11 +184,7 @@ def _command(*, json: bool, output: Path | None, quiet: bool, verbose: bool, deb
         yield session
     except BatchtuneError as error:
         _explain(error, debug=debug)
-        asked = session is not None and (session.json or session.output is not None)
-        shown = not isinstance(error, RunInterrupted) and error.result is not None and _worth_showing(error.result)
-        if (
-            session is not None and error.result is not None and (asked or shown)
-        ):  # who interrupts wants to be left alone
+        if session is not None and error.result is not None and _is_wanted(error, error.result, session):
             try:
                 session.deliver(error.result)
             except UsageError as second:
@@ -219,6 +215,12 @@ def _stop_on_signals() -> None:
     with contextlib.suppress(ValueError):  # not the main thread: somebody embeds the command
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
+
+
+def _is_wanted(error: BatchtuneError, result: Document, session: Session) -> bool:
+    """Whether what was measured until an error is delivered; who interrupts sees it where a file is asked for."""
+    quiet = isinstance(error, RunInterrupted) and session.output is None
+    return session.json or (_worth_showing(result) and not quiet)
 
 
 def _worth_showing(result: Document) -> bool:
