@@ -45,6 +45,7 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 LIMITS = (20 * GIB, 8 * GIB)
 STEPS = 3
+SECONDS = 600.0  # that an estimate may take
 _WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
 EXPANDABLE = "expandable_segments:True"
 _EXPANDABLE = "expandable_segments_max_batch_size"  # its place among an estimate's figures
@@ -123,7 +124,7 @@ def estimated(
     trace.Tracer = lambda **_: tracer  # type: ignore[misc]  # traced once for all questions
     rows = []
     for limit in limits:
-        found = product.answer(gpus=[gpu], memory_limit=limit, task=task)
+        found = product.answer(gpus=[gpu], memory_limit=limit, seconds=SECONDS, progress=lambda _: None, task=task)
         if "refused" in found:
             return {"refused": found["refused"]}
         rows.append({name: value for name, value in found["gpus"][0].items() if name != "work"})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import batchtune
+from batchtune.child.training.kept_state import KeptState
 from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
 from batchtune.probe.in_process import find_in_process
@@ -406,3 +407,11 @@ def test_inference_takes_the_steps_without_gradients(memory):
         )  # fmt: skip
         assert (size, set(seen)) == (128, {inference})
     assert not torch.is_inference_mode_enabled()
+
+
+def test_nothing_is_copied_to_a_device_on_which_the_process_has_no_hold():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(DeviceError, match="lost"), KeptState([model]):
+        torch.nn.init.zeros_(model.weight)
+        raise DeviceError("lost")
+    assert torch.equal(model.weight.detach(), torch.zeros(2, 2))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from batchtune.errors import UsageError, kind_of
+from batchtune.errors import DeviceError, UsageError, kind_of
 
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _DEEPEST = 3  # functions that a step calls, containers in what they use
@@ -96,7 +96,9 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
         for each, file in self._states:
             torch.save(each.state_dict(), file)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, DeviceError):  # nothing can be copied to a device on which this process has no hold
+            return
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         with torch.no_grad():
