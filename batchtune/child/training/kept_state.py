@@ -96,8 +96,8 @@ class KeptState(contextlib.AbstractContextManager["KeptState"]):
         for each, file in self._states:
             torch.save(each.state_dict(), file)
 
-    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
-        if isinstance(error, DeviceError):  # nothing can be copied to a device on which this process has no hold
+    def __exit__(self, _: object, ended_by: BaseException | None, *__: object) -> None:
+        if isinstance(ended_by, DeviceError):  # nothing can be copied to a device on which this process has no hold
             return
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
