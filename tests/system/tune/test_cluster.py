@@ -165,7 +165,14 @@ def children_of(cluster):
         psutil.Process(each.process.pid) for node in cluster.list_all_nodes() for each in node.all_processes["raylet"]
     ]
     family = [child for raylet in raylets for child in raylet.children(recursive=True)]
-    return [child for child in family if "batchtune.child" in " ".join(child.cmdline())]
+
+    def command_of(process):
+        try:
+            return " ".join(process.cmdline())
+        except psutil.Error:  # it has just ended
+            return ""
+
+    return [child for child in family if "batchtune.child" in command_of(child)]
 
 
 @needs_ray
