@@ -282,29 +282,19 @@ def probe_folder(name: str, task: str, root: Path = ROOT) -> RunFolder:
     """
     path = Path(task.partition(":")[0]).resolve()
     candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"]
-    for each in candidates:
-        with contextlib.suppress(FileNotFoundError):
-            if is_run_name(each) and _kept(root / each, "task", "path") in (task, None):
-                return RunFolder(each, root)
-            continue
-        if is_run_name(each):
-            return RunFolder(each, root)
-    return RunFolder(name, root)
+    free = [each for each in candidates if is_run_name(each) and _kept(root / each, "task", "path") in (task, None)]
+    return RunFolder(free[0] if free else name, root)
 
 
 def _kept(run: Path, *keys: str) -> Any:
-    """A value of a run's result; None where there is none that can be read.
-
-    Raises:
-        FileNotFoundError: there is no result.
-    """
-    found: Any = (run / "result.json").read_text(encoding="utf-8", errors="replace")
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        found = json.loads(found)
+    """A value of a run's result; None where there is none that can be read."""
+    try:
+        found: Any = json.loads((run / "result.json").read_text(encoding="utf-8"))
         for key in keys:
             found = found.get(key)
-        return found
-    return None
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    return found
 
 
 def latest_run(root: Path = ROOT) -> Path:

@@ -21,7 +21,6 @@ LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
 _KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
-_NOTHING = 1e-9  # of log time: less is no reason to go on with a run that was stopped
 _WIDE = 10.0  # times: in such a range three digits of a number are enough
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
