@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda.tasks import ESTIMATES
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "estimate_allocator.py"
 CASES = ("MLP, AdamW", "transformer, bf16", "ResNet", "ResNet, bf16", "diffusion, bf16")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), ESTIMATES]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """What PyTorch raises when the libraries below it fail, in its own words, and what batchtune makes of it."""
 
-from importlib.metadata import version
-
 import fake_gpu
+from cuda.tasks import TORCH
+from fixtures.waiting import wait_until
 
 FAILURES = """
 import json, os, warnings, torch, fake_gpu
@@ -138,7 +138,7 @@ KERNEL_LIMITS = {
 }
 USER_ERRORS = {"* 710 for ever": (False, "CUDA error: device-side assert triggered")}
 NOT_CALLED = set()
-if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):  # there, products of fp32 are cublasGemmEx's, too
+if TORCH >= (2, 15):  # there, products of fp32 are cublasGemmEx's, too
     NOT_CALLED = {"cublasSgemm_v2 3", "cublasSgemm_v2 13"}
 RECOVERED_BY_TORCH = {"cublasLtMatmul 3"}  # with a warning, by a product without its fused bias
 
@@ -146,7 +146,7 @@ RECOVERED_BY_TORCH = {"cublasLtMatmul 3"}  # with a warning, by a product withou
 def test_each_failure_of_a_library_has_its_outcome_in_torchs_own_words(script):
     with fake_gpu.machine(fake_gpu.Card("8GiB", context_bytes="300MiB")) as machine:
         found = script(FAILURES)
-        assert machine.cards[0].used == 0
+        assert wait_until(lambda: machine.cards[0].used == 0)
     expected = {"oom": OUT_OF_MEMORY, "kernel_limit": KERNEL_LIMITS, "user_error": USER_ERRORS}
     wanted = {name: (outcome, *rest) for outcome, cases in expected.items() for name, rest in cases.items()}
     told = {}

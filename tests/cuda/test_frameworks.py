@@ -9,8 +9,10 @@ from pathlib import Path
 import fake_gpu
 import pytest
 from cuda.tasks import PERCEPTRON
+from fixtures.waiting import wait_until
 
 import batchtune
+from batchtune.errors import DeviceError
 from batchtune.observer import Observer
 
 GiB = 2**30
@@ -72,6 +74,56 @@ def test_four_workers_tune_on_a_card_each_and_the_parent_on_none(folder):
         for other in cards.of_card[card + 1 :]:
             assert not seen & other
     assert result.recommendation is not None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_ranks_of_each_run_of_a_study_have_a_card_each(folder, strategy):
+    few = ["workers=1", "budget.trials=2", "confirm.seeds=1"]
+    with fake_gpu.machine(*[fake_gpu.Card("4GiB")] * 2) as machine:
+        result = batchtune.tune(
+            folder / "config.yaml", ranks=2, strategy=strategy, overrides=few, run_folders=folder / "runs"
+        )
+        assert [card.used for card in machine.cards] == [0, 0]
+        assert min(card.launches for card in machine.cards) > 0
+    assert result.probe.data_parallel.backend == "nccl"
+    runs = [trial for trial in result.trials if trial.state in {"complete", "pruned"}]
+    assert len(runs) >= 3
+    assert {(trial.world_size, trial.strategy) for trial in runs} == {(2, strategy)}
+    found = result.recommendation
+    assert (found.world_size, found.strategy) == (2, strategy)
+    assert found.micro_batch_size * found.gradient_accumulation_steps * 2 == found.global_batch_size
+
+
+def test_two_groups_of_two_ranks_train_side_by_side_on_four_cards(folder):
+    few = ["workers=2", "budget.trials=4", "confirm=off"]
+    with fake_gpu.machine(*[fake_gpu.Card("4GiB")] * 4) as machine:
+        cards = Cards(machine)
+        result = batchtune.tune(
+            folder / "config.yaml", ranks=2, overrides=few, observer=cards, run_folders=folder / "runs"
+        )
+        assert [card.used for card in machine.cards] == [0] * 4
+        assert min(card.launches for card in machine.cards) > 0
+    assert result.status == "complete"
+    for card, seen in enumerate(cards.of_card):
+        assert seen, card
+        for other in cards.of_card[card + 1 :]:
+            assert not seen & other
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"ranks": 4}, "ranks.per_trial 4: there are only 2 cuda devices here"),
+        ({"ranks": 2, "overrides": ["workers=2"]}, "workers 2 of 2 ranks each: there are only 2 devices"),
+    ],
+)
+def test_more_ranks_than_cards_are_refused_before_anything_trains(folder, changes, told):
+    usual = {"overrides": ["workers=1"], "run_folders": folder / "runs"}
+    with fake_gpu.machine(*[fake_gpu.Card("4GiB")] * 2) as machine:
+        with pytest.raises(DeviceError, match=told):
+            batchtune.tune(folder / "config.yaml", **usual | changes)
+        assert [card.used for card in machine.cards] == [0, 0]
+    assert not list((folder / "runs").glob("*/attempts.jsonl"))
 
 
 def test_the_ranks_of_the_users_torchrun_have_a_card_each(folder):
@@ -142,7 +194,7 @@ def test_what_a_library_trains_is_probed_on_the_card(folder, text, name):
     with fake_gpu.machine(fake_gpu.Card("4GiB")) as machine:
         options = {"precision": "bf16", "memory_limit": "64MiB", "verify_steps": 1, "throughput": False}
         found = batchtune.probe(f"{folder / 'theirs.py'}:{name}", device="cuda", tolerance=0.2, **options).probe
-        assert machine.cards[0].used == 0
+        assert wait_until(lambda: machine.cards[0].used == 0)
         assert machine.cards[0].launches > 0
     assert found.max_batch_size > 8
     assert found.verified_in_fresh_process

@@ -4,7 +4,7 @@ import json
 
 import fake_gpu
 import pytest
-from cuda.tasks import PERCEPTRON
+from cuda.tasks import ESTIMATES, PERCEPTRON
 
 import batchtune
 
@@ -42,6 +42,7 @@ def task(tmp_path, monkeypatch):
     return tmp_path / "model.py"
 
 
+@ESTIMATES
 def test_it_runs_in_a_plain_loop_two_percent_more_do_not_and_the_estimate_is_near(task, script):
     options = {"precision": "fp32", "memory_limit": GiB, "inference": True}
     with fake_gpu.machine(fake_gpu.Card("8GiB")):

@@ -4,7 +4,8 @@ import os
 
 import fake_gpu
 import pytest
-from cuda.tasks import PERCEPTRON
+from cuda.tasks import ESTIMATES, PERCEPTRON
+from fixtures.waiting import wait_until
 
 import batchtune
 from batchtune.estimate.calibration import offsets_of
@@ -43,6 +44,7 @@ def task(tmp_path, monkeypatch):
     return tmp_path / "model.py"
 
 
+@ESTIMATES
 @pytest.mark.usefixtures("started_children")
 def test_a_probe_starts_from_its_estimate_calibrates_the_next_and_only_one_child_opens_the_card(task):
     card = fake_gpu.Card(
@@ -55,7 +57,7 @@ def test_a_probe_starts_from_its_estimate_calibrates_the_next_and_only_one_child
         result = batchtune.probe(task, device="cuda", tolerance=0.1, verify_steps=2, observer=watch, **options)
         assert os.getpid() not in {pid for contexts in watch.contexts for pid in contexts}
         assert max(len(contexts) for contexts in watch.contexts) == 1
-        assert card.processes == {}
+        assert wait_until(lambda: card.processes == {})
         (again,) = batchtune.estimate(task, gpus="RTX 3090", **options).estimates
         assert card.contexts == []
 
@@ -94,7 +96,7 @@ def test_every_precision_of_the_card_is_probed_at_multiples_between_the_bounds(t
         result = batchtune.probe(
             task, device="cuda", precision="all", accumulation=4, verify_steps=1, throughput=False, **bounds
         )
-        assert machine.cards[0].processes == {}
+        assert wait_until(lambda: machine.cards[0].processes == {})
     assert {probe.precision for probe in result.probes} == {"bf16", "fp16", "fp32", "tf32"}
     for probe in result.probes:
         assert (probe.max_batch_size, probe.limited_by, probe.gradient_accumulation_steps) == (36, "max", 4)

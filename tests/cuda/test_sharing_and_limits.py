@@ -3,6 +3,7 @@
 import fake_gpu
 import pytest
 from cuda.tasks import PERCEPTRON
+from fixtures.waiting import wait_until
 
 import batchtune
 from batchtune.errors import DeviceError, UsageError
@@ -42,7 +43,7 @@ def probe(tmp_path, card, monkeypatch):
         try:
             return batchtune.probe(tmp_path / "model.py", **usual | options)
         finally:
-            assert card.processes == {}  # nothing of ours is left there
+            assert wait_until(lambda: card.processes == {})  # nothing of ours is left there
 
     return probe
 

@@ -82,7 +82,7 @@ def _start_server():
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno())],
-            env=environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+            env=environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],
         )
     atexit.register(lambda: (ours.close(), server.wait()))  # it ends with the line
@@ -167,11 +167,11 @@ def _import_much():
     import torch
     import torch.distributed.launcher.api
 
-    import batchtune.estimate.prior
-    import batchtune.estimate.tracing.answer
+    import batchtune.estimate.tracers
+    import batchtune.estimate.tracing.server
     import batchtune.estimate.tracing.trace
     import batchtune.probe.run  # noqa: F401
-    from batchtune.child.server import set_libraries_apart
+    from batchtune.task.load import set_libraries_apart
 
     set_libraries_apart()
     assert not torch.cuda.is_initialized()

@@ -30,7 +30,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PATHS = [str(folder) for folder in (ROOT, HERE, ROOT / "tests" / "benchmarks")]
+PATHS = [str(folder) for folder in (ROOT, HERE, HERE.parent, HERE.parent / "benchmarks")]
 sys.path[:0] = PATHS
 
 import campaign_memory  # noqa: E402 - batchtune need not be installed

@@ -280,10 +280,9 @@ def _traced(name: str, gpu: Row, limit: int) -> Row:
     import estimate_allocator
     import zoo
 
-    estimate_allocator.LIMITS = (limit,)
     case = next(case for case in zoo.CASES if case.name == name)
     try:
-        return estimate_allocator.estimated(case, gpu)
+        return estimate_allocator.estimated(case, gpu, limits=(limit,))
     except Exception as error:  # noqa: BLE001 - one case that cannot be traced is one row less
         return {"refused": f"{type(error).__name__}: {error}"[:200]}
 

@@ -59,7 +59,7 @@ def _sampled(load: str, seconds: float) -> Row:
     """Mean readings of all sensors while the load runs, how far each moved, and energy by counter and by power."""
     import torch
 
-    from batchtune.device.telemetry import Sensors
+    from batchtune.device.nvml import Sensors
 
     work, sensors = LOADS[load](), Sensors(torch.device("cuda", 0))
     began = time.perf_counter()
@@ -81,7 +81,7 @@ def _card() -> Row:
     """Free bytes and the processes on the first card, as NVML tells them without a context."""
     import pynvml
 
-    from batchtune.device.sharing import sharing
+    from batchtune.device.nvml import sharing
 
     pynvml.nvmlInit()
     seen = sharing(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -96,7 +96,7 @@ def sensors(quick: bool) -> Iterator[Row]:
                 held |= _card()["held"]  # as this process sees it, which has no context
                 busy.wait(0.2)
             yield {"case": load} | busy.get()
-        child = pool._pool[0].pid  # type: ignore[attr-defined]
+        child = pool.apply(os.getpid)
     told = {"child_listed": child in held, "child_bytes": held.get(child), "parent_listed": os.getpid() in held}
     yield {"case": "process list", "processes": len(held)} | told
     for fault in FAULTS[:1] if quick else FAULTS:
@@ -179,7 +179,7 @@ def _two_clocks(task: str, sizes: list[int], steps: int) -> list[tuple[int, floa
     import campaign_models
     import torch
 
-    from batchtune.child.training.trainer import Trainer
+    from batchtune.child.trainer import Trainer
     from batchtune.task.load import load_task
 
     device, found = torch.device("cuda", 0), []
@@ -309,8 +309,8 @@ def _joules(task: str, size: int, seconds: float) -> Row:
     import campaign_models
     import torch
 
-    from batchtune.child.training.trainer import Trainer
-    from batchtune.device.telemetry import Sensors
+    from batchtune.child.trainer import Trainer
+    from batchtune.device.nvml import Sensors
     from batchtune.task.load import load_task
 
     device = torch.device("cuda", 0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cuda.tasks import TRANSFORMER
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -12,21 +13,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-
-TRANSFORMER = """
-import torch
-from torch import nn
-
-def build_model():
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
-    return nn.Sequential(nn.Embedding(5000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 5000))
-
-def make_batch(batch_size):
-    return torch.randint(0, 5000, (batch_size, 256))
-
-def compute_loss(model, batch):
-    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-"""
 
 
 @pytest.fixture

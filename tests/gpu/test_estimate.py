@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda.tasks import ESTIMATES, TRANSFORMER
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -14,21 +15,6 @@ pytestmark = [
 ]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 GIB = 1 << 30
-
-TRANSFORMER = """
-import torch
-from torch import nn
-
-def build_model():
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
-    return nn.Sequential(nn.Embedding(5000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 5000))
-
-def make_batch(batch_size):
-    return torch.randint(0, 5000, (batch_size, 256))
-
-def compute_loss(model, batch):
-    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-"""
 NAMES = [
     "MLP, AdamW",
     "MLP, bf16",
@@ -60,6 +46,7 @@ def test_peaks_are_estimated_within_eight_per_cent(tmp_path):
             assert guess["safe_max_batch_size"] <= truth["max"], record["case"]
 
 
+@ESTIMATES
 @pytest.mark.timeout(600)
 def test_a_probe_starts_from_its_estimate_and_calibrates_the_next(tmp_path, monkeypatch):
     import batchtune

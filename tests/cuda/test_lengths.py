@@ -1,0 +1,80 @@
+"""The largest batch of every length on a card: what it took, and that a plain loop trains or its reader is warned."""
+
+import fake_gpu
+import pytest
+from cuda.tasks import ESTIMATES, TRANSFORMER
+
+import batchtune
+
+CONVOLUTIONS = """
+import torch
+from torch import nn
+
+def build_model():
+    def block(before, after):
+        return nn.Sequential(nn.Conv2d(before, after, 3, 2, 1), nn.BatchNorm2d(after), nn.ReLU())
+    return nn.Sequential(block(3, 64), block(64, 128), block(128, 256), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def make_batch(batch_size, length):
+    return torch.zeros(batch_size, 3, *length)
+
+def compute_loss(model, batch):
+    return model(batch).square().mean()
+"""
+LENGTHS = (64, 128, 256, 512)
+
+
+def with_lengths(text):
+    """A task whose batches have 256 positions, with those of any length."""
+    return text.replace("make_batch(batch_size):", "make_batch(batch_size, length):").replace("256)", "length)")
+
+
+PLAIN_LOOP = """
+import random, sys
+TASK
+points, limit = eval(sys.argv[1]), int(sys.argv[2])
+torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+model, dice = build_model().cuda(), random.Random(1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(60):
+    length, size = dice.choice(points)
+    batch = make_batch(size, length).cuda()
+    optimizer.zero_grad()
+    loss = compute_loss(model, batch)
+    loss.backward()
+    optimizer.step()
+print("true")
+"""
+
+
+@ESTIMATES
+@pytest.mark.parametrize(
+    ("text", "lengths", "attempts", "failures", "trains_in_any_order"),
+    [
+        (with_lengths(TRANSFORMER), LENGTHS, 2.75, 0.6, True),
+        (CONVOLUTIONS, ((64, 64), (64, 128), (128, 128), (256, 256)), 4.0, 1.5, False),
+    ],
+    ids=["transformer", "convolutions"],
+)
+def test_each_length_gets_the_batch_that_trains_among_all_others(
+    tmp_path, monkeypatch, script, text, lengths, attempts, failures, trains_in_any_order
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.py").write_text(text)
+    options = {"precision": "fp32", "memory_limit": "2GiB", "throughput": False}
+    with fake_gpu.machine(fake_gpu.Card("8GiB")):
+        found = batchtune.probe(tmp_path / "model.py", device="cuda", lengths=list(lengths), **options).probe
+        points = [(point.length, point.max_batch_size) for point in found.lengths]
+        if trains_in_any_order:
+            assert script(PLAIN_LOOP.replace("TASK", text), points, found.memory_limit_bytes)
+    assert any("an order that was not tried may need more" in each for each in found.warnings)
+    assert [length for length, _ in points] == list(lengths)
+    batches = [batch for _, batch in points]
+    assert batches == sorted(batches, reverse=True)
+    assert found.max_batch_size == batches[-1]
+    assert all(point.limited_by == "memory" for point in found.lengths)
+    assert found.length_check.steps >= 200
+    assert found.length_check.peak_reserved_bytes <= found.memory_limit_bytes
+    tried = [attempt for point in found.lengths for attempt in point.attempts if attempt.purpose == "search"]
+    assert len(tried) <= attempts * len(lengths)
+    assert sum(attempt.outcome == "oom" for attempt in tried) <= failures * len(lengths)
