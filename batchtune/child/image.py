@@ -21,65 +21,75 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from batchtune.child.server import Child, serve, set_libraries_apart
-from batchtune.protocol.channel import Channel, end_if_closed, end_with_parent, move_standard_streams
+from batchtune.child.server import Child, serve
 from batchtune.protocol.commands import OpenTask
-from batchtune.protocol.messages import Command, Json
+from batchtune.protocol.messages import Channel, Command, Json, end_if_closed, end_with_parent, move_standard_streams
 from batchtune.task.contract import Task
-from batchtune.task.load import load_task
+from batchtune.task.load import load_task, set_libraries_apart
 
 _HARD_PAUSE = 2  # omp.h: omp_pause_hard
 _OWN_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch asks NVML whether there is a GPU: CUDA itself cannot be forked
+_FILES = Path("/proc/self/fd")
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")  # open as soon as a GPU was asked for, by whatever library
+
+
+Make: TypeAlias = Callable[[Channel, Callable[[str], Task], Callable[[], None] | None, int], Child]
+"""A child of its line, the task as it was imported, what ends it in favour of the next fork, and its number."""
 
 
 def main() -> None:
     """The child of one parent, or its image."""
-    commands, answers = move_standard_streams()
+    serve_forks(*move_standard_streams(), lambda channel, load, leave, _: Child(channel, load=load, leave=leave))
+
+
+def serve_forks(commands: int, answers: int, make: Make) -> None:
+    """Answers what comes on a line, of two file descriptors, in one child after the other."""
     first: Json | None = json.loads(_read_line(commands))
     load: Callable[[str], Task] = load_task
-    leave = None
+    number, leave = 0, None
     asked = Command.from_message(first or {})
     if sys.platform == "linux" and isinstance(asked, OpenTask):
         own = os.getpid()
         with _ending_with_parent(commands):
-            load = _Imported(asked)
+            load = _imported(asked)
             if os.getpid() != own:
                 os._exit(0)  # a copy that the user's code has forked off
         if _can_fork():
             number, leave = _fork_one_by_one(answers)
             first = None if number else first
     channel = Channel.on_files(commands, answers, first)
-    serve(Child(channel, load=load, leave=leave), channel)
+    serve(make(channel, load, leave, number), channel)
 
 
-class _Imported:
+def _imported(command: OpenTask) -> Callable[[str], Task]:
     """The task as it was imported, or what that raised, to be raised where it is asked for."""
+    found: Task | Exception
+    is_ours = _OWN_CHECK not in os.environ
+    os.environ.setdefault(_OWN_CHECK, "1")
+    try:
+        found = load_task(command.task)
+        with contextlib.suppress(Exception):  # it is raised again, where it is looked for
+            found.require(command.purpose)
+            found.train_size()
+            found.find_lengths(command.lengths, command.lengths_seen)
+            found.find_worst_samples(command.samples)
+    except Exception as error:  # noqa: BLE001 - all of it is the answer's to tell
+        found = error
+    finally:
+        if is_ours:
+            os.environ.pop(_OWN_CHECK, None)
+    set_libraries_apart()
 
-    def __init__(self, command: OpenTask) -> None:
-        self._found: Task | Exception
-        is_ours = _OWN_CHECK not in os.environ
-        os.environ.setdefault(_OWN_CHECK, "1")
-        try:
-            self._found = load_task(command.task)
-            with contextlib.suppress(Exception):  # it is raised again, where it is looked for
-                self._found.require(command.purpose)
-                self._found.train_size()
-                self._found.find_worst_samples(command.samples)
-        except Exception as error:  # noqa: BLE001 - all of it is the answer's to tell
-            self._found = error
-        finally:
-            if is_ours:
-                os.environ.pop(_OWN_CHECK, None)
-        set_libraries_apart()
+    def load(_: str) -> Task:
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def __call__(self, _: str) -> Task:
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
+    return load
 
 
 def _read_line(file: int) -> bytes:
@@ -100,9 +110,9 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
 
     def watch() -> None:
         watched = select.poll()
-        watched.register(commands, 0)  # nothing but its end
+        watched.register(commands, select.POLLRDHUP)  # nothing but its end, which sockets tell otherwise than pipes
         watched.register(told, select.POLLIN)
-        if dict(watched.poll()).get(commands, 0) & select.POLLHUP:
+        if dict(watched.poll()).get(commands, 0) & (select.POLLHUP | select.POLLRDHUP):
             end_with_parent()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -128,7 +138,7 @@ def _can_fork() -> bool:
     if pid == 0:
         os._exit(torch.cuda._is_in_bad_fork() or torch.xpu._is_in_bad_fork())  # noqa: SLF001 - torch has no public name
     asked_torch = os.waitpid(pid, 0)[1] != 0
-    links = [_target(file) for file in Path("/proc/self/fd").iterdir()]
+    links = [_target(file) for file in _FILES.iterdir()]
     alone = len(list(Path("/proc/self/task").iterdir())) == 1
     return alone and not asked_torch and not any(link.startswith(_DEVICES) for link in links)
 
@@ -177,7 +187,7 @@ def _fork_one_by_one(answers: int) -> tuple[int, Callable[[], None]]:
 
 def _offsets() -> dict[int, int]:
     """Where the files stand that the user's code has opened: forks share that."""
-    files = [int(each.name) for each in Path("/proc/self/fd").iterdir() if _target(each)]
+    files = [int(each.name) for each in _FILES.iterdir() if _target(each)]
     plain = [file for file in files if stat.S_ISREG(os.fstat(file).st_mode)]
     return {file: os.lseek(file, 0, os.SEEK_CUR) for file in plain}
 

@@ -7,66 +7,61 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from batchtune.child.server import Child, serve
-from batchtune.child.training.parallel import Parallel
-from batchtune.device.sharing import Sharing, usable_now
-from batchtune.errors import UsageError
-from batchtune.protocol.channel import Channel, give_standard_streams_away
+from batchtune.child.image import serve_forks
+from batchtune.child.ranks.parallel import Parallel, load_for
+from batchtune.child.server import Child
+from batchtune.child.trainer import Trainer
+from batchtune.device.memory import count_devices, find_device
+from batchtune.device.nvml import Sharing, usable_now
+from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
-from batchtune.protocol.messages import AnyCommand
-from batchtune.protocol.rendezvous import Rendezvous
+from batchtune.protocol.messages import AnyCommand, Channel, Rendezvous, give_standard_streams_away
+from batchtune.task.contract import Task
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
 class RankChild(Child):
-    """A child that is one of several ranks.
+    """A child that is one of several ranks."""
 
-    Args:
-        channel: the line to the coordinator.
-        rendezvous: the group's.
-    """
+    def __init__(self, channel: Channel, rendezvous: Rendezvous, fork: int = 0, **how: Any) -> None:
+        super().__init__(channel, **how)
+        self._rendezvous, self._fork = rendezvous, fork
+        self._group: Parallel
 
-    def __init__(self, channel: Channel, rendezvous: Rendezvous) -> None:
-        super().__init__(channel)
-        self._rendezvous = rendezvous
-
-    def answer(self, command: AnyCommand) -> Any:
-        return self._rejoin() if isinstance(command, Rejoin) else super().answer(command)
+    def answer(self, command: AnyCommand) -> object:
+        if isinstance(command, Rejoin):
+            self._group.join()
+            return Done()
+        return super().answer(command)
 
     def open(self, command: OpenTask) -> Opened | None:
         """As a child alone does, with what is to be known of the group."""
         limits = command.rank_memory_limits_bytes
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
-        opened, group = super().open(command.but(device=_own_device(command.device), **own)), self._parallel
-        assert group is not None and opened is not None  # noqa: PT018, S101 - it was made when the device was opened
+        opened = super().open(command.but(device=_own_device(command.device), **own))
+        group = self._group
+        if opened is not None and command.purpose == "tune":  # what this way of sharing does not take is to be said now
+            Trainer(self._task, self._memory.device, opened.precision[0][0], parallel=group)
+            self._memory.release()
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
-        return opened.model_copy(update=about)
+        return opened and opened.model_copy(update=about)
 
-    def _open_device(self, name: str) -> Sharing | None:
-        """Makes the group, too: what its connections take is not in the memory limit."""
-        seen = super()._open_device(name)
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        strategy: Any = self._rendezvous.strategy
-        device = self._memory.device
-        self._parallel = Parallel(strategy, device, rank=rank, world_size=world_size, name=self._rendezvous.name)
+    def _join(self, name: str, seen: Sharing | None) -> None:
+        """Before the memory limit, in which what the group's connections take does not count."""
+        self._parallel = self._group = Parallel(self._memory.device, self._rendezvous, self._fork)
         with usable_now(name, seen):
-            self._parallel.join()
-        return seen
+            self._group.join()
 
     def _default_limit(self, margin: float) -> int | None:
         """On a CPU a share: the ranks of a host share its memory."""
         limit, on_cpu = super()._default_limit(margin), self._memory.device.type == "cpu"
         return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
-
-    def _rejoin(self) -> Done:
-        assert self._parallel is not None  # noqa: S101 - it was opened
-        self._parallel.join()
-        return Done()
 
 
 def _own_device(device: str) -> str:
@@ -78,6 +73,9 @@ def _own_device(device: str) -> str:
     if device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator.type if accelerator else "cpu"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device != "cpu" and (count := count_devices(find_device(device))) < ranks:
+        raise DeviceError(f"{ranks}: there are only {count} {device} devices here", setting="ranks")
     return device if device == "cpu" else f"{device}:{os.environ['LOCAL_RANK']}"
 
 
@@ -90,8 +88,14 @@ def main() -> None:
     except OSError:
         sys.exit(0)  # the group was ended before it began
     give_standard_streams_away()
-    channel = Channel(line.makefile("r", encoding="utf-8"), line.makefile("w", encoding="utf-8"))
-    serve(RankChild(channel, rendezvous), channel)
+
+    def make(channel: Channel, load: Callable[[str], Task], leave: Callable[[], None] | None, fork: int) -> Child:
+        _die_with_parent()
+        return RankChild(channel, rendezvous, fork, load=load, leave=leave)
+
+    load_for(rendezvous.strategy)
+    commands = line.detach()
+    serve_forks(commands, os.dup(commands), make)
 
 
 def _die_with_parent() -> None:

@@ -1,4 +1,7 @@
-"""Reading a configuration: YAML, environment and command line become one checked record, or every problem at once."""
+"""Reading a configuration: YAML, environment and command line become one checked record, or every problem at once.
+
+YAML is read as people write it: `1e-5` is a number, `on` stays text, a key that stands twice is an error.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,119 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from batchtune.config.schema import Config, is_run_name, known_keys, meant_instead_of
-from batchtune.config.yaml import MAX_CHARACTERS, MalformedYamlError, parse_value, parse_yaml
+from batchtune.config.fields import is_run_name
+from batchtune.config.schema import Config, known_keys
+from batchtune.config.space import meant_instead_of
 from batchtune.errors import UsageError
 
-ENVIRONMENT_PREFIX = "BATCHTUNE_"
+MAX_CHARACTERS, MAX_DEPTH = 100_000, 50
+_LONGEST = 60  # characters of a value in a message: a line stays a line
 _MOST_PROBLEMS = 50  # told at once: who reads more?
 _MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_LONGEST_NUMBER = 400  # characters; a longer one is no number that anybody means
+_CONSTANTS: dict[str, bool | float | None] = {"": None, "~": None, "null": None, "true": True, "false": False} | {
+    word: float(word.replace(".", "")) for word in (".nan", ".inf", "-.inf", "+.inf")
+}
+
+
+class MalformedYamlError(Exception):
+    """The text is no YAML, or uses what a configuration has no need of; `problems` holds (line, message) pairs."""
+
+    def __init__(self, *problems: tuple[int, str]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+
+def parse_yaml(text: str) -> tuple[dict[str, object], dict[str, int]]:
+    """A document that is a mapping, and the line (from 1) of every dotted key in it.
+
+    Raises:
+        MalformedYamlError: with every problem found.
+    """
+    found, lines = _parse(text)
+    document = found or {}
+    if not isinstance(document, dict):
+        raise MalformedYamlError((1, "a configuration is a mapping of keys to values, for example 'task: model.py'"))
+    return document, lines
+
+
+def parse_value(text: str) -> object:
+    """One value, as it stands after `key=` on a command line; refused as `parse_yaml` refuses."""
+    return _parse(text)[0]
+
+
+def _parse(text: str) -> tuple[object, dict[str, int]]:
+    if len(text) > MAX_CHARACTERS:
+        raise MalformedYamlError((1, f"longer than {MAX_CHARACTERS:,} characters; this is no configuration"))
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        context = getattr(error, "context", None)
+        message = f"not valid YAML: {what}" + (f" ({context})" if context else "")
+        raise MalformedYamlError((mark.line + 1 if mark else 1, message)) from None
+    except RecursionError:
+        raise MalformedYamlError((1, f"nested deeper than {MAX_DEPTH} levels")) from None
+    values = _Values()
+    found = None if node is None else values.of(node)
+    if values.problems:
+        raise MalformedYamlError(*values.problems)
+    return found, values.lines
+
+
+class _Values:
+    """Makes values of YAML's nodes; keeps the line of each key, and every problem with its line."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[tuple[int, str]] = []
+        self._seen: set[int] = set()
+
+    def of(self, node: yaml.Node, at: str = "", depth: int = 0) -> object:
+        """What a node stands for, at a dotted key."""
+        line = node.start_mark.line + 1
+        if depth > MAX_DEPTH:
+            self.problems.append((line, f"nested deeper than {MAX_DEPTH} levels"))
+            return None
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node)
+        if id(node) in self._seen:  # an alias composes to the node of its anchor
+            self.problems.append((line, "anchors and aliases (&, *) are not supported here; write the value out"))
+            return None
+        self._seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            return [self.of(item, at, depth + 1) for item in node.value]
+        mapping: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
+            line, dotted = key_node.start_mark.line + 1, f"{at}.{key}" if at else key
+            if not key.isprintable():
+                self.problems.append((line, f"key {key[:60]!r} has characters that cannot be shown; remove them"))
+            if key in mapping:
+                first = self.lines[dotted]
+                self.problems.append((line, f"key '{dotted}' stands twice (first in line {first}); remove one"))
+            self.lines.setdefault(dotted, line)
+            mapping[key] = self.of(value_node, dotted, depth + 1)
+        return mapping
+
+
+def _scalar(node: yaml.ScalarNode) -> bool | float | str | None:
+    text = str(node.value)
+    if node.style is not None or len(text) >= _LONGEST_NUMBER:  # quoted or a block: text
+        return text
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text.replace("_", ""))
+    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
 
 
 def load_config(
@@ -27,8 +132,8 @@ def load_config(
 
     Args:
         path: the YAML file; `task` is relative to it.
-        overrides: texts of the form `budget.total=5m`.
-        environment: where `BATCHTUNE_BUDGET_TOTAL` and the like are looked up; default `os.environ`.
+        overrides: texts such as `budget.total=5m`.
+        environment: where `BATCHTUNE_BUDGET_TOTAL` and the like are looked up; None: `os.environ`.
 
     Raises:
         UsageError: every problem at once, a line each, with file and line and the remedy.
@@ -36,11 +141,6 @@ def load_config(
     file = Path(path)
     if file.is_dir():
         file = file / "config.yaml"
-    if file.suffix == ".py" and file.is_file():
-        raise UsageError(
-            f"{file}: a task, and no configuration: write a YAML file with 'task: {file.name}' and what you run today "
-            "under 'baseline'; 'batchtune init' writes both"
-        )
     try:
         with file.open(encoding="utf-8") as stream:
             document, lines = parse_yaml(stream.read(MAX_CHARACTERS + 1))  # more would be refused, and may never end
@@ -51,27 +151,57 @@ def load_config(
         raise UsageError(f"{file}: not a UTF-8 text file") from None
     except MalformedYamlError as error:
         raise _refused([f"{file}:{line}: {text}" for line, text in error.problems]) from None
-    origins: dict[str, str] = {key: f"{file}:{line}" for key, line in lines.items()}
-    problems = _lay_over(document, origins, _from_environment(os.environ if environment is None else environment))
-    problems += _lay_over(document, origins, [_split_override(text) for text in overrides])
-    return _check(document, origins, file, problems)
+    return _complete(document, {key: f"{file}:{line}" for key, line in lines.items()}, file, overrides, environment)
 
 
-def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(key, text, origin) of each variable that names a key; BATCHTUNE_BUDGET_TOTAL is budget.total."""
-    names = {ENVIRONMENT_PREFIX + key.upper().replace(".", "_"): key for key in known_keys()}
-    return [(key, environment[name], name) for name, key in names.items() if name in environment]
+def config_of_task(
+    task: str, name: str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration of a task of that name for which there is no file; otherwise as `load_config`."""
+    return _complete({"task": task}, {}, Path(f"{name}.py"), overrides, environment)
+
+
+def _complete(
+    document: dict[str, object],
+    origins: dict[str, str],
+    file: Path,
+    overrides: Sequence[str],
+    environment: Mapping[str, str] | None,
+) -> Config:
+    """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too."""
+    known = os.environ if environment is None else environment
+    names = {f"BATCHTUNE_{key.upper().replace('.', '_')}": key for key in known_keys()}
+    settings = [(key, known[name], name) for name, key in names.items() if name in known]
+    problems = _lay_over(document, origins, [*settings, *map(_split_override, overrides)])
+    found: list[tuple[str, str]] = []
+    while True:
+        try:
+            config = Config.model_validate(document)
+            break
+        except ValidationError as error:
+            by_key: dict[tuple[str, ...], list[ErrorDetails]] = {}
+            for detail in error.errors():
+                found_at = _written_keys(detail["loc"], document, missing=detail["type"] == "missing")
+                by_key.setdefault(found_at, []).append(detail)
+            for keys, details in by_key.items():
+                found.append((_where(keys, origins, file), _explain(details, keys)))
+                _take_out(document, keys, missing=details[0]["type"] == "missing")
+    if found or problems:
+        lines = {where: where.removeprefix(f"{file}:") for where, _ in found}
+        found.sort(key=lambda each: int(lines[each[0]]) if lines[each[0]].isdigit() else 0)  # from elsewhere: first
+        raise _refused([*problems, *(f"{where}: {what}" for where, what in found)])
+    task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
+    return config.model_copy(update={"task": task, "name": config.name or default_name(file)})
 
 
 def _split_override(text: str) -> tuple[str, str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or not key.isprintable():
         raise UsageError(f"{text!r} is not of the form key=value, for example budget.total=5m")
-    key = key.strip()
-    return key, value, "'storage=…'" if key == "storage" else f"'{text}'"
+    return key.strip(), value, "'storage=…'" if key.strip() == "storage" else f"'{text}'"
 
 
-def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> list[str]:
+def _lay_over(document: dict[str, object], origins: dict[str, str], settings: list[tuple[str, str, str]]) -> list[str]:
     """Puts each value where its key says; returns the problems of those that are no YAML."""
     problems: list[str] = []
     for key, text, origin in settings:
@@ -81,10 +211,9 @@ def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[
             problems.append(f"{origin}: {error.problems[0][1]}")
             continue
         *parents, leaf = key.split(".")
-        section: dict[str, Any] = document
+        section = document
         for parent in parents:
-            below = section.get(parent)
-            section[parent] = section = below if isinstance(below, dict) else {}
+            section[parent] = section = below if isinstance(below := section.get(parent), dict) else {}
         section[leaf] = value
         for stale in [known for known in origins if known.startswith(f"{key}.")]:
             del origins[stale]
@@ -92,33 +221,9 @@ def _lay_over(document: dict[str, Any], origins: dict[str, str], settings: list[
     return problems
 
 
-def _check(document: dict[str, Any], origins: Mapping[str, str], file: Path, problems: list[str]) -> Config:
-    """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too."""
-    found: list[tuple[str, str]] = []
-    while True:
-        try:
-            config = Config.model_validate(document)
-            break
-        except ValidationError as error:
-            by_key: dict[tuple[str, ...], list[Any]] = {}
-            for detail in error.errors():
-                found_at = _written_keys(detail["loc"], document, missing=detail["type"] == "missing")
-                by_key.setdefault(found_at, []).append(detail)
-            for keys, details in by_key.items():
-                found.append((_where(keys, origins, file), _explain(details, keys)))
-                _take_out(document, keys, missing=details[0]["type"] == "missing")
-    if found or problems:
-        found.sort(key=lambda problem: _line(problem[0], file))
-        raise _refused([*problems, *(f"{where}: {what}" for where, what in found)])
-    task = config.task if _MODULE.fullmatch(config.task) else str((file.parent / config.task).resolve())
-    return config.model_copy(update={"task": task, "name": config.name or default_name(file)})
-
-
 def _refused(problems: list[str]) -> UsageError:
-    left_out = len(problems) - _MOST_PROBLEMS
-    return UsageError(
-        "\n".join(problems[:_MOST_PROBLEMS] + ([f"… and {left_out} more like these"] if left_out > 0 else []))
-    )
+    more = [f"… and {len(problems) - _MOST_PROBLEMS} more like these"] if len(problems) > _MOST_PROBLEMS else []
+    return UsageError("\n".join(problems[:_MOST_PROBLEMS] + more))
 
 
 def default_name(file: Path) -> str:
@@ -128,10 +233,10 @@ def default_name(file: Path) -> str:
     return name if is_run_name(name) else f"run-{name}".rstrip("-")
 
 
-def _written_keys(location: tuple[int | str, ...], document: dict[str, Any], *, missing: bool) -> tuple[str, ...]:
+def _written_keys(location: tuple[int | str, ...], document: dict[str, object], *, missing: bool) -> tuple[str, ...]:
     """The part of pydantic's location that the user wrote, or should have (it appends the names of union members)."""
     keys: list[str] = []
-    at: Any = document
+    at: object = document
     for part in location:
         if not isinstance(at, dict) or not (part in at or missing):
             break
@@ -152,29 +257,24 @@ def _where(keys: tuple[str, ...], origins: Mapping[str, str], file: Path) -> str
     return next(filter(None, candidates), f"{file}:1")
 
 
-def _line(where: str, file: Path) -> int:
-    """For sorting: the line in the file; what comes from elsewhere stands first."""
-    return int(where.removeprefix(f"{file}:")) if where.startswith(f"{file}:") else 0
-
-
-def _take_out(document: dict[str, Any], keys: tuple[str, ...], *, missing: bool) -> None:
+def _take_out(document: dict[str, object], keys: tuple[str, ...], *, missing: bool) -> None:
     section = document
-    for key in keys[:-1]:
-        section = section.get(key, {})  # another problem may have taken it out
+    for key in keys[:-1]:  # another problem may have taken it out
+        section = below if isinstance(below := section.get(key), dict) else {}
     if missing:
         section[keys[-1]] = "-"
     else:
         section.pop(keys[-1], None)
 
 
-def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
+def _explain(details: list[ErrorDetails], keys: tuple[str, ...]) -> str:
     dotted, detail = ".".join(keys), details[0]
     meant = meant_instead_of(keys[1]) if keys[0] == "space" and len(keys) > 1 else None
     if meant is not None or detail["type"] == "extra_forbidden":
         if "." in keys[-1]:
             section, _, leaf = keys[-1].partition(".")
             return f"unknown key '{keys[-1]}'; write a section, '{section}: {{{leaf}: ...}}'"
-        return f"unknown key '{dotted}'. {_did_you_mean(meant) if meant else _nearest_key(dotted)}"
+        return f"unknown key '{dotted}'. {_nearest_key(dotted, meant)}"
     if detail["type"] == "missing":
         return f"'{dotted}' is missing; add 'task: model.py' ('batchtune init' writes a template)"
     if detail["type"] == "model_type":
@@ -183,31 +283,18 @@ def _explain(details: list[Any], keys: tuple[str, ...]) -> str:
     own = [each for each in details if each["type"] == "value_error"]
     if own:  # ours say more than those of the other kinds that the value might have been
         return f"{dotted}: {own[0]['msg'].removeprefix('Value error, ')}"
-    reasons = dict.fromkeys(each["msg"].removeprefix("Input ") for each in details)
-    return f"{dotted}: {' or '.join(reasons)}, not {_shown(detail['input'])}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004 - a line stays a line
+    reasons, given = dict.fromkeys(each["msg"].removeprefix("Input ") for each in details), repr(detail["input"])
+    return f"{dotted}: {' or '.join(reasons)}, not {given if len(given) <= _LONGEST else given[: _LONGEST - 3] + '...'}"
 
 
 def _children(section: str) -> list[str]:
     return [key.rpartition(".")[2] for key in known_keys() if key.rpartition(".")[0] == section]
 
 
-def _did_you_mean(key: str) -> str:
-    return f"Did you mean '{key}'?"
-
-
-def _nearest_key(dotted: str) -> str:
-    """What an unknown key was probably meant to be: a neighbour spelled alike, or any key of that name."""
+def _nearest_key(dotted: str, meant: str | None) -> str:
+    """What an unknown key was probably meant to be, unless that is known: a neighbour, or any key of that name."""
     section, _, leaf = dotted.rpartition(".")
-    near = difflib.get_close_matches(leaf, _children(section), n=1)
-    if near:
-        return _did_you_mean(near[0])
     leaves = {key.rpartition(".")[2]: key for key in known_keys()}
-    far = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-    if far:
-        return _did_you_mean(leaves[far[0]])
-    return f"Known here: {', '.join(_children(section) or _children(''))}."
+    near = [meant] if meant else difflib.get_close_matches(leaf, _children(section), n=1)
+    near += [leaves[each] for each in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    return f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(_children(section) or _children(''))}."

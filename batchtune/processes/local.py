@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from batchtune.device.host_kills import describe_kill, oom_kills
+from batchtune.device.host import describe_kill, oom_kills
 from batchtune.protocol.messages import Json
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -36,7 +36,7 @@ def entry(module: str) -> list[str]:
 def child_environment() -> dict[str, str]:
     """The environment of every child."""
     ours = {name: value for name, value in os.environ.items() if name != _NOT_FOR_CHILDREN}
-    return ours | {"MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
+    return ours | {"PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
@@ -66,10 +66,6 @@ def describe_exit(code: int | None) -> str:
 class Process(Protocol):
     """A child that was started, here or elsewhere."""
 
-    @property
-    def pid(self) -> int:
-        """As its own machine counts processes."""
-
     def send(self, message: Json) -> None:
         """Gives it a message; its death is told by the answer that is missing."""
 
@@ -82,9 +78,6 @@ class Process(Protocol):
 
     def last_output(self) -> str:
         """How it ended and what it printed last."""
-
-    def wait(self, seconds: float) -> None:
-        """Waits for its end, but no longer than that."""
 
     def kill(self) -> None:
         """Ends it and everything it started; whoever waits for its answer, in another thread, learns of it."""
@@ -105,13 +98,7 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Starts children on this machine, each by itself.
-
-    Args:
-        echo: called with each line that they print.
-        environment: of theirs, on top of every child's.
-        program: the module whose `main` they run.
-    """
+    """Starts children on this machine, each by itself; `echo` is called with each line that they print."""
 
     def __init__(
         self,
@@ -129,11 +116,6 @@ class LocalProcess:
     """A child on this machine, with a pipe each way; messages are JSON, one a line.
 
     A child that starts sessions of their own tells their numbers as `sessions`: they end with it.
-
-    Args:
-        command: that starts it.
-        environment: all of its environment.
-        echo: called with each line it prints.
     """
 
     def __init__(
@@ -213,7 +195,7 @@ class LocalProcess:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL) if hasattr(os, "killpg") else self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         for session in self._sessions:

@@ -6,15 +6,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Self
 
-from batchtune.device.host_load import processors
-from batchtune.document import CurvePoint, Trial
-from batchtune.errors import BatchtuneError
-from batchtune.observer import Forwarder, Observer
-from batchtune.processes.assignment import assign_devices, count_workers
-from batchtune.processes.local import LocalLauncher
+from batchtune.config.schema import Ranks
+from batchtune.device.host import processors
+from batchtune.errors import BatchtuneError, DeviceError, UsageError
+from batchtune.observer import Observer
+from batchtune.processes.local import Launcher, LocalLauncher
+from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 
@@ -28,6 +29,7 @@ class WorkerPool:
         settings: of the first one.
         asked: how many; on the CPU they split the processors, the first one, too, so that all runs compare.
         observer: told what their code prints.
+        ranks: what each of them is: one child, or a group of ranks.
 
     Attributes:
         where: where they are, in words.
@@ -35,12 +37,14 @@ class WorkerPool:
 
     where = ", each on a device of its own"
 
-    def __init__(self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer) -> None:
-        self._asked, self._observer = asked, observer
+    def __init__(
+        self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer, ranks: Ranks | None = None
+    ) -> None:
+        self._asked, self._observer, self._ranks = asked, observer, ranks or Ranks()
         self._stopping = threading.Event()
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
-            self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // asked))}
+            self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // (asked * self._ranks.per_trial)))}
         self.first = self._worker(settings, self._threads)
         self._all = [self.first]
         self.lock = threading.RLock()
@@ -65,12 +69,12 @@ class WorkerPool:
         Raises:
             BatchtuneError: there are not enough devices.
         """
-        visible, device = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device
+        visible, device, each = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device, self._ranks.per_trial
         count = count_workers(
-            self._asked, device, devices=opened.device_count, processors=processors(), visible=visible
+            self._asked, device, devices=opened.device_count, processors=processors(), visible=visible, each=each
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        for assigned in assign_devices(device, count, devices=opened.device_count, visible=visible)[1:]:
+        for assigned in assign_devices(device, count, devices=opened.device_count, visible=visible, each=each)[1:]:
             settings = self.first.settings.but(device=assigned.device, device_name=opened.device_name)
             self._all.append(self._worker(settings, self._threads | dict(assigned.environment)))
 
@@ -88,7 +92,7 @@ class WorkerPool:
             threading.Thread(target=start, args=(worker,), daemon=True).start()
 
     def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:
-        return Worker(settings, LocalLauncher(self._observer.printed, environment), stopping=self._stopping)
+        return Worker(settings, launcher_of(self._ranks, self._observer, environment), stopping=self._stopping)
 
     def work(self, step: Callable[[Worker], bool]) -> None:
         """Has every worker call `step` with itself until that says there is nothing more to do.
@@ -135,35 +139,74 @@ class WorkerPool:
             worker.kill()
 
 
-class OneAtATime(Forwarder):
-    """Hands on what several threads tell, one thing after another."""
-
-    def __init__(self, behind: Observer) -> None:
-        super().__init__(behind)
-        self._lock = threading.RLock()
-
-    def note(self, text: str) -> None:
-        with self._lock:
-            super().note(text)
-
-    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
-        with self._lock:
-            super().trial_started(trial, best_seconds=best_seconds)
-
-    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
-        with self._lock:
-            super().trial_evaluated(trial, point)
-
-    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
-        with self._lock:
-            super().trial_ended(trial, done=done, seconds_left=seconds_left)
-
-    def printed(self, line: str) -> None:
-        with self._lock:
-            super().printed(line)
+def launcher_of(ranks: Ranks, observer: Observer, environment: Mapping[str, str] | None = None) -> Launcher:
+    """What starts the children of a worker: one at a time, or a group of ranks."""
+    if ranks.per_trial == 1:
+        return LocalLauncher(observer.printed, environment)
+    return RankLauncher(ranks.per_trial, ranks.strategy, observer.printed, environment=environment)
 
 
 def work_alone(worker: Worker, step: Callable[[Worker], bool]) -> None:
     """Calls `step` until it says that there is nothing more to do."""
     while step(worker):
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAssignment:
+    """Where one worker trains: its device, and what its environment says of that."""
+
+    device: str
+    environment: Mapping[str, str]
+
+
+def count_workers(
+    asked: int | Literal["auto"], device: str, *, devices: int, processors: int, visible: str | None, each: int = 1
+) -> int:
+    """How many workers there are to be, by what is asked for and how many devices of this kind one process sees.
+
+    Each of them takes so many; on a CPU the ranks of a single worker may share the processors.
+
+    Raises:
+        DeviceError: there are fewer devices: two runs on one would slow each other down.
+        UsageError: the CPU has fewer processors.
+    """
+    of_ranks = f" of {each} ranks each" if each > 1 else ""
+    if device == "cpu":
+        if asked not in {"auto", 1} and int(asked) * each > processors:
+            told = f"workers {asked}{of_ranks}: more than the {processors} processors here"
+            raise UsageError(f"{told}, so runs would share them")
+        return 1 if asked == "auto" else asked
+    if each > 1 and asked != 1 and not device.startswith("cuda"):
+        raise UsageError(f"workers {asked}{of_ranks}: groups side by side need CUDA or ROCm; use one worker")
+    here = max(devices, len(_entries(visible)))
+    if asked != "auto" and asked * each > here:
+        told = f"workers {asked}{of_ranks}: there are only {here} devices"
+        raise DeviceError(f"{told}, and runs that share one cannot be timed")
+    return here // each if asked == "auto" else asked
+
+
+def assign_devices(
+    device: str, count: int, *, devices: int, visible: str | None, each: int = 1
+) -> list[DeviceAssignment]:
+    """A device for each worker, the first one's first; for a group of `each` ranks so many, which it alone sees.
+
+    Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
+    """
+    kind, _, first = device.partition(":")
+    entries = _entries(visible) if kind == "cuda" else []
+    if kind == "cpu":
+        return [DeviceAssignment("cpu", {})] * count
+    if each > 1:
+        known = entries or [str(number) for number in range(devices)]
+        sets = [known[worker * each : (worker + 1) * each] for worker in range(count)]
+        return [DeviceAssignment(kind, {"CUDA_VISIBLE_DEVICES": ",".join(own)}) for own in sets]
+    here = max(devices, len(entries), count)
+    numbers = [(int(first or 0) + number) % here for number in range(count)]
+    if len(entries) >= here:
+        return [DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
+    return [DeviceAssignment(f"{kind}:{number}", {}) for number in numbers]
+
+
+def _entries(visible: str | None) -> list[str]:
+    return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]

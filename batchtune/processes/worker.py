@@ -100,7 +100,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self._process = image or self._launcher.start()
         if self.settings is None:
             return
-        again = self.opened is not None and not self.opened.is_group
+        again = self.opened is not None
         try:
             self.opened = self._ask(self.settings.but(again=again), START_TIMEOUT_SECONDS, None) or self.opened
         except WorkerDied as died:
@@ -113,6 +113,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             memory_limit=self.opened.memory_limit_bytes,  # what is free may change: it is settled once
             rank_memory_limits_bytes=self.opened.rank_memory_limits_bytes,
             samples=self.opened.samples,  # every child is to train the same batch
+            lengths_seen=self.opened.lengths,
         )
 
     def call(
@@ -152,11 +153,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._process is not None:
             self._process.kill()
 
-    def renew(self) -> None:
+    def renew(self, *, as_fork: bool = True) -> None:
         """Ends the child; the next command is a fresh one's: another fork of its image, or a new process."""
-        if self._process is None:
+        if self._process is None and (as_fork or self._image is None):
             return
-        if self.opened is None or not self.opened.forks:
+        if self.opened is None or not self.opened.forks or not as_fork:
             self._discard()
             return
         with contextlib.suppress(WorkerDied, NodeLost):  # then the next one is a new process

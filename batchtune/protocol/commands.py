@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from batchtune.document import (
     NO_CLIPPING,
@@ -14,12 +15,13 @@ from batchtune.document import (
     OptimizerSettings,
     RangeTest,
     ThroughputPoint,
+    Value,
 )
-from batchtune.protocol.messages import Command, Message
-from batchtune.protocol.run_spec import RunEnd, RunSpec
-from batchtune.vocabulary import Purpose
+from batchtune.protocol.data import CurrentSettings, LengthsSeen, SamplesSeen
+from batchtune.protocol.messages import Command, Message, RunEnd, RunSpec
+from batchtune.vocabulary import Length, Purpose
 
-STEPS_AFTER_EVALUATION = 2  # which cuts memory up, too: training must go on in what it leaves
+STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
 
 class Done(Message):
@@ -30,7 +32,7 @@ class Machine(Message):
     """A machine without a task: its versions and device, and what the device's sensors say now."""
 
     environment: Environment
-    sensors: dict[str, Any]
+    sensors: Mapping[str, object]
 
 
 class Describe(Command[Machine]):
@@ -44,24 +46,6 @@ class Renew(Command[Done]):
     """Ends a fork in favour of the next one of the same image, which opens the task anew."""
 
 
-class SamplesSeen(Message):
-    """What a look at the samples of the training set has found.
-
-    Attributes:
-        places: of the samples that make the worst batch, the largest first.
-        seen: how many were looked at.
-        total: of how many; None for a stream.
-        is_all: nothing is left that may be larger.
-        differing: by dimension, the least and greatest size among them where they differ.
-    """
-
-    places: tuple[int, ...]
-    seen: int
-    total: int | None
-    is_all: bool
-    differing: dict[str, tuple[int, int]]
-
-
 class Opened(Message):
     """A task on its device, ready to train.
 
@@ -72,19 +56,17 @@ class Opened(Message):
         precision: each with the reason why it was chosen.
         train_size: samples; None for a stream, or where the task makes its batches.
         samples: of the worst batch; None where the task makes it.
+        lengths: that were asked for or found; None where none were asked for.
         optimizer_defaults: of the arguments of build_optimizer that were asked about.
         optimizer: its class, or those of several; empty for inference, which has none.
-        optimizer_settings: what it is made with.
         gradient_clipping: that of every step unless a run is asked for another.
         accumulation_steps: micro-batches of an optimizer step in the user's own training; 1 where that is not known.
         accumulates: whether a step may be made of several micro-batches.
         steps_by_itself: it has a train_step, whose gradients nobody else can take.
-        world_size: number of ranks; 1 for a child alone.
-        strategy: ddp or fsdp, of a group.
-        backend: of a group's process group.
-        rank_memory_limits_bytes: by rank.
-        notes: sentences on what of the user's own training is not taken over, or had to be assumed.
+        strategy: of a group of ranks, as its backend and its limits are; None for a child alone.
+        current_settings: what the user trains with, where that was asked for.
         foreign_parameters: that the optimizer holds and the model does not.
+        notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         forks: whether this child is a fork of an image, which can have others.
     """
 
@@ -96,9 +78,10 @@ class Opened(Message):
     precision: tuple[tuple[str, str], ...]
     train_size: int | None
     samples: SamplesSeen | None = None
+    lengths: LengthsSeen | None = None
     has_train_dataset: bool
     memory_limit_bytes: int | None
-    optimizer_defaults: dict[str, Any]
+    optimizer_defaults: dict[str, Value]
     optimizer: str
     optimizer_settings: OptimizerSettings = OptimizerSettings()
     gradient_clipping: GradientClipping = NO_CLIPPING
@@ -109,6 +92,7 @@ class Opened(Message):
     strategy: Literal["ddp", "fsdp"] | None = None
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
+    current_settings: CurrentSettings = CurrentSettings()
     foreign_parameters: int = 0
     notes: tuple[str, ...] = ()
     forks: bool = False
@@ -138,11 +122,14 @@ class OpenTask(Command[Opened | None]):
         memory_limit: None: what the device has, less `margin`.
         rank_memory_limits_bytes: of a group's ranks, where each has its own; `memory_limit` is then of no account.
         samples: of the worst batch, where another child has looked for them.
+        lengths: of the inputs; `auto` for those of the training set; None: batches are all made alike.
+        lengths_seen: the same, where another child has found them.
         device_name: what the device must be called; None: any.
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
         gradient_clipping: of every step; None: what the task does by itself.
         metric: the evaluation must have it; None: it does not matter.
+        asks_for_current_settings: what the user trains with is to be told, too.
         again: the task is known: no model is built, and nothing is told.
     """
 
@@ -152,12 +139,15 @@ class OpenTask(Command[Opened | None]):
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     samples: SamplesSeen | None = None
+    lengths: Literal["auto"] | tuple[Length, ...] | None = None
+    lengths_seen: LengthsSeen | None = None
     device_name: str | None = None
     margin: float = 0.05
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
     gradient_clipping: GradientClipping | None = None
     metric: str | None = None
+    asks_for_current_settings: bool = False
     again: bool = False
 
 
@@ -178,7 +168,9 @@ class TryBatchSize(Command[Tried]):
 
     Attributes:
         steps: optimizer steps.
-        verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION`.
+        verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION`, or more where room
+            must be made.
+        length: of the inputs; None: the longest.
         evaluation_batch_size: of the default evaluation, at most and less where that does not fit, as in a study's
             runs; None: `batch_size`, which then has to fit.
     """
@@ -187,8 +179,23 @@ class TryBatchSize(Command[Tried]):
     steps: int
     precision: str
     verify: bool = False
+    length: Length | None = None
     evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
+
+
+class TryLengths(TryBatchSize):
+    """Whether batches of several lengths train one after another; the attempt is of the one that failed or took most.
+
+    Attributes:
+        sizes: lengths, each with its batch size.
+        order: which of them each step takes.
+        evaluate_after: how many steps; a checkpoint is saved then, too.
+    """
+
+    sizes: tuple[tuple[Length, int], ...]
+    order: tuple[int, ...]
+    evaluate_after: tuple[int, ...]
 
 
 class TimeSteps(Command[ThroughputPoint]):
@@ -247,7 +254,12 @@ class RunRangeTest(Command[RangeTest]):
 
 
 class MeasureNoiseScale(Command[NoiseScale]):
-    """The gradient noise scale, from gradients of two micro-batch sizes."""
+    """The gradient noise scale, from gradients of two micro-batch sizes.
+
+    Attributes:
+        ranks_apart: `small` is for warming up alone, since a backward pass of `large` tells the gradients of single
+            ranks and that of all together.
+    """
 
     small: int
     large: int
@@ -256,6 +268,7 @@ class MeasureNoiseScale(Command[NoiseScale]):
     warm_up_steps: int
     draws: int
     seconds: float
+    ranks_apart: bool = False
     fresh: ClassVar[bool] = True
 
 
@@ -263,6 +276,23 @@ class Train(Command[RunEnd]):
     """One run; each evaluation is told, and the child waits for whether to go on."""
 
     spec: RunSpec
+    fresh: ClassVar[bool] = True
+
+
+class TimeInTurn(Command[tuple[tuple[float, ...], ...]]):
+    """Steps of several runs in short stretches that alternate, so that a slow spell of the machine hits all alike.
+
+    The answer has seconds of an optimizer step, round by round, each in the order of `specs`.
+
+    Attributes:
+        specs: what is timed; all are in memory at once.
+        seconds: for about how long in all.
+        stretch_seconds: for how long each one has its turn.
+    """
+
+    specs: tuple[RunSpec, ...]
+    seconds: float
+    stretch_seconds: float
     fresh: ClassVar[bool] = True
 
 

@@ -1,12 +1,32 @@
-"""Commands and their answers as JSON: each command is a class that names the type of its answer."""
+"""What goes between processes, and how: commands and answers as lines of JSON, from a parent to its child and back.
+
+A child has its line on its original stdin and stdout. Both are moved away before the user's code is imported, so that
+nothing it prints, reads or closes can disturb them; forks of one image have the line one after the other. A rank has a
+socket in their place (see `batchtune.child.rank`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+import json
+import math
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from batchtune.document import NO_CLIPPING, GradientClipping, Value
+from batchtune.vocabulary import Goal
+
+_GROUP_VARIABLE = "BATCHTUNE_GROUP"
 Answer = TypeVar("Answer")
 Json: TypeAlias = dict[str, Any]  # an object of JSON: one message on a line between processes
 
@@ -30,7 +50,7 @@ class Command(Message, Generic[Answer]):
     _by_name: ClassVar[dict[str, type[AnyCommand]]] = {}
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
         if "[" not in cls.__name__:
             Command._by_name[cls.__name__] = cls
 
@@ -44,12 +64,12 @@ class Command(Message, Generic[Answer]):
         arguments = dict(message)
         return Command._by_name[arguments.pop("command")].model_validate(arguments)
 
-    def read(self, done: Any) -> Answer:
+    def read(self, done: object) -> Answer:
         """The answer, out of its JSON."""
         found: Answer = self._adapter().validate_python(done)
         return found
 
-    def write(self, answer: Answer) -> Any:
+    def write(self, answer: Answer) -> object:
         """The answer as JSON has it."""
         return self._adapter().dump_python(answer, exclude_unset=True)
 
@@ -63,9 +83,185 @@ class Command(Message, Generic[Answer]):
         """The ranks of a group that are asked."""
         return [0] if self.first_rank_only else list(range(world_size))
 
-    def but(self, **changes: Any) -> Self:
+    def but(self, **changes: object) -> Self:
         """The same with other arguments."""
         return self.model_copy(update=changes)
 
 
 AnyCommand: TypeAlias = Command[Any]
+
+
+def pace_kind(optimizer_arguments: Mapping[str, Value]) -> tuple[tuple[str, Value], ...]:
+    """What of the optimizer's arguments may change how long a step takes: names, switches, counts; no other number."""
+    return tuple(sorted((name, each) for name, each in optimizer_arguments.items() if not isinstance(each, float)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One configuration and how long it may train.
+
+    Attributes:
+        micro_batch_size: of each rank.
+        limit_seconds: training time after which the run ends.
+        target: metric value at which the run ends; None runs to the limit.
+        evaluate_every: training seconds between evaluations; None for the automatic pace.
+        evaluation_batch_size: samples in one forward pass of the default evaluation.
+        most_step_seconds: that an optimizer step takes by what other runs had; None where there were none.
+        optimizer_arguments: what else is handed to the user's build_optimizer, by name.
+        gradient_clipping: before the optimizers' steps.
+        limit_joules: energy in training after which the run ends; None for no such limit.
+        horizon_seconds: training time that the user's scheduler is laid out for; None for `limit_seconds`.
+        total_steps: the same in steps, where an earlier run of the configuration has settled it.
+        wall_seconds: on the clock on the wall after which it is to ask whether to go on; None: there is no hurry.
+        world_size: ranks that train it as one.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    learning_rate: float
+    precision: str
+    seed: int
+    metric: str
+    goal: Goal
+    target: float | None
+    limit_seconds: float
+    evaluate_every: float | None
+    evaluation_batch_size: int
+    most_step_seconds: float | None = None
+    optimizer_arguments: dict[str, Value] = field(default_factory=dict)
+    gradient_clipping: GradientClipping = NO_CLIPPING
+    limit_joules: float | None = None
+    horizon_seconds: float | None = None
+    total_steps: int | None = None
+    wall_seconds: float | None = None
+    world_size: int = 1
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size."""
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def reached(self, value: float) -> bool:
+        """Whether a metric value meets the target."""
+        if self.target is None or not math.isfinite(value):
+            return False
+        return value <= self.target if self.goal == "minimize" else value >= self.target
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        outcome: `reached`, `finished`, `pruned` or `diverged`.
+        total_steps: the horizon that the user's scheduler was given; None without one.
+        evaluation_seconds: what its evaluations took.
+        optimizer: its class, where arguments of build_optimizer may have chosen it.
+    """
+
+    outcome: str
+    total_steps: int | None = None
+    evaluation_seconds: float | None = None
+    optimizer: str | None = None
+
+
+class Channel:
+    """The line to the parent; when the parent is gone, so is this process with all that it started.
+
+    A command that was read before the line was there is its first.
+    """
+
+    def __init__(self, commands: IO[str], answers: IO[str], first: Json | None = None) -> None:
+        self._lock = threading.Lock()  # a thread says when torch.compile is at work
+        self._answers, self._process = answers, os.getpid()
+        self._commands: queue.Queue[Json] = queue.Queue()
+        if first is not None:
+            self._commands.put(first)
+        threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
+
+    @classmethod
+    def on_standard_streams(cls) -> Self:
+        """The line on stdin and stdout, which are moved away."""
+        return cls.on_files(*move_standard_streams())
+
+    @classmethod
+    def on_files(cls, commands: int, answers: int, first: Json | None = None) -> Self:
+        """The line on two file descriptors."""
+        return cls(os.fdopen(commands, "r", encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8"), first)
+
+    def _listen(self, commands: IO[str]) -> None:
+        try:
+            for line in commands:
+                self._commands.put(json.loads(line))
+        except OSError as error:
+            end_if_closed(error)
+        end_with_parent()
+
+    def receive(self) -> Json:
+        """The next command."""
+        return self._commands.get()
+
+    def send(self, **message: object) -> None:
+        """One message to the parent; a copy of this process that the user's code has forked off ends here instead."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        try:
+            with self._lock:
+                self._answers.write(json.dumps(message) + "\n")
+                self._answers.flush()
+        except OSError as error:
+            end_if_closed(error)
+            raise
+
+
+def end_if_closed(error: OSError) -> None:
+    """Ends the process with a word on why where the user's code, and not the parent, has closed the line."""
+    if error.errno == errno.EBADF:
+        with contextlib.suppress(OSError):
+            os.write(2, b"the task's code has closed file descriptors that it did not open\n")
+        os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Ends this process and all of its session's first group: what the parent started, and what that has started."""
+    if os.getpgrp() == os.getsid(0):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def move_standard_streams() -> tuple[int, int]:
+    """New file descriptors of stdin and stdout; what is printed from now on goes to stderr."""
+    moved = os.dup(0), os.dup(1)
+    give_standard_streams_away()
+    return moved
+
+
+def give_standard_streams_away() -> None:
+    """From now on nothing can be read from stdin, and what is printed goes to stderr."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+
+class Rendezvous(Message):
+    """Where a group's ranks find whoever coordinates them; in each rank's environment."""
+
+    host: str
+    port: int
+    token: str  # by which the coordinator knows its ranks
+    strategy: str
+    name: str  # of the group among those that use the same store
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The group's that this process is a rank of."""
+        return cls.model_validate_json(os.environ[_GROUP_VARIABLE])
+
+    def variable(self) -> dict[str, str]:
+        """As a part of a rank's environment."""
+        return {_GROUP_VARIABLE: self.model_dump_json()}
+
+    def connect(self, **hello: object) -> socket.socket:
+        """A line to the coordinator, on which it has been told who is there."""
+        line = socket.create_connection((self.host, self.port))
+        line.sendall((json.dumps({"token": self.token, **hello}) + "\n").encode())
+        return line

@@ -1,25 +1,66 @@
-"""A group inside of the user's own torchrun: its processes each run one rank, and the first decides for all."""
+"""Groups of ranks: one that is started here, or inside of the user's own torchrun, whose processes each run a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from batchtune.errors import UsageError
-from batchtune.processes.local import child_environment, describe_exit, entry
-from batchtune.protocol.rendezvous import Rendezvous
+from batchtune.processes.local import LocalProcess, Process, child_environment, describe_exit, entry
+from batchtune.protocol.messages import Message, Rendezvous
 
 _OVER = "over"
-_RESULT = "batchtune/result"
+_RESULT, _RENDEZVOUS = "batchtune/result", "batchtune/rendezvous/"
 _LOOK_SECONDS = 0.1
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class GroupSettings(Message):
+    """What a group is started with."""
+
+    world_size: int
+    strategy: str
+    number: int = 0  # among the groups that the user's own launcher holds; 0: the ranks are launched here
+
+
+class RankLauncher:
+    """Starts processes that train one model together, each on its own device, with the interface of one child.
+
+    The batch size of a command is each rank's. An attempt fits only if it fits on all of them, and a failure on one
+    ends it for all: those that wait for the failed one in a collective are killed after a short time of grace, and the
+    next command starts the group again. Of the device that is named, each rank takes the one of its number.
+
+    Where the user's own launcher runs the ranks, its leader numbers the groups; else torch's is started for each.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        strategy: str,
+        echo: Callable[[str], None] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        leader: Leader | None = None,
+    ) -> None:
+        self._world_size, self._strategy = world_size, strategy
+        self._echo, self._leader, self._environment = echo, leader, dict(environment or {})
+
+    def start(self) -> Process:
+        number = self._leader.next_group() if self._leader else 0
+        group = GroupSettings(world_size=self._world_size, strategy=self._strategy, number=number)
+        command = [*entry("batchtune.processes.coordinator"), group.model_dump_json()]
+        threads = max(1, (os.cpu_count() or 1) // self._world_size)  # ranks that train on the host share its processors
+        environment = {"OMP_NUM_THREADS": str(threads)} | child_environment() | self._environment
+        return LocalProcess(command, environment, self._echo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +92,11 @@ class RendezvousStore:
 
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store: Any = TCPStore(*where, is_master=hosts and not agents, wait_for_workers=False)
+        self._store = TCPStore(*where, is_master=hosts and not agents, wait_for_workers=False)
 
     def announce(self, number: int, rendezvous: Rendezvous | None) -> None:
         """Tells where group `number` meets; with None, that there is none any more."""
-        self._store.set(_key(number), rendezvous.to_json() if rendezvous else _OVER)
+        self._store.set(f"{_RENDEZVOUS}{number}", rendezvous.model_dump_json() if rendezvous else _OVER)
 
     def publish(self, result: str) -> None:
         """Leaves the first process's result."""
@@ -68,16 +109,12 @@ class RendezvousStore:
     def wait_for(self, number: int) -> Rendezvous | None:
         """Where group `number` meets; None once there is none any more, or the store has gone with its host."""
         try:
-            while not self._store.check([_key(number)]):
+            while not self._store.check([key := f"{_RENDEZVOUS}{number}"]):
                 time.sleep(_LOOK_SECONDS)  # not in the store: a signal must be heard
-            text = self._store.get(_key(number)).decode()
+            text = self._store.get(key).decode()
         except RuntimeError:
             return None
-        return None if text == _OVER else Rendezvous.from_json(text)
-
-
-def _key(number: int) -> str:
-    return f"batchtune/rendezvous/{number}"
+        return None if text == _OVER else Rendezvous.model_validate_json(text)
 
 
 class Follower:
@@ -111,7 +148,7 @@ class Follower:
                 process.wait()
 
 
-def _tell_end(process: subprocess.Popen[bytes], line: Any) -> None:
+def _tell_end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
     text = describe_exit(process.wait())
     with contextlib.suppress(OSError):
         line.sendall((f'{{"ended": "{text}"}}\n').encode())

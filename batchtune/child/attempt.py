@@ -1,0 +1,267 @@
+"""One attempt: whether a micro-batch size trains on this device, and how much memory it takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from batchtune.child import heartbeat
+from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
+from batchtune.child.ranks._base import Ranks
+from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite
+from batchtune.device._base import DeviceMemory
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
+from batchtune.device.peaks import SETTLING_STEPS, PeakTracker
+from batchtune.document import Attempt
+from batchtune.errors import UsageError
+from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
+from batchtune.task.contract import Task
+from batchtune.task.load import describe_user_error
+
+_VERIFY_EVALUATION_BATCHES = 2
+_MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
+_LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
+_CPU_PREFIX = re.compile(r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)")  # where in torch
+
+
+class StepTimes:
+    """Seconds of an attempt's steps, those that compiled something apart."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._clean: list[float] = []
+        self._watch = heartbeat.CompileWatch()
+        self._late_graphs = 0
+
+    def add(self, seconds: float) -> None:
+        """Takes in the step that has just ended."""
+        graphs = self._watch.new_graphs()
+        if len(self.seconds) >= SETTLING_STEPS:
+            self._late_graphs += graphs
+        if not graphs:
+            self._clean.append(seconds)
+        self.seconds.append(seconds)
+
+    def median(self) -> float | None:
+        """Median step, without compiling, and without the first step where there is another."""
+        times = self._clean[1:] if len(self._clean) == len(self.seconds) > 1 else self._clean
+        return statistics.median(times) if times else None
+
+    def recompiles(self) -> int | None:
+        """Graphs compiled after the first two steps; None without torch.compile."""
+        return self._late_graphs if self._watch.used else None
+
+
+class _Ended(NamedTuple):
+    """How the steps of an attempt ended; see `Attempt`."""
+
+    outcome: Literal["fit", "oom", "kernel_limit", "user_error"] = "fit"
+    message: str | None = None
+    maps_file: bool | None = None
+    frames: str = ""
+
+
+def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Ranks | None = None) -> Tried:
+    """Trains full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
+
+    The limit of `memory` is enforced already. Ranks that train together (`parallel`) call this at the same time.
+    """
+    heartbeat.forget_compiled()
+    steps, started = _Steps(task, memory, command, parallel), time.perf_counter()
+    ended, usable, before, after = _Ended(), True, None, None
+    try:
+        with memory.attempt(command.batch_size):
+            before = _held_bytes(memory)
+            try:
+                steps.run()
+            except (NonFiniteLossError, UsageError):
+                raise
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
+                ended, usable = _explain(error, steps.batch_size)
+                if ended.outcome == "oom" and usable:
+                    steps.tracker.out_of_memory()
+        after = _held_bytes(memory)
+    except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
+        if ended.outcome == "fit":
+            ended, _ = _explain(error, command.batch_size)
+        usable = False
+    if before is not None and after is not None and after - before > _LEFT_BYTES:
+        usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
+    return Tried(
+        attempt=steps.found(ended, round(time.perf_counter() - started, 4)), usable=usable, frames=ended.frames
+    )
+
+
+def _held_bytes(memory: DeviceMemory) -> int | None:
+    """What tensors take now; None where the device does not tell."""
+    memory.reset_peaks()
+    return memory.peaks().allocated_bytes
+
+
+def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
+    """How it ended, and whether the device survived; the frames are freed, since they hold the step's tensors."""
+    outcome, frames = classify(error), ""
+    if outcome == "user_error":
+        described = describe_user_error(error, f"at batch size {batch_size:,} (not an out-of-memory error)")
+        message, frames = str(described), described.frames
+        cause = message_of(error)
+        message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
+    else:
+        message = _CPU_PREFIX.sub("", message_of(error))
+    ended, usable = _Ended(outcome, message, maps_file(error) or None, frames), leaves_device_usable(error)
+    free_frames(error)
+    return ended, usable
+
+
+class _Steps:
+    """The steps of an attempt, and what is measured in them. It holds no tensor."""
+
+    def __init__(self, task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Ranks | None) -> None:
+        self._task, self._memory, self._command, self._parallel = task, memory, command, parallel
+        self._agree: Callable[[bool], bool] = parallel.agree if parallel else bool
+        self._most = command.steps if command.verify else _MOST_STRAINED * command.steps
+        self.tracker, self._times = PeakTracker(memory), StepTimes()
+        self.batch_size, self._length = command.batch_size, command.length
+        self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
+
+    def found(self, ended: _Ended, seconds: float) -> Attempt:
+        """What was measured up to the end, or up to the failure."""
+        tracker, times, fits = self.tracker, self._times, ended.outcome == "fit"
+        return Attempt(
+            batch_size=self.batch_size,
+            length=self._length,
+            outcome=ended.outcome,
+            seconds=seconds,
+            purpose="verify" if self._command.verify else "search",
+            message=ended.message,
+            maps_file=ended.maps_file,
+            evaluation_batch_size=self._evaluated if fits else None,
+            steps=len(times.seconds),
+            peak_allocated_bytes=tracker.highest.allocated_bytes,
+            peak_reserved_bytes=tracker.highest.reserved_bytes,
+            forward_backward_peak_bytes=tracker.forward_backward_bytes if fits else None,
+            growth_bytes_per_step=tracker.growth_bytes_per_step(),
+            step_seconds=times.median(),
+            recompiles=times.recompiles(),
+        )
+
+    def run(self) -> None:
+        """As the task trains, or is to be used."""
+        if self._task.is_for_inference:
+            self._infer()
+        elif isinstance(self._command, TryLengths):
+            self._train_over(self._command)
+        else:
+            self._train()
+
+    def _train(self) -> None:
+        """Optimizer steps; where memory is full, it is cut up anew in each, and the end may come in one of the next."""
+        command, tracker = self._command, self.tracker
+        trainer, batch = self._trainer(), self._task.worst_batch(command.batch_size, command.length)
+        for number in range(self._most):
+            # a check begins as loops that always free gradients late; an attempt has too few steps, and takes turns
+            is_late = number < self._most // 2 if command.verify else number % 2 == 0
+            self._step(trainer, batch, free_late=is_late or number + 1 == self._most)  # before evaluation, too
+            if command.steps <= number + 1 < self._most and self._agree(not tracker.retries):
+                break
+        if command.verify:
+            heartbeat.beat(at_once=True)
+            tracker.start_phase()
+            self._evaluate(trainer)
+            _save(trainer)
+            self._train_on(trainer, batch)
+
+    def _trainer(self) -> Trainer:
+        device, precision = self._memory.device, self._command.precision
+        return Trainer(self._task, device, precision, parallel=self._parallel, loss_scale=1.0)
+
+    def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
+        """One optimizer step, measured."""
+        tracker, micro_batches = self.tracker, self._command.accumulation_steps
+        with self._timed():
+            for _ in range(micro_batches):
+                trainer.forward_backward(batch, micro_batches)
+            tracker.end_phase(forward_backward=True)
+            if not self._times.seconds:
+                require_finite(trainer.loss, self.batch_size)
+            tracker.start_phase()
+            trainer.update(free_late=free_late)
+            self._memory.synchronize()
+            tracker.end_phase(forward_backward=False)
+
+    def _train_over(self, command: TryLengths) -> None:
+        """Optimizer steps over batches of several lengths; each is made anew, as by a loader."""
+        trainer, fullest, most = self._trainer(), (self.batch_size, self._length), 0
+        for number, which in enumerate(command.order):
+            self._length, self.batch_size = command.sizes[which]
+            batch = self._task.worst_batch(self.batch_size, self._length)
+            self._step(trainer, batch, free_late=number < len(command.order) // 2)
+            if (self.tracker.highest.reserved_bytes or 0) > most:
+                most, fullest = self.tracker.highest.reserved_bytes or 0, (self.batch_size, self._length)
+            if number + 1 in command.evaluate_after:
+                heartbeat.beat(at_once=True)
+                self._evaluate(trainer)
+                _save(trainer)
+                self.tracker.end_phase(forward_backward=False)
+        self.batch_size, self._length = fullest
+
+    def _infer(self) -> None:
+        """As many forward passes as `_train` takes steps."""
+        inference = Inference(self._task, self._memory.device, self._command.precision)
+        batch = self._task.worst_batch(self._command.batch_size, self._command.length)
+        for number in range(self._most):
+            if number >= self._command.steps and not self.tracker.retries:
+                break
+            with self._timed():
+                inference.forward(batch)
+                self._memory.synchronize()
+                self.tracker.end_phase(forward_backward=True)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """A step."""
+        self._memory.synchronize()
+        started = time.perf_counter()
+        self.tracker.start_phase()
+        yield
+        self._times.add(time.perf_counter() - started)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _VERIFY_EVALUATION_BATCHES
+        if trainer.task.has("evaluate"):
+            trainer.model.eval()
+            with torch.no_grad(), trainer.precision.autocast():
+                trainer.task.evaluate(trainer.model, few)
+        elif trainer.task.has("val_dataset") and most is None:
+            metric_value(trainer, "val_loss", size, max_batches=few)
+        elif trainer.task.has("val_dataset") and most is not None:
+            asked = min(size, most)
+            _, fits = fitting_metric_value(trainer, self._memory, "val_loss", asked, max_batches=few)
+            self._evaluated = fits if fits < asked else None
+
+    def _train_on(self, trainer: Trainer, batch: object) -> None:
+        """Evaluation cuts memory up: a few steps more, or until none has to make room, as many as before it at most."""
+        for number in range(1, max(STEPS_AFTER_EVALUATION, self._command.steps) + 1):
+            self.tracker.end_phase(forward_backward=False)
+            before = self.tracker.retries
+            for _ in range(self._command.accumulation_steps):
+                trainer.forward_backward(batch, self._command.accumulation_steps)
+            trainer.update()
+            self._memory.synchronize()
+            self.tracker.end_phase(forward_backward=False)
+            if number >= STEPS_AFTER_EVALUATION and self._agree(self.tracker.retries == before):
+                break
+
+
+def _save(trainer: Trainer) -> None:
+    heartbeat.beat(at_once=True)
+    with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
+        torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)

@@ -1,0 +1,210 @@
+"""What is measured before a study: the gradient noise scale, and the range test of the learning rate."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from batchtune.child.ranks._base import ALONE, Ranks
+from batchtune.child.trainer import Trainer, TrainingBatches
+from batchtune.device._base import DeviceMemory
+from batchtune.document import NoiseScale, RangeTest
+from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
+from batchtune.task.contract import Task
+
+SMALL_PER_LARGE = 4  # draws: small batches are cheap, and their norms scatter more
+_RESAMPLES = 1000
+_CONFIDENCE = 0.9
+_FEWEST_DRAWS = 4
+
+
+def noise_scale(
+    task: Task,
+    memory: DeviceMemory,
+    command: MeasureNoiseScale,
+    clock: Callable[[], float] = time.perf_counter,
+    parallel: Ranks | None = None,
+) -> NoiseScale:
+    """Measures squared gradient norms at two batch sizes, on a model that has trained for a few of the smaller one.
+
+    Freshly initialised weights have a much smaller noise scale than trained ones. Of ranks that train together
+    (`parallel`), one pass may tell both: its small batches are those of single ranks, the large one is all of theirs.
+    """
+    ranks = parallel or ALONE
+    world_size, apart = ranks.world_size, command.ranks_apart
+    memory.release()
+    started = clock()
+    trainer = Trainer(
+        task,
+        memory.device,
+        command.precision,
+        learning_rate=command.learning_rate,
+        samples_per_step=command.small * world_size,
+        parallel=parallel,
+    )
+    few, many = (
+        TrainingBatches(task, size, seed, parallel) for seed, size in enumerate((command.small, command.large), 1)
+    )
+    for _ in range(command.warm_up_steps):
+        trainer.step(few)
+        if ranks.together("max", clock() - started) > command.seconds / 2:
+            break
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < command.draws and ranks.together("max", clock() - started) < command.seconds:
+        if apart:
+            pairs.append(_squared_norms_apart(trainer, next(many)))
+            continue
+        norms = [_squared_norm(trainer, next(few)) for _ in range(SMALL_PER_LARGE)]
+        pairs.append((statistics.fmean(norms), _squared_norm(trainer, next(many))))
+    small, large = command.large if apart else command.small * world_size, command.large * world_size
+    samples, low, high = estimate(pairs, small, large)
+    return NoiseScale(
+        samples=samples,
+        low=low,
+        high=high,
+        batch_sizes=[small, large],
+        draws=len(pairs),
+        seconds=clock() - started,
+    )
+
+
+def estimate(
+    pairs: Sequence[tuple[float, float]], small: int, large: int
+) -> tuple[float | None, float | None, float | None]:
+    """The noise scale in samples with its bootstrap interval, from squared gradient norms at two batch sizes.
+
+    B_noise = tr(S) / |G|^2 with the unbiased tr(S) = (s - l) / (1/small - 1/large) and
+    |G|^2 = (large * l - small * s) / (large - small), s and l being means over the draws (McCandlish et al. 2018,
+    appendix A.1). `pairs` has (squared norm of small batches, of a large batch) for each draw. The estimate is None
+    where either part is not positive, a bound where it is open.
+    """
+    if len(pairs) < _FEWEST_DRAWS:
+        return None, None, None
+    found = _ratio(pairs, small, large)
+    if found is None:
+        return None, None, None
+    dice = random.Random(0)
+    scales = [_ratio(dice.choices(pairs, k=len(pairs)), small, large) for _ in range(_RESAMPLES)]
+    ordered = sorted(scale if scale is not None else float("inf") for scale in scales)
+    cut = int((1 - _CONFIDENCE) / 2 * _RESAMPLES)
+    low, high = ordered[cut], ordered[-1 - cut]
+    return found, min(found, low), None if high == float("inf") else max(found, high)
+
+
+def _ratio(pairs: Sequence[tuple[float, float]], small: int, large: int) -> float | None:
+    of_small, of_large = (statistics.fmean(norms) for norms in zip(*pairs, strict=True))
+    noise = (of_small - of_large) / (1 / small - 1 / large)
+    signal = (large * of_large - small * of_small) / (large - small)
+    return noise / signal if noise > 0 and signal > 0 else None
+
+
+def _squared_norm(trainer: Trainer, batch: object) -> float:
+    """Of the gradient over one batch; the weights stay as they are."""
+    trainer.optimizers.zero_grad()
+    trainer.forward_backward(batch)
+    found = trainer.ranks.squared_norm(_gradients(trainer))
+    trainer.optimizers.zero_grad()
+    return found / float(trainer.precision.scaler.get_scale()) ** 2
+
+
+def _squared_norms_apart(trainer: Trainer, batch: object) -> tuple[float, float]:
+    """The mean over ranks of those of their own gradients, and that of their mean gradient."""
+    trainer.optimizers.zero_grad()
+    trainer.forward_backward(batch, synchronize=False)
+    apart, together = trainer.ranks.squared_norms_apart(_gradients(trainer))
+    trainer.optimizers.zero_grad()
+    scale = float(trainer.precision.scaler.get_scale()) ** 2
+    return apart / scale, together / scale
+
+
+def _gradients(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+
+
+_DIVERGED = 2.0  # times the least smoothed loss: so high, and above the start, training has diverged
+_FIRST = 5  # losses that say where training starts; the rate is still harmless there
+_CLEAR = 4.0  # standard deviations of them: a smoothed loss that is as far below has been learned
+_SMOOTHING = 0.7  # weight of the past: about three steps, a fifth of a decade of the rate
+
+
+class Edge:
+    """Watches a loss while the learning rate rises; at `lowest_at` the smoothed loss was least so far."""
+
+    def __init__(self) -> None:
+        self._weighted = self._weight = 0.0
+        self._first: list[float] = []
+        self._least = math.inf
+        self.lowest_at: float | None = None
+
+    def is_past(self, loss: float, rate: float) -> bool:
+        """Takes in the next step's loss; returns whether training has diverged."""
+        if not math.isfinite(loss):
+            return True
+        self._weighted = _SMOOTHING * self._weighted + (1 - _SMOOTHING) * loss
+        self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)
+        smoothed = self._weighted / self._weight
+        if len(self._first) < _FIRST:
+            self._first.append(loss)
+            return False
+        if smoothed < self._least:
+            self._least, self.lowest_at = smoothed, rate
+        return smoothed > self._bound()
+
+    def _bound(self) -> float:
+        """What the smoothed loss may come to. Near and below zero factors mean nothing, the noise of the start does."""
+        start = sum(self._first) / _FIRST
+        noise = _CLEAR * statistics.pstdev(self._first)
+        if self._least > noise:
+            return max(_DIVERGED * self._least, start)
+        return start if start - self._least > noise else start + noise
+
+
+def range_test(
+    task: Task,
+    memory: DeviceMemory,
+    command: RunRangeTest,
+    clock: Callable[[], float] = time.perf_counter,
+    parallel: Ranks | None = None,
+) -> RangeTest:
+    """Trains a new model for some steps while the learning rate rises by the same factor each time.
+
+    The rates of all groups of parameters rise together; of several ranks' losses the mean counts.
+    """
+    ranks = parallel or ALONE
+    batch_size, steps, rate = command.batch_size * ranks.world_size, command.steps, command.lowest_rate
+    memory.release()
+    started = clock()
+    trainer = Trainer(
+        task,
+        memory.device,
+        command.precision,
+        learning_rate=rate,
+        samples_per_step=batch_size,
+        parallel=parallel,
+    )
+    batches, edge = TrainingBatches(task, command.batch_size, 0, parallel), Edge()
+    ratio = (command.highest_rate / rate) ** (1 / max(1, steps - 1))
+    found, taken = None, 0
+    while taken < steps:
+        taken += 1
+        if edge.is_past(ranks.together("sum", float(trainer.step(batches))) / ranks.world_size, rate):
+            found = rate
+            break
+        if ranks.together("max", clock() - started) > command.seconds:
+            break
+        rate *= ratio
+        for group in trainer.optimizers.param_groups:
+            group["lr"] *= ratio
+    return RangeTest(
+        batch_size=batch_size,
+        edge_learning_rate=found,
+        lowest_loss_learning_rate=edge.lowest_at,
+        highest_learning_rate=min(rate, command.highest_rate),
+        steps=taken,
+        seconds=clock() - started,
+    )

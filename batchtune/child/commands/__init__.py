@@ -1,1 +1,0 @@
-"""The commands that a parent gives a child, a file each."""

@@ -1,0 +1,171 @@
+"""Forward passes alone: inference, and the evaluation during a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from batchtune.child import heartbeat
+from batchtune.child.ranks._base import ALONE, Alone, Ranks
+from batchtune.child.stepping import Precision
+from batchtune.child.trainer import Trainer, move
+from batchtune.device._base import DeviceMemory
+from batchtune.device.failures import classify, free_frames, leaves_device_usable
+from batchtune.errors import UsageError, UserCodeError
+from batchtune.task.contract import Task
+from batchtune.task.state import kept_random_numbers, seed_everything
+
+
+def without_gradients(step: Callable[[int], object]) -> Callable[[int], object]:
+    """A step of the user's own under `torch.inference_mode`."""
+    return torch.inference_mode()(step)
+
+
+class Inference:
+    """A model in eval mode on one device, taking forward passes without gradients."""
+
+    def __init__(self, task: Task, device: torch.device, precision: str) -> None:
+        seed_everything(0)
+        self._task, self._device, self._precision = task, device, Precision(precision, device)
+        self.model: nn.Module = task.model().to(device).eval()
+        self._batch: object = None
+        self._output: object = None
+
+    def forward(self, batch: object) -> None:
+        """One forward pass; as in a loop, the last batch and output live until the next are there."""
+        self._batch = move(batch, self._device)
+        with torch.inference_mode(), self._precision.autocast():
+            self._output = self._task.validate(self.model, self._batch)
+        heartbeat.beat()
+
+
+ENDLESS_SECONDS = 300.0  # of one evaluation on a data set that does not tell its size: it has no end, or is of no use
+
+
+def metric_value(trainer: Trainer, metric: str, batch_size: int, *, max_batches: int | None = None) -> float:
+    """The value of one metric for the model as it stands; training state and random numbers are left as they were.
+
+    The default evaluation, of `val_loss`, is in batches of `batch_size`, `max_batches` of them at most. Of ranks, each
+    takes its part of the validation set; with an `evaluate` of the user's, or with `max_batches`, all of them do the
+    same. The value is the same on all ranks.
+
+    Raises:
+        UsageError: the task does not return this metric.
+    """
+    task, model = trainer.task, trainer.model
+    modes = {module: module.training for module in model.modules()}
+    with kept_random_numbers(trainer.device), torch.no_grad():
+        model.eval()
+        trainer.ranks.align(model)
+        try:
+            if task.has("evaluate"):
+                with trainer.precision.autocast():
+                    return trainer.ranks.together("first", _pick(task.evaluate(model), metric, task))
+            if metric != "val_loss":
+                raise _only_val_loss(metric, task)
+            return _mean_loss(trainer, batch_size, max_batches)
+        finally:
+            model.train()  # a train() of the user's own may undo more than modes; frozen modules stay in eval
+            for module, training in modes.items():
+                module.training = training
+
+
+def fitting_metric_value(
+    trainer: Trainer, memory: DeviceMemory, metric: str, batch_size: int, *, max_batches: int | None = None
+) -> tuple[float, int]:
+    """The same, in the default evaluation with half as many samples at a time, and so on, where more do not fit.
+
+    Ranks settle that in a look at a few batches, and not in a run: one that fails leaves the others waiting.
+
+    Returns the value, and the batch size that did fit.
+    """
+    is_run_of_ranks = trainer.ranks.world_size > 1 and max_batches is None
+    while True:
+        can_be_less = batch_size > 1 and not trainer.task.has("evaluate") and not is_run_of_ranks
+        memory.reset_peaks()
+        value, fits = math.nan, False
+        try:
+            value = metric_value(trainer, metric, batch_size, max_batches=max_batches)
+            fits = not (can_be_less and memory.peaks().is_beyond)
+        except Exception as error:
+            if not can_be_less or classify(error) != "oom" or not leaves_device_usable(error):
+                raise
+            free_frames(error)
+        if not can_be_less or trainer.ranks.agree(fits):
+            return value, batch_size
+        memory.release()
+        batch_size //= 2
+
+
+def require_metric(
+    task: Task, device: torch.device, metric: str, precision: str, parallel: Ranks | None = None
+) -> None:
+    """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
+    if task.has("evaluate"):
+        metric_value(Trainer(task, device, precision, parallel=parallel), metric, 1)
+    elif metric != "val_loss":
+        raise _only_val_loss(metric, task)
+
+
+def _only_val_loss(metric: str, task: Task) -> UsageError:
+    return UsageError(f"objective.metric '{metric}': {task.where} has no evaluate(), so the only metric is 'val_loss'")
+
+
+def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
+    if isinstance(found, float):
+        return found
+    if metric not in found:
+        names = ", ".join(found) or "nothing"
+        raise UsageError(f"objective.metric '{metric}' is not among what evaluate() in {task.where} returns: {names}")
+    return found[metric]
+
+
+def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> float:
+    task = trainer.task
+    data: Any = task.val_data
+    began, has_end = time.monotonic(), hasattr(data, "__len__")
+    total, samples = torch.zeros((), device=trainer.device), 0
+    shares = trainer.ranks if max_batches is None else ALONE
+    for size, batch in itertools.islice(_batches(task, batch_size, shares), max_batches):
+        on_device = move(batch, trainer.device)  # the last one and its loss are there until the next are
+        with trainer.precision.autocast():
+            loss = task.loss(trainer.model, on_device)
+        total += loss.float() * size
+        samples += size
+        heartbeat.beat()
+        if not has_end and time.monotonic() - began > ENDLESS_SECONDS:
+            raise UserCodeError(
+                f"{task.where}: val_dataset has given {samples:,} samples in {ENDLESS_SECONDS:g} s and goes on; "
+                "give it an end, or write evaluate()"
+            )
+    of_all = shares.together("sum", samples)
+    if not of_all:
+        raise UserCodeError(f"{task.where}: val_dataset yields no samples")
+    return shares.together("sum", float(total)) / of_all
+
+
+def _batches(task: Task, batch_size: int, ranks: Ranks | Alone) -> Iterator[tuple[int, object]]:
+    """The batches of the validation set, each with the number of its samples that count.
+
+    Ranks take them in turn, of a stream all of them all. Each takes as many: one that has none left takes the last
+    batch again, which then does not count.
+    """
+    data: Any = task.val_data
+    collate: Callable[[list[object]], object] = task.collate if task.has("collate") else default_collate
+    if isinstance(data, IterableDataset):  # only whoever puts a batch together knows how large it is
+        yield from DataLoader(data, batch_size=batch_size, collate_fn=lambda found: (len(found), collate(found)))
+        return
+    count = math.ceil(len(data) / batch_size)
+    own = range(ranks.rank, ranks.world_size * math.ceil(count / ranks.world_size), ranks.world_size)
+    starts = [batch_size * min(number, count - 1) for number in own]
+    places = [range(start, min(start + batch_size, len(data))) for start in starts]
+    loader = DataLoader(data, batch_sampler=(list(each) for each in places), collate_fn=collate)
+    for number, each, batch in zip(own, places, loader, strict=True):
+        yield len(each) if number < count else 0, batch

@@ -1,0 +1,176 @@
+"""How a child begins: the device, who else is on it, the task, and how that steps."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchtune.child import heartbeat
+from batchtune.child.evaluate import require_metric
+from batchtune.child.ranks._base import Ranks
+from batchtune.child.stepping import choose, every_precision
+from batchtune.device.memory import count_devices, find_device, open_device
+from batchtune.device.nvml import Sensors, Sharing, usable_now
+from batchtune.document import NO_CLIPPING, Environment
+from batchtune.errors import DeviceError, UsageError
+from batchtune.protocol.commands import Describe, Machine, Opened, OpenTask
+from batchtune.protocol.data import CurrentSettings, SamplesSeen
+from batchtune.protocol.messages import Channel
+from batchtune.task.contract import Task
+from batchtune.task.load import current_settings, load_task, set_libraries_apart
+
+_SOME_STEPS = 1000  # of a schedule that is only looked at
+
+
+class Session:
+    """A device, and the task that is opened on it.
+
+    Args:
+        channel: the line to the parent.
+        load: the task by its name, which may be there already.
+        leave: ends this process in favour of the next fork of its image; None: it is no fork.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        load: Callable[[str], Task] = load_task,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        self._channel, self._load, self._leave = channel, load, leave
+        self._parallel: Ranks | None = None
+        self._task: Task
+
+    def describe(self, command: Describe) -> Machine:
+        """The machine without a task."""
+        seen = self._open_device(command.device)
+        return Machine(environment=self._environment(seen), sensors=self._sensors.read())
+
+    def open(self, command: OpenTask) -> Opened | None:
+        """Opens the device, imports the task, builds the model and evaluates it once, then sets the memory limit.
+
+        In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
+        """
+        seen = self._open_device(command.device)
+        self._join(command.device, seen)
+        self._require_device(command.device_name)
+        limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
+        self._task = self._load(command.task)
+        self._task.require(command.purpose)
+        if self._parallel is not None and self._task.has("train_step"):
+            ranks, why = self._parallel.world_size, "has a train_step, which trains on one device"
+            raise UsageError(f"{ranks}: {command.task} {why}; leave it out", setting="ranks")
+        if command.gradient_clipping is not None:
+            self._task.gradient_clipping = command.gradient_clipping
+        set_libraries_apart()
+        self._task.find_lengths(command.lengths, command.lengths_seen)
+        samples = self._task.find_worst_samples(command.samples)
+        opened = None if command.again else self._look_at_task(command, limit, seen, samples)
+        heartbeat.start(lambda: self._channel.send(alive=True))
+        heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
+        if limit is not None:
+            with usable_now(command.device, seen, only_if_full=True):
+                self._memory.enforce(limit)
+        return opened
+
+    def _open_device(self, name: str) -> Sharing | None:
+        """Opens the device; returns who held memory of it before this process had a context there."""
+        self._sensors = Sensors(find_device(name))
+        seen = self._sensors.sharing()
+        with usable_now(name, seen):
+            self._memory = open_device(name)
+        return seen
+
+    def _join(self, name: str, seen: Sharing | None) -> None:
+        """A rank joins the others."""
+
+    def _default_limit(self, margin: float) -> int | None:
+        """The memory limit where the user names none."""
+        return self._memory.default_limit(margin)
+
+    def _require_device(self, wanted: str | None) -> None:
+        """Raises DeviceError where a study would go on on another kind of device."""
+        name = self._memory.describe()[0]
+        if wanted not in {None, name}:
+            which = os.environ.get("CUDA_VISIBLE_DEVICES", self._memory.device)
+            raise DeviceError(
+                f"workers: device {which} is a {name}, but the study is of {wanted}, and times on different devices do "
+                "not compare; list devices of one kind in CUDA_VISIBLE_DEVICES (with Ray: name nodes of one kind, e.g. "
+                "ray.resources={'accelerator_type:A100': 0.001}), or start over with --workers 1 --fresh"
+            )
+
+    def _look_at_task(
+        self, command: OpenTask, limit: int | None, seen: Sharing | None, samples: SamplesSeen | None
+    ) -> Opened:
+        task, memory = self._task, self._memory
+        names = every_precision(memory.device) if command.precision == ("all",) else command.precision
+        chosen = tuple(choose(name, memory.device) for name in names)
+        opened = Opened(
+            device=str(memory.device),
+            device_count=count_devices(memory.device),
+            environment=self._environment(seen),
+            nvml_uuid=self._sensors.uuid(),
+            counts_energy=self._sensors.joules() is not None,
+            precision=chosen,
+            train_size=task.train_size(),
+            samples=samples,
+            lengths=task.lengths,
+            has_train_dataset=task.has("train_dataset") and not task.has("train_loader"),
+            memory_limit_bytes=limit,
+            optimizer_defaults=task.optimizer_defaults(command.optimizer_arguments),
+            forks=self._leave is not None,
+            current_settings=current_settings(task) if command.asks_for_current_settings else CurrentSettings(),
+            **_about_steps(task, is_for_study=command.purpose == "tune"),
+        )
+        if command.metric is not None:
+            require_metric(task, memory.device, command.metric, chosen[0][0], self._parallel)
+            memory.release()
+        return opened
+
+    def _environment(self, seen: Sharing | None) -> Environment:
+        """Versions and device, as the result document has them."""
+        name, total, free = self._memory.describe()
+        variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        return Environment(
+            device=name,
+            device_type=self._memory.device.type,
+            device_memory_bytes=total,
+            device_memory_free_bytes=seen.free_bytes if seen else free,
+            other_processes=list(seen.processes) if seen else None,
+            torch=torch.__version__,
+            cuda=torch.version.cuda,
+            driver=self._sensors.driver(),
+            allocator_conf=next((os.environ[name] for name in variables if name in os.environ), None),
+            python=platform.python_version(),
+            platform=platform.platform(),
+            cpu_count=os.cpu_count(),
+        )
+
+
+def _about_steps(task: Task, *, is_for_study: bool) -> dict[str, Any]:
+    """What of `Opened` is about the task's optimizer steps."""
+    model = task.model()  # for inference, too, so that what is wrong with it is said
+    notes = task.adapted.notes if task.adapted else ()
+    if task.is_for_inference:
+        return {"optimizer": "", "notes": notes}
+    optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
+    settings = optimizers.settings()
+    if is_for_study:  # what is wrong with its schedulers is to be said now
+        schedulers = task.schedulers(optimizers, _SOME_STEPS)
+        names = " + ".join(dict.fromkeys(type(each).__name__ for each in schedulers))
+        settings = settings.model_copy(update={"scheduler": names or None})
+    return {
+        "optimizer": optimizers.name,
+        "optimizer_settings": settings,
+        "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
+        "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
+        "accumulation_steps": task.adapted.accumulation_steps if task.adapted else 1,
+        "notes": notes,
+        "accumulates": task.accumulates(optimizers),
+        "steps_by_itself": task.has("train_step"),
+    }

@@ -1,0 +1,178 @@
+"""This process among the ranks of a group: the process group, and the model on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchtune.child.ranks._base import How, RankLoss, sum_of_squares
+from batchtune.errors import UsageError
+from batchtune.protocol.messages import Rendezvous
+
+_NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own timeout would only come in between
+
+
+def load_for(strategy: str) -> None:
+    """Loads what a strategy needs of torch, so that it is in no memory limit, and in no fork of an image anew."""
+    import torch._dynamo
+    import torch.distributed
+    import torch.nn.parallel
+
+    if strategy == "fsdp":
+        import torch.distributed.fsdp  # noqa: F401
+
+
+class Parallel:
+    """This rank's place among those that train together by DistributedDataParallel or FSDP2."""
+
+    def __init__(self, device: torch.device, rendezvous: Rendezvous, fork: int = 0) -> None:
+        self.device, self.strategy = device, rendezvous.strategy
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._name, self._times_joined = f"{rendezvous.name}.{fork}", 0
+        self._store: Any = None
+
+    def join(self) -> None:
+        """Makes the process group, anew where there was one; every rank calls this.
+
+        What a failed attempt left half done in the group before is forgotten with it.
+        """
+        load_for(self.strategy)
+        dist: Any = torch.distributed
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        if self._store is None:
+            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = dist.TCPStore(*where, is_master=False, timeout=_NEVER)
+        self._times_joined += 1
+        dist.init_process_group(
+            f"cpu:gloo,{self.device.type}:{self.backend}" if self.backend == "nccl" else self.backend,
+            store=dist.PrefixStore(f"batchtune {self._name} {self._times_joined}", self._store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=_NEVER,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+        dist.all_reduce(torch.zeros(1, device=self.device))  # connections are made by the first collective
+        self.agree(go_on=True)
+
+    def agree(self, go_on: bool) -> bool:
+        return bool(self.together("min", float(go_on)))
+
+    def together(self, how: How, value: float) -> float:
+        import torch.distributed as dist
+
+        said = torch.tensor([value], dtype=torch.float64)  # on the host, so that no device is waited for
+        if how == "first":
+            dist.broadcast(said, src=0)
+        else:
+            dist.all_reduce(
+                said, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
+            )
+        return float(said.item())
+
+    def align(self, model: nn.Module) -> None:
+        import torch.distributed as dist
+
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                dist.broadcast(buffer, src=0)
+
+    def squared_norm(self, gradients: Iterable[Tensor]) -> float:
+        if self.strategy == "ddp":
+            return sum_of_squares(gradients)
+        shards: Any = gradients
+        held = [shard.to_local() for shard in shards]
+        return self.together("sum", sum_of_squares(shard for shard in held if shard.numel()))
+
+    def squared_norms_apart(self, gradients: Iterable[Tensor]) -> tuple[float, float]:
+        import torch.distributed as dist
+
+        own = list(gradients)
+        apart = self.together("sum", sum_of_squares(own)) / self.world_size
+        for gradient in own:
+            dist.all_reduce(gradient)
+            gradient.div_(self.world_size)
+        return apart, sum_of_squares(own)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model on this rank's device: all of it, or with FSDP a shard of each repeated block and of the rest.
+
+        A block is sharded as soon as it is on the device, so that the whole model never has to fit there.
+        """
+        if self.strategy == "ddp":
+            return model.to(self.device)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh, blocks = init_device_mesh(self.device.type, (self.world_size,)), repeated_blocks(model)
+        _require_untied(model, blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
+        """The loss of a placed model."""
+        if self.strategy == "fsdp":
+            placed: Any = model
+
+            def sharded(batch: object, *, synchronize: bool) -> Tensor:
+                placed.set_requires_gradient_sync(synchronize)
+                return loss(model, batch)
+
+            return sharded
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped = DistributedDataParallel(_LossOf(model, loss))
+
+        def replicated(batch: object, *, synchronize: bool) -> Tensor:
+            wrapped.require_backward_grad_sync = synchronize  # what no_sync() does; backward comes after this returns
+            return wrapped(batch)  # type: ignore[no-any-return]
+
+        return replicated
+
+
+class _LossOf(nn.Module):
+    """The user's loss as a module: what they call of their model, and how, is inside of what DDP wraps."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> None:
+        super().__init__()
+        self._model, self._loss = model, loss
+
+    def forward(self, batch: object) -> Tensor:
+        return self._loss(self._model, batch)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that come two or more of a kind in a list or a sequence, such as a transformer's layers."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = Counter(type(child) for child in module.children())
+        for child in module.children():
+            if kinds[type(child)] > 1 and next(child.children(), None) is not None and id(child) not in inside:
+                found.append(child)
+                inside |= {id(each) for each in child.modules()}
+    return found
+
+
+def _require_untied(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuses a weight that is used in several shards: each would have its own, and the two would part."""
+    shards = {id(each): number for number, block in enumerate(blocks) for each in block.modules()}
+    held: dict[int, tuple[str, int]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            first, shard = held.setdefault(id(parameter), (name, shards.get(id(module), -1)))
+            if shard != shards.get(id(module), -1):
+                raise UsageError(f"strategy fsdp: {first} and {name} are one weight (tied), in two shards; use ddp")

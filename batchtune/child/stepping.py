@@ -1,0 +1,208 @@
+"""What steps are taken with: precision, clipping, and the context that a task's own `train_step` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from batchtune.document import GradientClipping
+from batchtune.errors import DeviceError, UserCodeError, kind_of
+from batchtune.task.adapting.adapted import Adapted, clip_gradients
+from batchtune.task.optimizers import Optimizers
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AMPERE, _VOLTA = 8, 7  # major compute capabilities with bf16 and with fp16 matrix units
+LOSS_SCALE = 2.0**16  # torch's own to begin with; the first steps may be skipped until it is low enough
+
+
+def choose(name: str, device: torch.device) -> tuple[str, str]:
+    """The precision for `auto` (or the one named) and the reason for it; DeviceError where the device has it not."""
+    if name != "auto":
+        if name == "tf32" and device.type != "cuda":
+            raise DeviceError(f"precision tf32 exists on CUDA devices only, not on {device.type}; use fp32 or bf16")
+        return name, "asked for"
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "bf16", "this accelerator has bf16 matrix units"
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = f"compute capability {major}.{minor}"
+        if major >= _AMPERE:
+            return "bf16", f"{capability} has bf16 matrix units"
+        if major >= _VOLTA:
+            return "fp16", f"{capability} has fp16 matrix units and no bf16"
+        return "fp32", f"{capability} has no half-precision matrix units"
+    return "fp32", f"half precision is not reliably faster on {device.type}"
+
+
+def every_precision(device: torch.device) -> list[str]:
+    """The precisions that a device can train in."""
+    return ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16", "fp16"]
+
+
+class Precision:
+    """How a run computes (bf16, fp16, fp32 or tf32): an autocast context, fp16's loss scaler, the fp32 matrix mode."""
+
+    def __init__(self, name: str, device: torch.device, loss_scale: float = LOSS_SCALE) -> None:
+        self._name, self._device = name, device
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=name == "fp16")
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context that forward passes run in."""
+        if self._name not in _AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=_AUTOCAST[self._name])
+
+
+class Clipper:
+    """Clips what some optimizers are about to step with, all of their parameters together, or as the library does.
+
+    Gradients are unscaled before, by fp16's `scaler`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipping: GradientClipping | None,
+        adapted: Adapted | None,
+        scaler: torch.amp.GradScaler,
+    ) -> None:
+        self._model, self._clipping, self._adapted, self._scaler = model, clipping, adapted, scaler
+
+    def clip(self, optimizers: Sequence[Optimizer]) -> None:
+        """Clips their gradients."""
+        if self._adapted is None and self._clipping is None:
+            return
+        for each in optimizers:
+            self._scaler.unscale_(each)
+        if self._adapted is None:
+            clip_gradients(optimizers, self._clipping)
+            return
+        for each in optimizers:
+            self._adapted.clip_gradients(self._model, each, self._clipping)
+
+
+class StepContext:
+    """Computes and steps for a `train_step(model, batch, optimizers, context)`, which is called for each micro-batch.
+
+    Gradients of all optimizers are freed before the first micro-batch of a step, so that a `train_step` needs no
+    `zero_grad` but between two losses that reach the same parameters.
+
+    Attributes:
+        device: where the model and the batch are.
+        state: whatever is to be kept from one call to the next, such as a hidden state; empty when a run begins.
+        accumulation_steps: micro-batches of an optimizer step.
+        micro_batch: number of this one in its optimizer step, from 0.
+    """
+
+    def __init__(self, device: torch.device, precision: Precision, optimizers: Optimizers, clipper: Clipper) -> None:
+        self.device = device
+        self.state: dict[str, Any] = {}
+        self.accumulation_steps, self.micro_batch = 1, 0
+        self._precision, self._optimizers, self._clipper = precision, optimizers, clipper
+        self._stepped: list[Optimizer] = []
+        self._backward_passes = 0
+        self._is_stepping = False
+        for each in optimizers:
+            each.register_step_pre_hook(self._require_step_by_context)
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the optimizers step after this one; an average of weights is updated then."""
+        return self.micro_batch + 1 == self.accumulation_steps
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """For forward passes: computes in the precision that is measured."""
+        return self._precision.autocast()
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None = None, **arguments: Any) -> None:
+        """Adds this micro-batch's gradients, in place of `loss.backward()`.
+
+        With an optimizer only its parameters get gradients; `arguments` are those of `Tensor.backward`.
+        """
+        self._backward_passes += 1
+        mixes = self._backward_passes > 1 and self.accumulation_steps > 1 and len(self._optimizers) > 1
+        if optimizer is None and mixes:
+            raise UserCodeError(
+                "train_step has several backward passes, whose gradients mix when micro-batches are accumulated; say "
+                "whose each is: context.backward(loss, optimizer)"
+            )
+        if optimizer is not None:
+            arguments["inputs"] = _trained_by(optimizer)
+        self._precision.scaler.scale(loss / self.accumulation_steps).backward(**arguments)
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Frees an optimizer's gradients, unless they are of earlier micro-batches of the same step."""
+        if self.micro_batch == 0:
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Steps an optimizer after the last micro-batch, in place of `optimizer.step()`: unscales, clips and steps.
+
+        A closure computes the loss and its gradients anew, as LBFGS asks for; it calls `context.backward`.
+
+        Raises:
+            UserCodeError: it cannot be stepped so.
+        """
+        if not any(optimizer is each for each in self._optimizers):
+            raise UserCodeError(f"context.step was given {kind_of(optimizer)} that build_optimizer has not returned")
+        if not self.is_last_micro_batch:
+            return
+        again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
+        if scaled and (closure is not None or again):
+            why = "with a closure" if closure is not None else "twice in one train_step"
+            raise UserCodeError(f"fp16's loss scale does not go with an optimizer stepped {why}; use bf16 or fp32")
+        if closure is not None and self.accumulation_steps > 1:
+            raise UserCodeError("an optimizer stepped with a closure sees one micro-batch; do not accumulate")
+        self._stepped.append(optimizer)
+        with self._stepping():
+            if closure is None:
+                self._clipper.clip([optimizer])
+                self._precision.scaler.step(optimizer)
+            else:
+                optimizer.step(closure)
+
+    def step_without_loss(self, optimizer: Optimizer) -> None:
+        """Steps an optimizer for the memory that it takes: gradients that nobody has computed are zero."""
+        without = [each for each in _trained_by(optimizer) if each.grad is None]
+        for each in without:
+            each.grad = torch.zeros_like(each)
+        with self._stepping():
+            optimizer.step()
+        for each in without:
+            each.grad = None
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def begin(self, micro_batch: int, accumulation_steps: int) -> None:
+        """What `train_step` is called for next."""
+        self.micro_batch, self.accumulation_steps = micro_batch, accumulation_steps
+        self._backward_passes, self._stepped = 0, []
+
+    def require_stepped(self) -> None:
+        """Raises UserCodeError where train_step has stepped nothing after the last micro-batch."""
+        if self.is_last_micro_batch and not self._stepped:
+            raise UserCodeError("train_step stepped no optimizer; call context.step(optimizer) after the gradients")
+
+    def _require_step_by_context(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise UserCodeError(
+                "train_step called optimizer.step(); call context.step(optimizer), which knows precision, clipping and "
+                "accumulation, and context.backward(loss) for loss.backward()"
+            )
+
+
+def _trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]

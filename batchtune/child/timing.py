@@ -1,0 +1,211 @@
+"""How fast a batch size trains, how fast batches come, and the floating-point operations of a step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+from batchtune.child.evaluate import Inference
+from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
+from batchtune.child.ranks._base import Ranks
+from batchtune.child.trainer import Trainer, move, training_loader
+from batchtune.child.training_run import HELD_UP
+from batchtune.device._base import DeviceMemory
+from batchtune.device.host import waited_seconds, watching_others
+from batchtune.device.nvml import Sensors
+from batchtune.document import LoaderPoint, ThroughputPoint
+from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
+from batchtune.task.contract import Task
+
+_FORWARD: Callable[..., int] = flop_counter.sdpa_flop_count
+_BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
+
+
+class _Timed:
+    """The steps of one stretch."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.clean: list[float] = []  # those that compiled nothing, and had a processor
+        self.graphs = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.clean or self.seconds)
+
+
+def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None = None) -> ThroughputPoint:
+    """Times training steps at one size for about as long as asked, the device's sensors sampled meanwhile.
+
+    Compiling is no part of it: steps are taken until nothing is left to compile, and one that compiles nevertheless is
+    left out, as is one that waited for a processor, where others did not. Ranks that train together (`parallel`) all
+    call this, and take the same number of steps.
+    """
+    forget_compiled()
+    memory.release()
+    take, agree = _stepper(task, memory, command, parallel), parallel.agree if parallel else bool
+    watch = CompileWatch()
+
+    def step() -> float:
+        seconds = memory.stopwatch()
+        take()
+        return seconds()
+
+    warm_up(step, watch, agree)
+    with Sensors(memory.device).sampling() as readings, watching_others() as load:
+        timed = _time(step, watch, command.seconds, agree)
+    samples = command.batch_size * command.accumulation_steps
+    energy: dict[str, Any] = {}
+    if readings.joules is not None:
+        energy["joules_per_sample"] = readings.joules / (samples * len(timed.seconds))
+    return ThroughputPoint(
+        batch_size=command.batch_size,
+        step_seconds=timed.median,
+        samples_per_second=samples / timed.median,
+        processors_used_by_others=load.others,
+        recompiles=timed.graphs if watch.used else None,
+        **energy,
+        **readings.summary(),
+    )
+
+
+def _stepper(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None) -> Callable[[], object]:
+    """Takes an optimizer step, or a forward pass."""
+    if task.is_for_inference:
+        inference, batch = Inference(task, memory.device, command.precision), task.worst_batch(command.batch_size)
+        return lambda: inference.forward(batch)
+    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    batches = itertools.repeat(task.worst_batch(command.batch_size))
+    return lambda: trainer.step(batches, command.accumulation_steps)
+
+
+def _time(step: Callable[[], float], watch: CompileWatch, seconds: float, agree: Callable[[bool], bool]) -> _Timed:
+    timed, began = _Timed(), time.perf_counter()
+    while agree(not timed.seconds or time.perf_counter() - began < seconds):
+        waited = waited_seconds()
+        taken = step()
+        timed.seconds.append(taken)
+        held_up = waited_seconds() - waited > HELD_UP * taken
+        graphs = watch.new_graphs()
+        timed.graphs += graphs
+        if not graphs and not held_up:
+            timed.clean.append(taken)
+    return timed
+
+
+def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, parallel: Ranks | None = None) -> LoaderPoint:
+    """Brings batches from the training set to the device for about as long as asked.
+
+    The clock starts once every worker has delivered a batch, so that neither their start nor what they had prepared
+    counts; epochs follow one another, as in training. Workers are gone when this returns. What the loader or the user's
+    data set raised is the point's message.
+    """
+    num_workers, pin_memory = command.num_workers, command.pin_memory
+    point = LoaderPoint(num_workers=num_workers, pin_memory=pin_memory)
+    settings = {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "persistent_workers": num_workers > 0,
+        "multiprocessing_context": _start_method(num_workers),
+    }
+    try:
+        with closing(_epochs(training_loader(task, command.batch_size, 0, parallel, **settings))) as batches:
+            rate = _rate(batches, memory, command)
+    except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
+        message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
+        return point.model_copy(update={"message": message})
+    finally:
+        gc.collect()  # the loader ends its workers when it is collected
+    return point.model_copy(update={"samples_per_second": rate})
+
+
+def _rate(batches: Generator[object, None, None], memory: DeviceMemory, command: TimeLoader) -> float:
+    def deliver(batch: object) -> float:
+        move(batch, memory.device)
+        memory.synchronize()
+        return time.perf_counter()
+
+    first = time.perf_counter()
+    for batch in itertools.islice(batches, max(1, command.num_workers)):
+        if deliver(batch) - first > command.seconds:  # slow: what has come since the first says enough
+            break
+    began, count = time.perf_counter(), 0
+    for batch in batches:
+        count += 1
+        if deliver(batch) - began >= command.seconds:
+            break
+    if not count:
+        raise ValueError("train_dataset yields too few samples to time")
+    return count * command.batch_size / (time.perf_counter() - began)
+
+
+def _epochs(loader: Iterable[object]) -> Generator[object, None, None]:
+    """Batches without end, or until an epoch is empty (a data set that can be read once)."""
+    more = True
+    while more:
+        more = False
+        for batch in loader:
+            more = True
+            yield batch
+
+
+def _start_method(num_workers: int) -> str | None:
+    """Forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name."""
+    forks = platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
+    return "fork" if num_workers and forks else None
+
+
+def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
+    """Floating-point operations of one sample in forward and backward, of inference in forward alone."""
+    memory.release()
+    device, precision, batch = memory.device, command.precision, task.worst_batch(command.batch_size)
+    if task.is_for_inference:
+        inference = Inference(task, device, precision)
+        flops = count_flops(lambda: inference.forward(batch))
+    else:
+        trainer = Trainer(task, device, precision)
+        flops = count_flops(lambda: trainer.forward_backward(batch))
+    return Flops(per_sample=None if flops is None else flops / command.batch_size)
+
+
+def count_flops(work: Callable[[], object]) -> int | None:
+    """Runs `work` once and counts its matrix products, convolutions and attention; None where torch cannot.
+
+    A multiplication and an addition are two. Compiled models run uncompiled meanwhile: compiled kernels hide their
+    operations.
+    """
+    compiled = "torch._dynamo" in sys.modules
+    try:
+        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        with (
+            warnings.catch_warnings(),
+            eager,
+            flop_counter.FlopCounterMode(display=False, custom_mapping=_more()) as counter,
+        ):
+            warnings.simplefilter("ignore")  # compiled modules do not like to be watched
+            work()
+    except Exception:  # noqa: BLE001 - a model that takes no counting, or no memory for it: not measured
+        return None
+    return counter.get_total_flops() or None
+
+
+def _more() -> dict[object, Callable[..., object]]:
+    """Attention on the CPU, which torch's table lacks."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    counts = {
+        name: lambda *shapes, **_: _FORWARD(*shapes[:3]),
+        f"{name}_backward": lambda *shapes, **_: _BACKWARD(*shapes[:4]),
+    }
+    return {getattr(torch.ops.aten, each): count for each, count in counts.items() if hasattr(torch.ops.aten, each)}

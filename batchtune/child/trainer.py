@@ -1,0 +1,260 @@
+"""One optimizer step as the user trains it, and batches on their way to it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from batchtune.child import heartbeat
+from batchtune.child.ranks._base import ALONE, Alone, Ranks
+from batchtune.child.ranks.shards import Shard, StreamShard, own_batches
+from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
+from batchtune.document import GradientClipping, Value
+from batchtune.errors import UserCodeError
+from batchtune.task.contract import Task
+from batchtune.task.state import seed_everything
+
+_SEEDS_APART = 1_000_003  # of ranks
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device; whatever has no `.to` stays as it is."""
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
+        return moved
+    return value
+
+
+def training_loader(
+    task: Task, micro_batch_size: int, seed: int, parallel: Ranks | None = None, **settings: Any
+) -> DataLoader[object]:
+    """Shuffled batches of one epoch of the training set; an incomplete one is left out if it would count as whole.
+
+    Of a rank, those of its own shard.
+    """
+    data: Any = task.train_data
+    iterable = isinstance(data, IterableDataset)
+    size = task.train_size()
+    sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
+    if parallel is not None:
+        size = None if size is None else size // parallel.world_size
+        if iterable:
+            data = StreamShard(data, parallel)
+        else:
+            sampler = Shard(sampler or RandomSampler(data, generator=generator), seed, parallel)
+    return DataLoader(
+        data,
+        batch_size=micro_batch_size,
+        shuffle=None if iterable or sampler is not None else True,
+        sampler=sampler,
+        drop_last=size is None or size >= micro_batch_size,
+        collate_fn=task.collate if task.has("collate") else None,
+        generator=generator,
+        **settings,
+    )
+
+
+class TrainingBatches(Iterator[object]):
+    """Batches of the training set without end, of a rank those of its shard; `samples` counts those so far.
+
+    They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
+    """
+
+    def __init__(self, task: Task, micro_batch_size: int, seed: int, parallel: Ranks | None = None) -> None:
+        self._task, self._size, self._seed, self.samples = task, micro_batch_size, seed, 0
+        self._parallel = parallel
+        own = task.has("train_loader")
+        self._loader = None if own else training_loader(task, micro_batch_size, seed, parallel)
+        self._batches = self._without_end()
+
+    def __next__(self) -> object:
+        batch = next(self._batches)
+        self.samples += self._task.samples_in(batch, self._size)
+        return batch
+
+    def _without_end(self) -> Iterator[object]:
+        for epoch in itertools.count():
+            empty = True
+            for batch in self._epoch(epoch):
+                empty = False
+                yield batch
+            if empty:
+                which = "train_dataset" if self._loader is not None else "train_loader"
+                raise UserCodeError(
+                    f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
+                )
+
+    def _epoch(self, number: int) -> Iterable[object]:
+        if self._loader is not None:
+            return self._loader
+        loader = self._task.loader(self._size)
+        return loader if self._parallel is None else own_batches(loader, self._seed + number, self._parallel)
+
+
+class NonFiniteLossError(UserCodeError):
+    """The loss was NaN or infinite before any weight had changed: no batch size or learning rate can help."""
+
+
+class Trainer:
+    """A model with its optimizer on one device, taking optimizer steps.
+
+    Args:
+        task: the user's code.
+        device: where the model lives.
+        precision: bf16, fp16, fp32 or tf32.
+        learning_rate: handed to the user's `build_optimizer`, as are the `optimizer_arguments`.
+        seed: weights and data order follow from it.
+        total_steps: the horizon handed to the user's `build_scheduler`.
+        parallel: the ranks that train together, this process among them; None: it trains alone.
+        loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
+        samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
+        gradient_clipping: before the optimizers' steps; None: what the task does by itself.
+
+    Attributes:
+        ranks: those that train together, this process alone or with others.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        precision: str,
+        *,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+        total_steps: int | None = None,
+        optimizer_arguments: Mapping[str, Value] | None = None,
+        parallel: Ranks | None = None,
+        loss_scale: float = LOSS_SCALE,
+        samples_per_step: int | None = None,
+        gradient_clipping: GradientClipping | None = None,
+    ) -> None:
+        seed_everything(seed)
+        self.task, self.device = task, device
+        self.ranks: Ranks | Alone = parallel or ALONE
+        self.precision = Precision(precision, device, loss_scale)
+        if adapted := task.adapted:
+            adapted.samples_per_step, adapted.total_steps = samples_per_step, total_steps
+        self.model: nn.Module = parallel.place(task.model()) if parallel else task.model().to(device)
+        if not (adapted and adapted.keeps_modes):
+            self.model.train()
+        self._rank_loss = parallel.loss_of(self.model, task.loss) if parallel else None
+        self._micro_batches = 0
+        self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
+        self.schedulers = task.schedulers(self.optimizers, total_steps) if total_steps else []
+        self.scheduled_steps = total_steps or 0
+        clipping = gradient_clipping or task.gradient_clipping
+        self._clipper = Clipper(self.model, clipping, adapted, self.precision.scaler)
+        own_step = task.has("train_step")
+        self._context = StepContext(device, self.precision, self.optimizers, self._clipper) if own_step else None
+        self._batch: object = None
+        self._last_loss: Tensor  # once there is one
+        self._has_old_gradients = False
+        if self.ranks.rank:  # weights are the same on all ranks; what training draws, such as dropout, is not
+            seed_everything(seed + _SEEDS_APART * self.ranks.rank)
+
+    def forward_backward(self, batch: object, accumulation_steps: int = 1, *, synchronize: bool = True) -> Tensor:
+        """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps; returns the detached loss.
+
+        Of ranks, the last micro-batch of a step leaves the mean of all ranks' gradients, unless they are not to
+        `synchronize`.
+
+        As with the variables `batch` and `loss` of a loop, the last ones live until the next are there: their memory
+        is a part of what training takes. Who keeps what is returned holds it longer than a loop does; see `loss`.
+        """
+        self._batch = move(batch, self.device)
+        if self._has_old_gradients:
+            self._free_gradients()
+        self._gradients(self._batch, accumulation_steps, synchronize=synchronize)
+        heartbeat.beat()
+        return self.loss
+
+    @property
+    def loss(self) -> Tensor:
+        """The last micro-batch's, detached; there must have been one."""
+        return self._last_loss.detach()
+
+    def _gradients(self, batch: object, accumulation_steps: int, *, synchronize: bool) -> None:
+        number = self._micro_batches % accumulation_steps
+        self._micro_batches += 1
+        if self._context is not None:
+            self._context.begin(number, accumulation_steps)
+            self._last_loss = self.task.train_step(self.model, batch, self.optimizers, self._context)
+            self._context.require_stepped()
+            return
+        with self.precision.autocast():
+            if self._rank_loss is None:
+                loss = self.task.loss(self.model, batch)
+            else:
+                loss = self._rank_loss(batch, synchronize=synchronize and number + 1 == accumulation_steps)
+        if not loss.requires_grad:
+            raise UserCodeError(
+                "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
+                "(is it under torch.no_grad, detached, or made by .item()?)"
+            )
+        self._last_loss = loss
+        self.precision.scaler.scale(loss / accumulation_steps).backward()
+
+    def update(self, *, free_late: bool = False) -> None:
+        """The optimizers' and schedulers' steps; gradients are freed afterwards.
+
+        With `free_late` once the next batch is there, as in loops that call `zero_grad` before the forward pass, which
+        cuts the memory up in another way. A task's own train_step always leaves them so long.
+        """
+        if self._context is None:
+            self._clipper.clip(self.optimizers)
+            for optimizer in self.optimizers:
+                self.precision.scaler.step(optimizer)
+        self.precision.scaler.update()
+        self._has_old_gradients = free_late or self._context is not None
+        if not self._has_old_gradients:
+            self._free_gradients()
+        if self.schedulers and self.scheduled_steps > 0:  # some raise when stepped past their horizon
+            self.scheduled_steps -= 1
+            for scheduler in self.schedulers:
+                scheduler.step()
+
+    def step_the_others(self) -> None:
+        """Steps the optimizers that a task's own train_step has left out so far, as it will when their turn comes."""
+        if self._context is None:
+            return
+        for optimizer in self.optimizers:
+            if not optimizer.state:
+                self._context.step_without_loss(optimizer)
+
+    def _free_gradients(self) -> None:
+        self.optimizers.zero_grad()
+        self._has_old_gradients = False
+
+    def step(self, batches: Iterator[object], accumulation_steps: int = 1) -> Tensor:
+        """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
+        for batch in itertools.islice(batches, accumulation_steps):
+            self.forward_backward(batch, accumulation_steps)
+        self.update()
+        return self.loss
+
+
+def require_finite(loss: Tensor, micro_batch_size: int) -> None:
+    """Raises NonFiniteLossError for a first loss of NaN or infinity."""
+    if not bool(torch.isfinite(loss).all()):
+        raise NonFiniteLossError(
+            f"compute_loss returned {float(loss):g} in the very first step, at batch size {micro_batch_size:,}, before "
+            "any weight had changed; check the model's initialisation and the data for NaN, zero variance or log(0)"
+        )

@@ -1,1 +1,0 @@
-"""Training as the user does it: steps, precision, evaluation, checkpoints, ranks."""

@@ -1,0 +1,291 @@
+"""One training run against the clock: how far a configuration gets in so much training time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+
+from batchtune.child.evaluate import fitting_metric_value
+from batchtune.child.ranks._base import ALONE, Ranks
+from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
+from batchtune.device._base import DeviceMemory
+from batchtune.device.host import waited_seconds
+from batchtune.document import CurvePoint
+from batchtune.protocol.commands import TimeInTurn
+from batchtune.protocol.messages import RunEnd, RunSpec
+from batchtune.task.contract import Task
+
+SLOWED = 1.5  # a stretch this much slower than the usual pace was held up by something else on the machine
+HELD_UP = 0.05  # of a stretch spent waiting for a processor: whatever is slower in it is put down to that
+_REMEMBERED = 200  # stretches
+
+
+class StepClock:
+    """Adds up training seconds; stretches that something else slowed down count at the usual pace.
+
+    That is the lower quartile of the latest stretches, or `most_step_seconds`, which other runs had, where it is less.
+    """
+
+    def __init__(self, most_step_seconds: float | None = None) -> None:
+        self.seconds = 0.0
+        self.measured_seconds = 0.0
+        self.joules: float | None = None
+        self._paces: deque[float] = deque(maxlen=_REMEMBERED)
+        self._most = most_step_seconds or float("inf")
+
+    @property
+    def step_seconds(self) -> float:
+        """The usual pace: seconds of an optimizer step."""
+        paces = sorted(self._paces)
+        return min(paces[len(paces) // 4] if paces else float("inf"), self._most)
+
+    def see(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> float:
+        """Learns from a stretch that is not counted, such as warm-up; returns what of it was one's own."""
+        own = seconds
+        if waited_seconds > HELD_UP * seconds:
+            own -= min(waited_seconds, 0.95 * seconds)  # the kernel's figures come late at times
+        self._paces.append(own / steps)
+        return own
+
+    def add_energy(self, before_joules: float | None, after_joules: float | None) -> None:
+        """Counts the energy between two readings of the device's counter; None where it has none."""
+        if self.joules is not None and before_joules is not None and after_joules is not None:
+            self.joules += after_joules - before_joules
+
+    def add(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> None:
+        """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor."""
+        own = self.see(steps, seconds, waited_seconds)
+        self.measured_seconds += seconds
+        slowest = SLOWED if own == seconds else 1.0
+        self.seconds += min(own, steps * slowest * self.step_seconds)
+
+
+EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
+EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
+MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
+WORSE_SHARE = 0.2  # of the limit: a run that is worse than before training for so long has diverged…
+WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
+_WARM_UP_STEPS = 3
+_FEWEST_ROUNDS = 3  # of steps that are timed in turn
+_LATE_EVALUATIONS = 20  # however long a run, it is looked at this often
+_ASKING_SECONDS = 1.0
+
+
+def next_evaluation(seconds: float, evaluation_seconds: float, spec: RunSpec) -> float:
+    """Training time of the evaluation after the one at `seconds`, which took `evaluation_seconds`; within the limit."""
+    if spec.evaluate_every is not None:
+        return min(spec.limit_seconds, seconds + spec.evaluate_every)
+    affordable = evaluation_seconds * (1 - EVALUATION_SHARE) / EVALUATION_SHARE
+    gap = max(seconds * (EVALUATION_GROWTH - 1), min(affordable, spec.limit_seconds / _LATE_EVALUATIONS))
+    return min(spec.limit_seconds, seconds + gap)
+
+
+def train(
+    task: Task,
+    memory: DeviceMemory,
+    spec: RunSpec,
+    joules: Callable[[], float | None] = lambda: None,
+    parallel: Ranks | None = None,
+) -> Generator[CurvePoint, bool, RunEnd]:
+    """Trains one configuration, yielding each evaluation and being sent whether to go on.
+
+    Ranks that train together (`parallel`) all call this and yield the same: a stretch takes as long as the slowest of
+    them, samples and energy are those of all.
+
+    Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
+    the warm-up steps on a throwaway model that pay for lazy initialisation. On a CPU the time in which other programs
+    had the processor is not counted either, and a stretch that something else on the machine slowed down counts at the
+    usual pace; a point then has its measured seconds, too. Energy, by the counter `joules`, is of training alone.
+
+    The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
+    however soon its run is to end: at equal training time all are equally far in their schedules.
+    """
+    ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
+    memory.release()
+    clock = StepClock(spec.most_step_seconds)
+    _Run(task, memory, spec, clock, parallel=parallel).warm_up()
+    memory.release()
+    horizon = spec.horizon_seconds or spec.limit_seconds
+    total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
+    run = _Run(task, memory, spec, clock, joules=joules, ends=ends, total_steps=total_steps, parallel=parallel)
+    outcome = yield from run.evaluation()
+    while outcome is None:
+        if run.advance():
+            outcome = yield from run.evaluation()
+        else:
+            yield run.point(None)
+            outcome = "diverged"
+    steps = total_steps if task.has("build_scheduler") else None
+    optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
+    return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
+
+
+def time_in_turn(
+    task: Task, memory: DeviceMemory, command: TimeInTurn, parallel: Ranks | None = None
+) -> list[list[float]]:
+    """Seconds of an optimizer step of each run, data loading included, round by round; see `TimeInTurn`."""
+    memory.release()
+    runs, ranks = (
+        [_Run(task, memory, spec, StepClock(), parallel=parallel) for spec in command.specs],
+        parallel or ALONE,
+    )
+    for run in runs:
+        run.warm_up()
+    rounds: list[list[float]] = []
+    ends = time.perf_counter() + command.seconds
+    while len(rounds) < _FEWEST_ROUNDS or ranks.agree(time.perf_counter() < ends):
+        rounds.append([run.stretch(command.stretch_seconds) for run in runs])
+    return rounds
+
+
+class _Run:
+    """A run at one moment: where its training stands, and how the next stretch of it goes."""
+
+    def __init__(
+        self,
+        task: Task,
+        memory: DeviceMemory,
+        spec: RunSpec,
+        clock: StepClock,
+        *,
+        joules: Callable[[], float | None] = lambda: None,
+        ends: float = math.inf,
+        total_steps: int | None = None,
+        parallel: Ranks | None = None,
+    ) -> None:
+        self._memory, self._spec, self._clock, self._own_joules, self._ends = memory, spec, clock, joules, ends
+        self._ranks = parallel or ALONE
+        self.trainer = Trainer(
+            task,
+            memory.device,
+            spec.precision,
+            learning_rate=spec.learning_rate,
+            seed=spec.seed,
+            total_steps=total_steps,
+            optimizer_arguments=spec.optimizer_arguments,
+            samples_per_step=spec.batch_size,
+            gradient_clipping=spec.gradient_clipping,
+            parallel=parallel,
+        )
+        self._batches = TrainingBatches(task, spec.micro_batch_size, spec.seed, parallel)
+        self._evaluation_batch_size = spec.evaluation_batch_size
+        self.evaluation_seconds = 0.0
+        self._last_evaluation_seconds = 0.0
+        self._start_value: float | None = None
+        self._worse_since: float | None = None
+        self._worse_looks = 0
+        if self._joules() is not None:
+            clock.joules = 0.0
+
+    def _joules(self) -> float | None:
+        """What the counters of all devices say together; None where one has none."""
+        own = self._own_joules()
+        found = self._ranks.together("sum", math.nan if own is None else own)
+        return None if math.isnan(found) else found
+
+    def warm_up(self) -> None:
+        """A few steps on a model that is thrown away: caches fill, kernels load, and the clock learns the pace."""
+        require_finite(self.trainer.forward_backward(next(self._batches)), self._spec.micro_batch_size)
+        self.trainer.update()
+        for _ in range(_WARM_UP_STEPS):
+            _, *spent, _ = self._timed_steps(1)
+            self._clock.see(1, *spent)
+
+    def stretch(self, seconds: float) -> float:
+        """Trains for about so long; returns what a step took."""
+        taken, *spent, _ = self._timed_steps(max(1, round(seconds / self._clock.step_seconds)))
+        return self._clock.see(taken, *spent) / taken
+
+    def evaluation(self) -> Generator[CurvePoint, bool, str | None]:
+        """Yields the next point of the curve; returns how the run has ended, None if it goes on."""
+        spec, clock = self._spec, self._clock
+        started = time.perf_counter()
+        value, self._evaluation_batch_size = fitting_metric_value(
+            self.trainer, self._memory, spec.metric, self._evaluation_batch_size
+        )
+        self._memory.synchronize()
+        self._last_evaluation_seconds = self._ranks.together("max", time.perf_counter() - started)
+        self.evaluation_seconds += self._last_evaluation_seconds
+        go_on = yield self.point(value)
+        if spec.reached(value):
+            return "reached"
+        if not math.isfinite(value) or self._worse_for_long(value):
+            return "diverged"
+        if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
+            return "finished"
+        if clock.joules is not None and spec.limit_joules is not None and clock.joules >= spec.limit_joules:
+            return "finished"
+        return None if go_on else "pruned"
+
+    def advance(self) -> bool:
+        """Trains until the next evaluation is due; returns whether the loss is still a number."""
+        clock = self._clock
+        due = next_evaluation(clock.seconds, self._last_evaluation_seconds, self._spec)
+        before, finite, left = self._joules(), True, self._seconds_until(due)
+        while finite:
+            taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
+            clock.add(taken, *spent)
+            left = self._seconds_until(due)
+            if left <= 0:
+                break
+        clock.add_energy(before, self._joules())
+        return finite
+
+    def _seconds_until(self, due: float) -> float:
+        """What is left until the next evaluation, which is to be over when the run's time on the clock is."""
+        until_end = self._ends - self._last_evaluation_seconds - time.perf_counter()
+        return self._ranks.together("min", min(due - self._clock.seconds, until_end))
+
+    def _timed_steps(self, steps: int) -> tuple[int, float, float, bool]:
+        """So many optimizer steps, or fewer where the clock on the wall runs out: others may hold the machine up.
+
+        Returns the steps taken, their training seconds, those waited for a processor, whether the last loss is finite.
+        """
+        taken, alone = 0, self._ranks.world_size == 1
+        seconds, waited = self._memory.stopwatch(), waited_seconds()
+        while taken < steps and (taken == 0 or self._has_time(taken)):
+            self.trainer.step(self._batches, self._spec.accumulation_steps)
+            taken += 1
+        spent = self._ranks.together("max", seconds())
+        # any other device works on while the host waits; ranks on one host wait for each other
+        waited = waited_seconds() - waited if alone and self._memory.device.type == "cpu" else 0.0
+        return taken, spent, waited, self._ranks.agree(math.isfinite(float(self.trainer.loss)))
+
+    def _has_time(self, taken: int) -> bool:
+        """Whether the clock on the wall lets another step begin; ranks ask each other once a second or so."""
+        every = 1 if self._ranks.world_size == 1 else max(1, int(_ASKING_SECONDS / self._clock.step_seconds))
+        if taken % every:
+            return True
+        return self._ranks.agree(time.perf_counter() < self._ends - self._last_evaluation_seconds)
+
+    def point(self, value: float | None) -> CurvePoint:
+        """The curve's point as things stand."""
+        clock = self._clock
+        measured = clock.measured_seconds if clock.measured_seconds > clock.seconds else None
+        return CurvePoint(
+            seconds=clock.seconds,
+            samples=int(self._ranks.together("sum", self._batches.samples)),
+            value=value,
+            measured_seconds=measured,
+            joules=clock.joules,
+        )
+
+    def _worse_for_long(self, value: float) -> bool:
+        """Whether the run has been worse than before training for so long that it will hardly come back."""
+        if self._start_value is None:
+            self._start_value = value
+        sign, now = (1 if self._spec.goal == "minimize" else -1), self._clock.seconds
+        if sign * value <= sign * self._start_value:
+            self._worse_since, self._worse_looks = None, 0
+            return False
+        self._worse_since = now if self._worse_since is None else self._worse_since
+        self._worse_looks += 1
+        return self._worse_looks >= WORSE_LOOKS and now - self._worse_since >= WORSE_SHARE * self._spec.limit_seconds
+
+
+def _steps_until(seconds: float, step_seconds: float) -> int:
+    """Steps that fill a stretch of training time; half of what is left at a time, since a step's time varies."""
+    left = seconds / max(step_seconds, 1e-9)
+    return max(1, int(left / 2) if left > 4 else round(left))  # noqa: PLR2004 - the last few steps at once

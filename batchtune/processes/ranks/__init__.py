@@ -1,1 +1,0 @@
-"""Several processes that train one model: who starts them, who speaks for them, what their answers come to."""

@@ -1,1 +1,0 @@
-"""Children on the nodes of a Ray cluster."""

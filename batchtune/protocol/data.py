@@ -1,0 +1,64 @@
+"""What a child tells of the task: its settings, and its data, so that later children train the same batches."""
+
+from __future__ import annotations
+
+from batchtune.protocol.messages import Message
+from batchtune.vocabulary import Length
+
+
+class SamplesSeen(Message):
+    """What a look at the samples of the training set has found.
+
+    Attributes:
+        places: of the samples that make the worst batch, the largest first.
+        seen: how many were looked at.
+        total: of how many; None for a stream.
+        is_all: nothing is left that may be larger.
+        differing: by dimension, the least and greatest size among them where they differ.
+    """
+
+    places: tuple[int, ...]
+    seen: int
+    total: int | None
+    is_all: bool
+    differing: dict[str, tuple[int, int]]
+
+
+class LengthGroup(Message):
+    """Samples that may share a batch: those up to a length that the next shorter group has not.
+
+    Attributes:
+        length: that covers all of them; one of them has it, or several have its numbers.
+        places: of those; none where the task makes the batches.
+    """
+
+    length: Length
+    places: tuple[int, ...] = ()
+
+
+class LengthsSeen(Message):
+    """The lengths that a probe may be of.
+
+    Attributes:
+        groups: ascending.
+        counts: samples by length, ascending and at most 200, each with those since the one before; none: nobody knows.
+        seen: samples that were looked at.
+        total: of how many; None for a stream.
+    """
+
+    groups: tuple[LengthGroup, ...]
+    counts: tuple[tuple[Length, int], ...] = ()
+    seen: int = 0
+    total: int | None = None
+
+    @property
+    def longest(self) -> Length:
+        """The longest of all."""
+        return self.groups[-1].length
+
+
+class CurrentSettings(Message):
+    """What the user trains with today, as far as the task says so, each with where it stands."""
+
+    batch_size: tuple[int, str] | None = None
+    learning_rate: tuple[float, str] | None = None
