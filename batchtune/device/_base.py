@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +16,13 @@ class Peaks:
     """High-water marks in bytes since the last reset; None where the device does not tell.
 
     `retries` counts, since the attempt began, how often cached memory was given back to make room for an allocation.
+    `is_beyond` is true where a limit that is kept by measuring was passed.
     """
 
     allocated_bytes: int | None
     reserved_bytes: int | None
     retries: int = 0
+    is_beyond: bool = False
 
 
 class DeviceMemory(Protocol):
@@ -53,5 +57,20 @@ class DeviceMemory(Protocol):
     def synchronize(self) -> None:
         """Waits until the device has done what was asked of it."""
 
+    def stopwatch(self) -> Callable[[], float]:
+        """Starts once the device is idle; called, waits for what was asked of it and returns the seconds that took."""
+
     def release(self) -> None:
         """Gives cached memory back, so that one attempt does not change the next."""
+
+
+def stopwatch_on_the_wall(synchronize: Callable[[], None]) -> Callable[[], float]:
+    """The stopwatch of a device without a clock of its own."""
+    synchronize()
+    began = time.perf_counter()
+
+    def seconds() -> float:
+        synchronize()
+        return time.perf_counter() - began
+
+    return seconds

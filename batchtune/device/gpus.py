@@ -13,6 +13,11 @@ from importlib.resources import files
 from batchtune.errors import UsageError
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
+COMMON = (
+    "A100-80GB", "RTX 4090", "H100 SXM", "T4", "RTX 5090", "H200 SXM", "A100-40GB", "RTX 3060 12GB", "B200",
+    "RTX 4060 Ti 8GB",
+)  # fmt: skip
+"""Names of a few that most people have or rent, the first of them first."""
 _TERA, _LISTED_AT_MOST = 1e12, 8
 # Words that drivers and people put before or after the part that tells one GPU from another.
 _GIGABYTES = re.compile(r"\b(\d+) ?(?:g|gib|gb)\b")

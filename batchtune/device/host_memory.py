@@ -1,60 +1,54 @@
-"""The CPU's memory: a limit of address space that stands for a device's, and what glibc and MKL must be told for it."""
+"""The CPU's memory: what is resident of a process above its imports, measured against a limit."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
-import io
+import mmap
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from batchtune.device._base import Peaks
+from batchtune.device._base import Peaks, stopwatch_on_the_wall
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB = -1, -3, -6  # malloc.h of glibc
-_MAPPED_IN_ATTEMPTS_BYTES = 2**16  # blocks from this size on are mapped each for itself
-_MAPPED_BYTES, _KEPT_FREE_BYTES = 32 << 20, 64 << 20  # where glibc's own thresholds end that rise with use (mallopt(3))
-_ONE_SHAPES_BYTES = 8 << 20  # at the most, of what stays after an attempt, belongs to its batch size, until it shows
-_SPARED_BYTES = 256 << 10  # the same training takes some pages of the heap more or less from process to process
-_OBJECTS_BYTES, _OBJECT_BYTES = 2 << 20, 448  # room for what Python itself makes; one of the objects that make it
-_FILL_WITH_ZEROS = 0xFF  # glibc fills new blocks with this value's complement, 0 leaves them as they are
+_LOOK_SECONDS = 0.005  # between two looks at what is resident
+_ROOM_BYTES = 16 << 20  # for what Python itself makes once a limit was passed
+_ARENA_BYTES = 136 << 20  # of address space that a thread may reserve and not use: glibc's arena, and its stack
+_MADV_POPULATE_READ = 22  # asm-generic/mman-common.h
+
+_loaded_early_bytes = 0
 
 
 class HostMemory:
-    """The CPU's memory, limited by the process's address space.
+    """The CPU's memory, limited by what is resident of the process above its imports.
 
-    The limit counts what comes on top of the process as it stands when `enforce` is called: torch and the task are
-    imported by then, so model, optimizer and activations are in it, as they are on an accelerator. Peaks are of
-    resident memory, the only high-water mark that Linux lets a process reset.
+    That is what a container's memory.max and the host's free memory count. The allocator is left as it is, so that an
+    attempt takes what the same training takes in the user's own process: what glibc keeps of freed blocks, libraries'
+    buffers and what torch loads when it is first used are all in it.
 
-    Within an attempt every block that could leave a hole behind is mapped for itself, and filled, so that what is
-    reserved is resident, too. Otherwise an answer depended on the attempts before it (a transformer's by 10 %), and
-    peaks stayed below what counts against the limit (an LSTM's by 20 %); from process to process the same training
-    took up to 40 % more or less. It costs time: whatever is timed runs as glibc does by itself, or as the user's
-    MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ say.
+    The system has no such limit, so that peaks are measured, and an attempt that went beyond has failed. Meanwhile a
+    thread looks: from the limit on, the process gets no more address space, as a device has no more memory.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._origin_bytes = 0  # of address space: what is there and not the attempt's
+        self._imported_bytes = 0
         self._limit_bytes: int | None = None
         self._limits_before: tuple[int, int] | None = None
-        self._fresh_bytes: int | None = None
-        self._fresh_used_bytes = 0
-        self._kept_bytes: list[int] = []  # by attempt: what it and those before left for good
-        self._first_size = 0
-        self._objects: list[bytes] = []
+        self._most_bytes = self._allowed_bytes = 0  # of address space
+        self._ended = threading.Event()
 
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = _fields(MEMINFO)
@@ -69,76 +63,61 @@ class HostMemory:
         return None if free is None else int(free * min(HOST_SHARE_OF_FREE, 1 - margin))
 
     def enforce(self, limit_bytes: int) -> None:
-        _leave_malloc_to_itself()
-        if self._fresh_bytes is None:
-            self._warm_up()
-            self._fresh_bytes = self._origin_bytes = _fields(_STATUS).get("VmSize", 0)
-            self._fresh_used_bytes = _used_bytes()
         if platform.system() != "Linux":
-            return  # elsewhere an address-space limit is not kept by the system
+            return  # elsewhere nothing tells what is resident
         import resource
 
+        _map_what_the_image_has()
+        now, free = _fields(_STATUS), self.describe()[2] or 0
+        self._imported_bytes = now.get("VmRSS", 0) - _loaded_early_bytes
+        # An only tensor may pass the limit at once; beyond what is free it would end other programs.
+        reserve = min(limit_bytes, max(0, free - limit_bytes)) + (torch.get_num_threads() + 4) * _ARENA_BYTES
+        self._most_bytes = now.get("VmSize", 0) + limit_bytes + reserve
+        self._limits_before = resource.getrlimit(resource.RLIMIT_AS)
         self._limit_bytes = limit_bytes
-        self._limits_before = self._limits_before or resource.getrlimit(resource.RLIMIT_AS)
-        self._count_from(self._fresh_bytes)
+        self._allow(self._most_bytes)
+        self._ended = threading.Event()
+        threading.Thread(target=self._look, args=(self._ended,), daemon=True).start()
 
     def lift(self) -> None:
+        self._ended.set()
         if self._limits_before is not None:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
+            self._allow(self._limits_before[0])
             self._limits_before = self._limit_bytes = None
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """As on any device; what stays of it, such as a library that it loaded, does not count afterwards."""
-        if self._fresh_bytes is None or self._limits_before is None:
+        """As on any device."""
+        limit, self._limit_bytes = self._limit_bytes, None
+        if limit is None or self._limits_before is None:
             yield
             return
-        import resource
-
-        before = _used_bytes()
-        resource.setrlimit(resource.RLIMIT_AS, self._limits_before)
+        self._allow(self._limits_before[0])
         try:
             yield
         finally:
+            self._limit_bytes = limit
             self.release()
-            left = max(0, _used_bytes() - before)
-            self._fresh_bytes += left
-            self._fresh_used_bytes += left
-            self._count_from(self._origin_bytes + left)
 
     @contextlib.contextmanager
-    def attempt(self, batch_size: int) -> Iterator[None]:
-        self.release()
-        if self._fresh_bytes is not None:
-            kept = _used_bytes() - self._fresh_used_bytes if self._kept_bytes else 0
-            one_off = one_off_bytes(self._first_size, self._kept_bytes) if self._kept_bytes else 0
-            self._count_from(self._fresh_bytes + kept - one_off, spared_bytes=_SPARED_BYTES)
-        self._first_size = self._first_size or batch_size
-        _set_malloc(_MAPPED_IN_ATTEMPTS_BYTES, _MAPPED_IN_ATTEMPTS_BYTES, perturb=_FILL_WITH_ZEROS)
+    def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - no size is another's here
         try:
             yield
         finally:
-            _leave_malloc_to_itself()
             self.release()
-            self._kept_bytes.append(_used_bytes() - self._fresh_used_bytes)
 
-    def _count_from(self, origin_bytes: int, spared_bytes: int = 0) -> None:
-        self._origin_bytes = origin_bytes
-        if self._limits_before is not None and self._limit_bytes is not None:
-            import resource
+    def _look(self, ended: threading.Event) -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            limit, now = self._limit_bytes, _fields(_STATUS)
+            if limit is not None and now["VmRSS"] - self._imported_bytes > limit:
+                self._allow(min(self._allowed_bytes, now["VmSize"] + _ROOM_BYTES))
 
-            most = origin_bytes + self._limit_bytes - spared_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most, self._limits_before[1]))
+    def _allow(self, address_space: int) -> None:
+        import resource
 
-    def _warm_up(self) -> None:
-        """One step of a small model: what torch sets up then would otherwise count as the user's model's."""
-        with torch.enable_grad(), torch.device("cpu"):  # whatever the user's code has made the default
-            _step_of_a_small_model()
-        # Python takes memory for its objects a mebibyte at a time, and keeps it as long as one object is in it
-        self._objects = [bytes(_OBJECT_BYTES) for _ in range(_OBJECTS_BYTES // _OBJECT_BYTES)][::256]
-        self.release()
+        assert self._limits_before is not None  # noqa: S101 - whoever limits has asked first
+        self._allowed_bytes = address_space
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, self._limits_before[1]))
 
     def reset_peaks(self) -> None:
         try:
@@ -150,92 +129,54 @@ class HostMemory:
         now = _fields(_STATUS)
         if "VmHWM" not in now:
             return Peaks(None, None)
-        higher = now["VmHWM"] - now["VmRSS"]  # Linux resets the high-water mark of resident memory only
-        return Peaks(None, max(0, now["VmSize"] + higher - self._origin_bytes))
+        taken = max(0, now["VmHWM"] - self._imported_bytes)
+        return Peaks(None, taken, is_beyond=self._limit_bytes is not None and taken > self._limit_bytes)
 
     def synchronize(self) -> None:
         """The host has done its work when a call returns."""
 
+    def stopwatch(self) -> Callable[[], float]:
+        return stopwatch_on_the_wall(self.synchronize)
+
     def release(self) -> None:
         gc.collect()
-        _free_blas_buffers()
         if platform.system() == "Linux":
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed pages otherwise; musl has none
             if trim is not None:
                 trim(0)
+        if self._limit_bytes is not None:
+            self._allow(self._most_bytes)
 
 
-def one_off_bytes(first_size: int, kept_bytes: Sequence[int]) -> int:
-    """Of what the first attempt left for good, that which it would leave at any size: it counts in any process.
+def load_early(load: Callable[[], object]) -> None:
+    """Loads before a fork what training would load, of whose memory it counts as a part."""
+    global _loaded_early_bytes  # noqa: PLW0603 - of this process and its forks
+    before = _fields(_STATUS).get("VmRSS", 0)
+    load()
+    _loaded_early_bytes = _loaded_early_bytes or max(0, _fields(_STATUS).get("VmRSS", 0) - before)
 
-    The rest (oneDNN's kernels for that one shape) comes with each new size again, and what was made for other sizes
-    does not count. How much that is shows from the second attempt on; a batch of one has next to nothing.
 
-    Args:
-        first_size: batch size of the first attempt.
-        kept_bytes: by attempt: what it and those before left for good.
+def _map_what_the_image_has() -> None:
+    """Maps the pages of libraries that this process's image has mapped: a fork begins without them.
+
+    Their import would count as training's otherwise. Where the system does not help, that is how it is.
     """
-    unknown = 0 if first_size == 1 else _ONE_SHAPES_BYTES
-    own = max((after - before for before, after in pairwise(kept_bytes)), default=unknown)
-    return max(0, kept_bytes[0] - own)
-
-
-def _step_of_a_small_model() -> None:
-    layers = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 256)
-    )
-    optimizer = torch.optim.AdamW(layers.parameters())
-    with torch.random.fork_rng(devices=[]):
-        images = torch.randn(256, 3, 8, 8)  # so many that every thread gets a part
-        torch.nn.functional.cross_entropy(layers(images), torch.zeros(256, dtype=torch.long)).backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), io.BytesIO())
-
-
-def _leave_malloc_to_itself() -> None:
-    """Glibc as the user's own training has it, once its thresholds have risen: only the largest blocks are mapped."""
-    defaults = {"MALLOC_MMAP_THRESHOLD_": _MAPPED_BYTES, "MALLOC_TRIM_THRESHOLD_": _KEPT_FREE_BYTES}
-    named = {name: os.environ.get(name, "") for name in defaults}
-    _set_malloc(*(int(named[name][:9]) if named[name].isdecimal() else usual for name, usual in defaults.items()))
-
-
-def _set_malloc(mapped_from: int, kept_free: int, perturb: int = 0) -> None:
-    """Has glibc map every block of so many bytes or more for itself: freeing it gives its address space back."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if set_option is not None:
-        options = {_M_MMAP_THRESHOLD: mapped_from, _M_TRIM_THRESHOLD: kept_free, _M_PERTURB: perturb}
-        for option, value in options.items():
-            set_option(option, value)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """What glibc's heap holds; `fordblks` are the bytes that are free in it, see mallinfo(3)."""
-
-    _fields_ = (("before", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
-
-
-def _used_bytes() -> int:
-    """Address space of this process without what its heap has free: holes that attempts left are room for the next."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
-    free = 0
-    if ask is not None:
-        ask.restype = _Mallinfo2
-        free = ask().fordblks
-    return _fields(_STATUS).get("VmSize", 0) - int(free)
-
-
-@functools.cache
-def _mkl() -> ctypes.CDLL | None:
-    """The library that holds MKL, in which torch's x86 builds multiply matrices."""
-    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    return ctypes.CDLL(str(library)) if library.is_file() else None
-
-
-def _free_blas_buffers() -> None:
-    """MKL keeps its packing buffers for the next product, several mebibytes of them for each new shape."""
-    free = getattr(_mkl(), "mkl_serv_free_buffers", None)
-    if free is not None:
-        free()
+    page, image = mmap.PAGESIZE, Path(f"/proc/{os.getppid()}")
+    with contextlib.suppress(OSError), (image / "pagemap").open("rb", buffering=0) as pagemap:
+        advise = ctypes.CDLL(None).madvise
+        same = set(Path("/proc/self/maps").read_text("utf-8").splitlines())
+        for line in (image / "maps").read_text("utf-8").splitlines():
+            found = re.match(r"(\w+)-(\w+) r-[x-]p .* /", line)
+            if found is None or line not in same:
+                continue
+            first, end = int(found[1], 16), int(found[2], 16)
+            pagemap.seek(first // page * 8)
+            entries = array("q", pagemap.read((end - first) // page * 8))
+            for is_there, pages in groupby(enumerate(entries), key=lambda entry: entry[1] < 0):  # its highest bit
+                if is_there:
+                    numbers = [number for number, _ in pages]
+                    start = ctypes.c_void_p(first + numbers[0] * page)
+                    advise(start, ctypes.c_size_t(len(numbers) * page), _MADV_POPULATE_READ)
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -4,50 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import statistics
 import sys
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from batchtune.device.gpus import find_gpu
 from batchtune.errors import UsageError
-from batchtune.files import write_atomically
+from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.overheads import Offsets
+from batchtune.run_folder import write_atomically
 
-_FORMAT = 1
+_CALIBRATION, _FORMAT = "calibration.json", 1
 _MOST_OFFSETS = 16  # of each term; the oldest go first
-_GIB = 1 << 30
 _BELIEVED = {  # what lies outside was no measurement: somebody else used the GPU, or the file was edited
-    "context_bytes": (64 << 20, 4 * _GIB),  # no context takes less: nobody had one when that was measured
-    "workspace_bytes": (0, 4 * _GIB),
+    "context_bytes": (64 * MIB, 4096 * MIB),  # no context takes less: nobody had one when that was measured
     "convolution_share": (-0.5, 2.0),
     "recurrent_share": (-0.5, 2.0),
 }
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Medians of what was measured; None for a term that was not.
-
-    Attributes:
-        context_bytes: taken from the device by a process beside what its allocator reserves.
-        workspace_bytes: allocated beside the storages of the trace, in steps without convolutions or recurrent layers.
-        convolution_share: the same in steps with convolutions, as a share of the traced peak.
-        recurrent_share: the same in steps with recurrent layers.
-        probes: how many measurements the best-known term rests on.
-    """
-
-    context_bytes: int | None = None
-    workspace_bytes: int | None = None
-    convolution_share: float | None = None
-    recurrent_share: float | None = None
-    probes: int = 0
-
-
-UNMEASURED = Offsets()
 
 
 def cache_folder() -> Path:
@@ -81,8 +57,7 @@ def record(device_name: str, term: str, value: float) -> None:
         term: a field of `Offsets`.
         value: bytes, or a share of the traced peak.
     """
-    low, high = _BELIEVED[term]
-    if not low <= value <= high:
+    if not _is_believed(term, value):
         return
     gpus = _read()
     entry = _believed(gpus.get(device_name))
@@ -90,11 +65,7 @@ def record(device_name: str, term: str, value: float) -> None:
     document = {"format": _FORMAT, "gpus": gpus | {device_name: {"torch": _torch(), **entry}}}
     with contextlib.suppress(OSError):
         cache_folder().mkdir(parents=True, exist_ok=True)
-        write_atomically(_file(), json.dumps(document, indent=2) + "\n")
-
-
-def _file() -> Path:
-    return cache_folder() / "calibration.json"
+        write_atomically(cache_folder() / _CALIBRATION, json.dumps(document, indent=2) + "\n")
 
 
 def _torch() -> str:
@@ -102,9 +73,9 @@ def _torch() -> str:
     return ".".join(version("torch").split(".")[:2])
 
 
-def _read() -> dict[str, Any]:
+def _read() -> dict[str, object]:
     try:
-        document = json.loads(_file().read_text(encoding="utf-8"))
+        document = json.loads((cache_folder() / _CALIBRATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     gpus = document.get("gpus") if isinstance(document, dict) and document.get("format") == _FORMAT else None
@@ -115,14 +86,11 @@ def _believed(entry: object) -> dict[str, list[float]]:
     """The measurements of one GPU with this torch that can be what they claim to be."""
     if not isinstance(entry, dict) or entry.get("torch") != _torch():
         return {}
-    found = {}
-    for term, (low, high) in _BELIEVED.items():
-        values = entry.get(term)
-        kept = [
-            value
-            for value in (values if isinstance(values, list) else [])
-            if isinstance(value, int | float) and math.isfinite(value) and low <= value <= high
-        ]
-        if kept:
-            found[term] = kept[-_MOST_OFFSETS:]
-    return found
+    terms = {term: entry[term] for term in _BELIEVED if isinstance(entry.get(term), list)}
+    kept = {term: [each for each in values if _is_believed(term, each)] for term, values in terms.items()}
+    return {term: values[-_MOST_OFFSETS:] for term, values in kept.items() if values}
+
+
+def _is_believed(term: str, value: object) -> bool:
+    low, high = _BELIEVED[term]
+    return isinstance(value, int | float) and low <= value <= high  # which NaN is not

@@ -1,22 +1,24 @@
-"""The parent's part of an estimate: which precisions and GPUs are asked about, and the records that answer."""
+"""`batchtune estimate` as a function: which GPUs and precisions a person means, and the document that answers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from batchtune.config.options import TRACE_SECONDS
-from batchtune.document import Estimate, MemoryDetail, Remedy
-from batchtune.errors import NothingFitsError, UsageError, UserCodeError
-from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.tracers import Asking, ask_tracers
+from batchtune.device.gpus import Gpu, all_gpus, find_gpu
+from batchtune.document import Estimate, Failure, MemoryDetail, Remedy, TaskInfo
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.estimate.commands import EstimateMemory, Refusal, Row
+from batchtune.estimate.memory.events import Work
+from batchtune.estimate.tracers import Answered, ask, ask_tracers, facts_of
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
+from batchtune.result import Result
+from batchtune.task.spec import file_hash
 from batchtune.units import size
 
-STRATEGIES = ("ddp", "fsdp")
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
 # has a softmax from fp16 to fp32 in one kernel, and none from bf16: a step that has one is traced at both.
@@ -34,29 +36,6 @@ _NOT_IN_HARDWARE = {
 }
 
 
-class GpuFacts(Protocol):
-    """What an estimate needs of a catalogue's GPU (`batchtune.device.gpus.Gpu` has it)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vendor(self) -> str: ...
-    @property
-    def generation(self) -> str: ...
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def compute_capability(self) -> tuple[int, int] | None: ...
-    @property
-    def bandwidth_bytes_per_second(self) -> float: ...
-    @property
-    def tflops(self) -> Mapping[str, float]: ...
-    @property
-    def board_power_watts(self) -> int | None: ...
-
-
 @dataclass(frozen=True)
 class EstimateRun:
     """Everything an estimate found: one record for each GPU and precision, and one detail for each precision.
@@ -69,35 +48,86 @@ class EstimateRun:
     refusal: UserCodeError | NothingFitsError | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked about every GPU.
+def run_estimate(
+    task: str,
+    gpus: Sequence[str],
+    precisions: Sequence[str],
+    *,
+    memory_limit: int | None,
+    accumulation_steps: int,
+    strategy: str,
+    world_size: int,
+    inference: bool,
+    timeout: float,
+    observer: Observer,
+) -> Result:
+    """Estimates a task on every GPU named at every precision named.
 
-    Attributes:
-        task: as for `probe`.
-        memory_limit: bytes a process may reserve; None for all that the GPU has beside its context.
-        accumulation_steps: micro-batches per optimizer step.
-        strategy: ddp or fsdp, where there is more than one rank.
-        world_size: number of ranks; the answer is for each of them.
-        inference: forward passes without gradients instead of training.
+    Raises:
+        NothingFitsError: not even a batch of 1 on any GPU, or nothing can be estimated; `result` holds the rows, with
+            what would make it fit or why not.
+        UserCodeError: the step fails, on a GPU as in the trace; so it does.
+        BatchtuneError: with the document, which says no more than the error, in `result`.
     """
+    if inference and max(accumulation_steps, world_size) > 1:
+        raise UsageError("--inference: takes neither --accumulation nor --world-size; leave them out")
+    nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=task, sha256=file_hash(task)))
+    chosen = choose_gpus(gpus)
+    names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
+    observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
+    question = EstimateMemory(
+        task=task,
+        memory_limit=memory_limit,
+        accumulation_steps=accumulation_steps,
+        strategy=strategy,
+        world_size=world_size,
+        inference=inference,
+    )
+    try:
+        found = estimate_task(question, chosen, names, observer=observer, timeout=timeout)
+    except (BatchtuneError, KeyboardInterrupt) as caught:
+        error = caught if isinstance(caught, BatchtuneError) else RunInterrupted("interrupted: nothing was estimated")
+        raise _ended(error, nothing, "failed" if error is caught else "interrupted") from None
+    result = nothing.model_copy(update={"estimates": found.estimates, "details": found.details or None})
+    if found.refusal is not None:
+        raise _ended(found.refusal, result, "failed")
+    if all(row.max_batch_size == 0 for row in found.estimates):
+        error = NothingFitsError(too_large(found.estimates, may_shard=_may_shard(question)))
+        error.result = result
+        raise error
+    return result
 
-    task: str
-    memory_limit: int | None = None
-    accumulation_steps: int = 1
-    strategy: str = "ddp"
-    world_size: int = 1
-    inference: bool = False
 
-    @property
-    def may_shard(self) -> bool:
-        """Whether more ranks that share the model were not asked about yet, and could be."""
-        return self.world_size == 1 and not self.inference
+def _ended(error: BatchtuneError, result: Result, status: str) -> BatchtuneError:
+    """The error with the document of an estimate that did not complete."""
+    failure = Failure(exit_code=error.exit_code, message=str(error))
+    error.result = result.model_copy(update={"status": status, "error": failure})
+    return error
+
+
+def too_large(rows: Sequence[Estimate], *, may_shard: bool = True) -> str:
+    """One line for rows of which none holds a batch of 1: the need and the remedy on the GPU with the most memory."""
+    roomiest = max(rows, key=lambda row: (any(each.max_batch_size for each in row.remedies), row.memory_bytes))
+    gpus = len({row.gpu for row in rows})
+    where = f"any of {gpus} GPUs; {roomiest.gpu}" if gpus > 1 else roomiest.gpu
+    why = "; ".join(shortage(roomiest.needed_bytes, roomiest.remedies, may_shard=may_shard))
+    return f"nothing fits on {where} at {roomiest.precision}: {why}"
+
+
+def choose_gpus(names: Sequence[str]) -> list[Gpu]:
+    """The catalogue's rows for names, each once; `all` is every row.
+
+    Raises:
+        UsageError: a name that the catalogue lacks, or that means several of its rows.
+    """
+    if "all" in names:
+        return list(all_gpus())
+    return list(dict.fromkeys(find_gpu(name) for name in names))
 
 
 def estimate_task(
-    question: Question,
-    gpus: Sequence[GpuFacts],
+    question: EstimateMemory,
+    gpus: Sequence[Gpu],
     precisions: Sequence[str] = ("auto",),
     *,
     processes: int = 2,
@@ -107,7 +137,7 @@ def estimate_task(
     """Estimates the largest micro-batch of a task on each GPU at each precision, without one.
 
     Args:
-        question: the task and how it is trained.
+        question: the task and how it is trained; of GPUs and precisions it says nothing.
         gpus: rows of the catalogue.
         precisions: bf16, fp16, fp32, tf32, or `auto` for what each GPU does well.
         processes: children that trace at the same time.
@@ -123,46 +153,46 @@ def estimate_task(
     for name in precisions:
         if name not in (*PRECISIONS, "auto"):
             raise UsageError(f"--precision {name}: not one of {', '.join(PRECISIONS)} or auto")
-    asked = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
-    alike = {name: _TRACED_AS.get(name, name) for _, name in asked}
+    wanted = [(gpu, choose(gpu) if name == "auto" else name) for gpu in gpus for name in dict.fromkeys(precisions)]
+    alike = {name: _TRACED_AS.get(name, name) for _, name in wanted}
     if "fp16" in alike and "bf16" not in alike:
         alike["fp16"] = "fp16"
-
-    def facts_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        return {gpu.name: _facts(gpu) for gpu, name in asked if name in names}
-
     deadline = time.monotonic() + timeout
 
-    def answer(worker: Worker, traced: str) -> dict[str, dict[str, Any]]:
+    def asked(worker: Worker, traced: str, names: Collection[str]) -> Answered:
+        facts = {gpu.name: facts_of(gpu) for gpu, name in wanted if name in names}
+        return ask(worker, question.but(precision=traced), list(facts.values()), deadline)
+
+    def answer(worker: Worker, traced: str) -> dict[str, Answered]:
         names = [name for name, other in alike.items() if other == traced]
-        found = {traced: Asking(worker, vars(question) | {"precision": traced}, deadline).answer(facts_of(names))}
-        if traced == "bf16" and "fp16" in names and found[traced].get("has_softmax"):
-            found["fp16"] = Asking(worker, vars(question) | {"precision": "fp16"}, deadline).answer(facts_of(["fp16"]))
+        found = {traced: asked(worker, traced, names)}
+        if traced == "bf16" and "fp16" in names and found[traced].has_softmax:
+            found["fp16"] = asked(worker, "fp16", ["fp16"])
         return found
 
     jobs = list(dict.fromkeys(alike.values()))
     answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout, processes=processes)
     alike |= {name: name for name in alike if name in answers}
-    estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in asked]
-    return EstimateRun(
-        estimates,
-        [
-            MemoryDetail(precision=_roomiest(row for row in estimates if alike[row.precision] == traced), **detail)
-            for traced, found in answers.items()
-            for detail in found.get("details", [])
-        ],
-        _refusal(list(answers.values())),
-    )
+    estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
+    details = [
+        each.detail.model_copy(
+            update={"precision": _roomiest(row for row in estimates if alike[row.precision] == name)}
+        )
+        for name, each in answers.items()
+        if each.detail is not None
+    ]
+    return EstimateRun(estimates, details, _refusal([each.refusal for each in answers.values()]))
 
 
-def _refusal(answers: Sequence[Mapping[str, Any]]) -> UserCodeError | NothingFitsError | None:
-    """Why none of them has a figure; None where one has."""
-    if any("refused" not in each for each in answers):
+def _refusal(refusals: Sequence[Refusal | None]) -> UserCodeError | NothingFitsError | None:
+    """Why none of the answers has a figure; None where one has."""
+    known = [each for each in refusals if each is not None]
+    if len(known) < len(refusals):
         return None
-    failed = next((each for each in answers if "frames" in each), None)
+    failed = next((each for each in known if each.frames is not None), None)
     if failed is not None:
-        return UserCodeError(failed["refused"], failed["frames"])
-    return NothingFitsError(f"nothing could be estimated: {answers[0]['refused']}")
+        return UserCodeError(failed.refused, failed.frames or "")
+    return NothingFitsError(f"nothing could be estimated: {known[0].refused}")
 
 
 def _roomiest(rows: Iterable[Estimate]) -> str:
@@ -170,8 +200,8 @@ def _roomiest(rows: Iterable[Estimate]) -> str:
     return max(rows, key=lambda row: row.max_batch_size or 0).precision
 
 
-def choose(gpu: GpuFacts) -> str:
-    """The precision a GPU does well, as `batchtune.child.training.precision.choose` finds it on the device itself."""
+def choose(gpu: Gpu) -> str:
+    """The precision a GPU does well, as `batchtune.child.stepping.choose` finds it on the device itself."""
     if gpu.vendor == "Apple":
         return "fp32"
     if gpu.compute_capability is None or gpu.compute_capability[0] >= _AMPERE:
@@ -179,61 +209,49 @@ def choose(gpu: GpuFacts) -> str:
     return "fp16" if gpu.compute_capability[0] >= _VOLTA else "fp32"
 
 
-def _facts(gpu: GpuFacts) -> dict[str, Any]:
-    return {
-        "name": gpu.name,
-        "memory_bytes": gpu.capacity_bytes,
-        "generation": gpu.generation,
-        "vendor": gpu.vendor,
-        "measured": asdict(offsets_of(gpu.name)),
-    }
-
-
-def _record(gpu: GpuFacts, precision: str, answer: dict[str, Any], question: Question) -> Estimate:
-    known: dict[str, Any] = {"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "precision": precision}
-    known["inference"] = question.inference or None
-    if "refused" in answer:
-        return Estimate(**known, confidence="refused", notes=[answer["refused"]])
-    row = answer["rows"][gpu.name]
-    speed = samples_per_second(gpu, precision, row, question.accumulation_steps)
-    watts = gpu.board_power_watts
-    if not row["max_batch_size"]:
-        known["needed_bytes"] = row["needed_bytes"]
-        known["remedies"] = [Remedy(name=name, max_batch_size=most or 0) for name, most in row.get("remedies", [])]
-    return Estimate(
-        **known,
-        max_batch_size=row["max_batch_size"],
-        safe_max_batch_size=row["safe_max_batch_size"],
-        expandable_segments_max_batch_size=row["expandable_segments_max_batch_size"],
-        limited_by=row["limited_by"],
-        peak_bytes=row.get("peak_bytes"),
-        samples_per_second=speed,
-        samples_per_joule=speed / watts if speed is not None and watts else None,
-        confidence=row["confidence"],
-        error_share=row["error_share"],
-        notes=[
-            *row["notes"],
-            *_notes(gpu, row, question),
-            *shortage(known.get("needed_bytes"), known.get("remedies", ()), may_shard=question.may_shard),
-            *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
-            *([_ROOFLINE] if speed is not None else []),
-        ],
+def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory) -> Estimate:
+    known = Estimate(
+        gpu=gpu.name, memory_bytes=gpu.memory_bytes, precision=precision, inference=question.inference or None
+    )
+    if answer.refusal is not None:
+        return known.model_copy(update={"confidence": "refused", "notes": [answer.refusal.refused]})
+    row, remedies = answer.rows[gpu.name], answer.remedies.get(gpu.name, [])
+    samples = row.max_batch_size * min(question.accumulation_steps, 2)  # as many micro-batches as were traced
+    speed, watts = samples_per_second(gpu, precision, samples, row.work), gpu.board_power_watts
+    return known.model_copy(
+        update=row.model_dump(exclude={"work"})
+        | {
+            "samples_per_second": speed,
+            "samples_per_joule": speed / watts if speed is not None and watts else None,
+            "remedies": remedies,
+            "notes": [
+                *row.notes,
+                *_notes(gpu, row, question.memory_limit),
+                *shortage(row.needed_bytes, remedies, may_shard=_may_shard(question)),
+                *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
+                *([_ROOFLINE] if speed is not None else []),
+            ],
+        }
     )
 
 
-def _is_emulated(gpu: GpuFacts, precision: str) -> bool:
+def _may_shard(question: EstimateMemory) -> bool:
+    """Whether more ranks that share the model were not asked about yet, and could be."""
+    return question.world_size == 1 and not question.inference
+
+
+def _is_emulated(gpu: Gpu, precision: str) -> bool:
     capability = gpu.compute_capability
     return precision in _NOT_IN_HARDWARE and capability is not None and capability[0] < _AMPERE
 
 
-def _notes(gpu: GpuFacts, row: dict[str, Any], question: Question) -> list[str]:
+def _notes(gpu: Gpu, row: Row, limit: int | None) -> list[str]:
     """What the figures of a row leave to be said."""
     notes = []
-    limit = question.memory_limit
     if limit is not None and limit > gpu.capacity_bytes:
         notes.append(f"the memory limit of {limit:,} bytes is more than this GPU has")
-    if row["limited_by"] == "max":
-        notes.append(f"at least {row['max_batch_size']:,}: larger batches were not looked at")
+    if row.limited_by == "max":
+        notes.append(f"at least {row.max_batch_size:,}: larger batches were not looked at")
     return notes
 
 
@@ -250,8 +268,8 @@ def shortage(needed_bytes: int | None, remedies: Sequence[Remedy], *, may_shard:
     return notes + (["--strategy fsdp --world-size N asks what fits where N such GPUs share it"] if shards else [])
 
 
-def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], accumulation_steps: int) -> float | None:
-    """Speed at the largest batch if arithmetic or memory were busy all the time: matrix operators, then all others.
+def samples_per_second(gpu: Gpu, precision: str, samples: int, work: Work | None) -> float | None:
+    """Speed of a step of so many samples if arithmetic or memory were busy all the time: matrix operators, then others.
 
     Source: Williams, Waterman and Patterson, "Roofline", Communications of the ACM 52(4), 2009.
 
@@ -259,11 +277,8 @@ def samples_per_second(gpu: GpuFacts, precision: str, row: Mapping[str, Any], ac
         Samples per second; None where nothing fits or the GPU's rate at this precision is not known.
     """
     rate = gpu.tflops.get(precision)
-    if rate is None or not row["max_batch_size"]:
+    if rate is None or work is None:
         return None
-    work = row["work"]
     bandwidth = gpu.bandwidth_bytes_per_second
-    seconds = max(work["flops"] / (rate * _TERA), work["matmul_bytes"] / bandwidth) + work["other_bytes"] / bandwidth
-    micro_batches = min(accumulation_steps, 2)  # as many as were traced
-    found: float = row["max_batch_size"] * micro_batches / seconds if seconds > 0 else 0.0
-    return found or None
+    seconds = max(work.flops / (rate * _TERA), work.matmul_bytes / bandwidth) + work.other_bytes / bandwidth
+    return samples / seconds if seconds > 0 else None

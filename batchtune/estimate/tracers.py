@@ -1,41 +1,76 @@
-"""The children that trace at the same time: how far they are, and their end at the time limit or at Ctrl-C."""
+"""The parent's side of tracing: children at work for an estimate, and the one that a probe has beside its own child."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Self
 
-from batchtune.errors import RunInterrupted
-from batchtune.estimate.commands import PROGRAM, EstimateMemory
+from batchtune.config.options import TRACE_SECONDS
+from batchtune.device.gpus import Gpu, find_gpu
+from batchtune.device.nvml import gpus_here
+from batchtune.document import MemoryDetail, Remedy
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.estimate.calibration import offsets_of
+from batchtune.estimate.commands import (
+    PROGRAM,
+    EstimateMemory,
+    ExpectMemory,
+    GpuFacts,
+    LoadTracer,
+    Refusal,
+    Row,
+    TaskEstimate,
+    Traced,
+)
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.worker import Worker
+from batchtune.processes.worker import Worker, WorkerDied
+from batchtune.protocol.commands import Opened
 
 _DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
-_Answers = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Answered:
+    """What a child says at one precision.
+
+    Attributes:
+        refusal: why it says nothing; None where it does.
+        rows: by the GPUs' names.
+        detail: the peak at the largest size.
+        has_softmax: as in `Traced`.
+        remedies: what would help, by the names of GPUs on which nothing fits.
+    """
+
+    refusal: Refusal | None
+    rows: dict[str, Row] = field(default_factory=dict)
+    detail: MemoryDetail | None = None
+    has_softmax: bool = False
+    remedies: dict[str, list[Remedy]] = field(default_factory=dict)
 
 
 def ask_tracers(
     jobs: Sequence[str],
-    answer: Callable[[Worker, str], _Answers],
+    answer: Callable[[Worker, str], dict[str, Answered]],
     observer: Observer,
     *,
     seconds: float,
     processes: int,
-) -> _Answers:
+) -> dict[str, Answered]:
     """Has a child of its own do each job.
 
     Args:
         jobs: their names.
         answer: does one, in a thread.
         observer: told how far they are, and what the user's code prints.
-        seconds: after which they are ended; the answer is then the reason, as `refused`.
+        seconds: after which they are ended; the answer is then the reason.
         processes: children at the same time.
 
     Raises:
@@ -44,7 +79,7 @@ def ask_tracers(
     stopping, workers, started = threading.Event(), list[Worker](), time.monotonic()
     shares = dict.fromkeys(jobs, 0.0)
 
-    def work(job: str) -> _Answers:
+    def work(job: str) -> dict[str, Answered]:
         launcher = LocalLauncher(observer.printed, program=PROGRAM)
         with Worker(None, launcher, stopping=stopping, progress=partial(shares.__setitem__, job)) as worker:
             workers.append(worker)
@@ -59,21 +94,23 @@ def ask_tracers(
                 wait(futures.values(), _LOOK_SECONDS, FIRST_EXCEPTION)
         finally:
             _end(futures.values(), workers, stopping)
-    found: _Answers = {}
+    found: dict[str, Answered] = {}
     for job, future in futures.items():
         error = future.exception()
         if error is not None and not isinstance(error, RunInterrupted):
             raise error
-        found |= {job: {"refused": _too_long(seconds, shares[job])}} if error else future.result()
+        found |= {job: Answered(Refusal(refused=_too_long(seconds, shares[job])))} if error else future.result()
     return found
 
 
-def _are_at_work(futures: Sequence[Future[_Answers]] | Any) -> bool:
+def _are_at_work(futures: Collection[Future[dict[str, Answered]]]) -> bool:
     """Whether some are, and none has failed."""
     return not all(each.done() for each in futures) and not any(each.done() and each.exception() for each in futures)
 
 
-def _end(futures: Any, workers: Sequence[Worker], stopping: threading.Event) -> None:
+def _end(
+    futures: Collection[Future[dict[str, Answered]]], workers: Sequence[Worker], stopping: threading.Event
+) -> None:
     """Ends the children that are still at work; their threads learn of it."""
     if all(each.done() for each in futures):
         return
@@ -90,49 +127,134 @@ def _too_long(seconds: float, share: float) -> str:
     )
 
 
-class Asking:
-    """One child, asked about one precision and about what would help where nothing fits.
+def ask(worker: Worker, question: EstimateMemory, gpus: Sequence[GpuFacts], deadline: float) -> Answered:
+    """Asks a child about GPUs, and about what would help where nothing fits.
 
     Args:
         worker: has the child.
-        arguments: of the question, but for the GPUs.
+        question: but for the GPUs.
+        gpus: what is known of them.
         deadline: of the monotonic clock, when nobody waits any more.
     """
 
-    def __init__(self, worker: Worker, arguments: dict[str, Any], deadline: float) -> None:
-        self._worker, self._arguments, self._deadline = worker, arguments, deadline
+    def call(some: Sequence[GpuFacts], **changes: object) -> Traced | Refusal:
+        left = max(0.0, deadline - time.monotonic())
+        return worker.call(question.but(gpus=tuple(some), seconds=left, **changes), timeout=left + _DYING_SECONDS)
 
-    def answer(self, facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The child's answer, its rows by the GPUs' names; `remedies` of a row are (what, largest batch)."""
-        found = self._ask(facts, {})
-        found["rows"] = dict(zip(facts, found.get("gpus", []), strict=False))
-        hopeless = {name: facts[name] for name, row in found["rows"].items() if not row["max_batch_size"]}
-        for words, changes in self._remedies():
-            if not hopeless:
-                break
-            try:
-                rows = self._ask(hopeless, changes).get("gpus", [])
-            except RunInterrupted:  # the time is up: what is known stands without
-                break
-            for name, row in zip(list(hopeless), rows, strict=False):
-                found["rows"][name].setdefault("remedies", []).append((words, row["max_batch_size"]))
-                if row["max_batch_size"] and len(changes) > 1:
-                    del hopeless[name]
+    found = call(gpus)
+    if isinstance(found, Refusal):
+        return Answered(found)
+    rows = dict(zip((gpu.name for gpu in gpus), found.gpus, strict=True))
+    answered = Answered(None, rows, found.details[0], has_softmax=found.has_softmax)
+    hopeless = [gpu for gpu in gpus if not rows[gpu.name].max_batch_size]
+    for name, changes in _remedies(question) if hopeless else ():
+        try:
+            tried = call(hopeless, **changes)
+        except RunInterrupted:  # the time is up: what is known stands without
+            break
+        for gpu, row in zip(hopeless, [] if isinstance(tried, Refusal) else tried.gpus, strict=False):
+            answered.remedies.setdefault(gpu.name, []).append(Remedy(name=name, max_batch_size=row.max_batch_size))
+    return answered
+
+
+def facts_of(gpu: Gpu) -> GpuFacts:
+    """What an answer needs to know of a GPU: the catalogue's row, and what probes measured."""
+    return GpuFacts(
+        name=gpu.name,
+        memory_bytes=gpu.capacity_bytes,
+        generation=gpu.generation,
+        vendor=gpu.vendor,
+        measured=offsets_of(gpu.name),
+    )
+
+
+def _remedies(question: EstimateMemory) -> list[tuple[str, dict[str, object]]]:
+    """What may make a model smaller, each alone and then all together."""
+    single: list[tuple[str, dict[str, object]]] = []
+    if question.precision == "fp32":
+        single.append(("bf16 or fp16", {"precision": "bf16"}))
+    if question.accumulation_steps > 1:
+        single.append(("one micro-batch per step", {"accumulation_steps": 1}))
+    if not question.inference:
+        single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
+    together = {key: value for _, changes in single for key, value in changes.items()}
+    return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
+
+
+class EstimatePrior:
+    """A child that traces while the probe's own child opens; whatever fails in it leaves the probe without it.
+
+    Args:
+        task: as the user named it.
+        device: as the user named it; the child starts at once where that is likely to mean CUDA or a CPU.
+        observer: told in a note what is expected, or why nothing is.
+        on_cpu: whether to look ahead on a CPU, too.
+    """
+
+    def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
+        self._task, self._observer, self._on_cpu = task, observer, on_cpu
+        self._worker = Worker(None, LocalLauncher(program=PROGRAM))
+        self._starting: threading.Thread | None = None
+        self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
+        if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
+            self._starting = threading.Thread(target=self._start, daemon=True)
+            self._starting.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+
+    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> TaskEstimate | None:
+        """What to expect of the device that the probe's child has opened; None where no trace tells.
+
+        Args:
+            opened: what the probe's child said of the task.
+            precision: of the probe.
+            accumulation_steps: micro-batches per optimizer step.
+            timeout: seconds after which the user's code hangs.
+        """
+        limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
+        if not limit or self._left <= 0 or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
+            return None
+        started, left = time.monotonic(), min(timeout, self._left)
+        try:
+            if self._starting is not None:
+                self._starting.join(left)
+                if self._starting.is_alive():
+                    raise WorkerDied("timeout", "still loading")
+            command = ExpectMemory(
+                task=self._task,
+                precision=precision,
+                accumulation_steps=accumulation_steps,
+                memory_limit=limit,
+                samples=opened.samples,
+                lengths=opened.lengths,
+                gpu=None if is_cpu else _gpu(opened.device_name),
+                inference=opened.is_for_inference,
+            )
+            found = self._worker.call(command, timeout=left - (time.monotonic() - started))
+        except BatchtuneError as error:
+            is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
+            reason = "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
+            found = Refusal(refused=reason)
+        self._left -= time.monotonic() - started
+        if isinstance(found, Refusal):
+            self._observer.note(f"no estimate to start from: {found.refused}")
+            return None
+        self._observer.note(f"estimate: about {found.expected:,} samples fit at {precision}")
         return found
 
-    def _remedies(self) -> list[tuple[str, dict[str, Any]]]:
-        """What may make a model smaller, each alone and then all together."""
-        single: list[tuple[str, dict[str, Any]]] = []
-        if self._arguments["precision"] == "fp32":
-            single.append(("bf16 or fp16", {"precision": "bf16"}))
-        if self._arguments["accumulation_steps"] > 1:
-            single.append(("one micro-batch per step", {"accumulation_steps": 1}))
-        if not self._arguments["inference"]:
-            single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
-        together = {key: value for _, changes in single for key, value in changes.items()}
-        return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
+    def _start(self) -> None:
+        try:
+            self._worker.call(LoadTracer(), timeout=TRACE_SECONDS)
+        except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
+            self._worker.close()
 
-    def _ask(self, facts: dict[str, dict[str, Any]], changes: dict[str, Any]) -> dict[str, Any]:
-        left = max(0.0, self._deadline - time.monotonic())
-        arguments = {**self._arguments, "gpus": list(facts.values()), "seconds": left, **changes}
-        return self._worker.call(EstimateMemory(**arguments), timeout=left + _DYING_SECONDS)
+
+def _gpu(device_name: str) -> GpuFacts:
+    try:
+        return facts_of(find_gpu(device_name))
+    except UsageError:
+        return GpuFacts()

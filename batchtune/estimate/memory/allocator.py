@@ -11,8 +11,6 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from batchtune.estimate.rounding import round_up
-
 MIB = 1 << 20
 ROUNDING_BYTES = 512
 SMALL_LIMIT_BYTES = MIB
@@ -21,7 +19,11 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 LARGE_SEGMENT_LIMIT_BYTES = 10 * MIB
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 _SEGMENT_GAP = 1 << 40  # segments are far apart, so that blocks of two never look adjacent
-_HIGHEST_ADDRESS = 1 << 62
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
 
 
 class OutOfMemory(Exception):
@@ -42,12 +44,12 @@ class Block:
 
 
 class CachingAllocator:
-    """The allocator with its default, fixed segments.
+    """The allocator with its default, fixed segments, each above the last one.
+
+    Of equal free blocks the one with the lowest address is taken; in which order a driver hands them out is not known.
 
     Args:
         capacity_bytes: what it may reserve; None for no limit.
-        falling: whether each segment lies below the last one. Of equal free blocks the one with the lowest address is
-            taken, and the order in which the driver hands out addresses is documented nowhere.
 
     Attributes:
         allocated_bytes: bytes in blocks that are in use.
@@ -57,7 +59,7 @@ class CachingAllocator:
         retries: how often it gave segments back in order not to fail.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, *, falling: bool = False) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -65,7 +67,7 @@ class CachingAllocator:
         self._in_use: dict[int, Block] = {}
         self._at: dict[int, Block] = {}  # free blocks by address
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted, by pool
-        self._next_address, self._gap = (_HIGHEST_ADDRESS, -_SEGMENT_GAP) if falling else (0, _SEGMENT_GAP)
+        self._next_address = 0
 
     def allocate(self, key: int, size: int) -> None:
         """Takes a block of at least `size` bytes, known from now on by `key`.
@@ -121,7 +123,7 @@ class CachingAllocator:
     def _mapped(self, size: int, segment: int, *, small: bool) -> Block:  # noqa: ARG002 - for those that expand
         """New memory from the device: a segment of its own."""
         self._reserve(segment)
-        self._next_address += self._gap
+        self._next_address += _SEGMENT_GAP
         return Block(self._next_address, segment, small)
 
     def _reserve(self, size: int) -> None:
@@ -172,13 +174,6 @@ class CachingAllocator:
         candidates = self._free[block.small]
         del candidates[bisect.bisect_left(candidates, (block.size, block.address))]
         del self._at[block.address]
-
-
-class FallingAllocator(CachingAllocator):
-    """The allocator where each segment lies below the last one."""
-
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        super().__init__(capacity_bytes, falling=True)
 
 
 def _page(*, small: bool) -> int:
@@ -250,7 +245,7 @@ class ExpandableAllocator(CachingAllocator):
                     if holed and room >= size:
                         return start
                 block = block.next
-        self._next_address += self._gap
+        self._next_address += _SEGMENT_GAP
         self._segments[small].append(
             Block(self._next_address, round_up(self._addresses, _page(small=small)), small, mapped=False)
         )

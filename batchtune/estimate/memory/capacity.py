@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple
 
 from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
-from batchtune.estimate.memory.events import Birth, Trace, Work
+from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work
 from batchtune.estimate.memory.fit import Step, peak_allocated_bytes, replay
-from batchtune.estimate.memory.scratch import Gpu
 from batchtune.vocabulary import LARGEST
 
 _RESOLUTION = 256  # replays stop at 1/256 of the size: far finer than the estimate is true
@@ -41,18 +41,27 @@ class Search:
     ) -> None:
         self._step, self._allocator, self._resolution = step, allocator, resolution
         self._share = 1.0  # of what live storages alone would allow
-        self._held: dict[int, int] = {}  # the least capacity that held a size
-        self._too_small: dict[int, int] = {}  # the greatest capacity that did not
+        self._held: dict[tuple[int, bool], int] = {}  # the least capacity that held a size, in an attempt or a check
+        self._too_small: dict[tuple[int, bool], int] = {}  # the greatest capacity that did not
 
     def __call__(self, capacity_bytes: int) -> int:
         """The largest batch size whose replay stays within the capacity; 0 where 1 does not fit."""
         bound = largest_allocated(self._step, capacity_bytes)
-        gap = finest = max(1, bound // self._resolution)
-        longest = max(gap, bound // _LONGEST_STRIDE)
-        fitting, failing = 0, bound + 1
+        finest = max(1, bound // self._resolution)
         size = bound if bound == LARGEST else min(bound, max(1, round(bound * self._share)))
-        while fitting < size < failing:  # away from the first look in larger strides, until the limit is passed
-            if self._fits(size, capacity_bytes):
+        fitting = self._around(size, bound, finest, capacity_bytes)
+        fitting = self._beyond(fitting, finest, capacity_bytes)
+        if not self._fits(fitting, capacity_bytes, check=True):
+            fitting = self._around(fitting - 1, fitting - 1, finest, capacity_bytes, check=True)
+        self._share = fitting / bound if fitting else self._share
+        return fitting
+
+    def _around(self, size: int, bound: int, finest: int, capacity_bytes: int, *, check: bool = False) -> int:
+        """The largest size up to a bound that fits, from a first look at one in ever larger strides."""
+        gap, longest = finest, max(finest, bound // _LONGEST_STRIDE)
+        fitting, failing = 0, bound + 1
+        while fitting < size < failing:
+            if self._fits(size, capacity_bytes, check=check):
                 fitting, size = size, size + gap
             else:
                 failing, size = size, size - gap
@@ -61,12 +70,10 @@ class Search:
             gap = min(2 * gap, longest)
         while failing - fitting > finest:
             middle = (fitting + failing) // 2
-            if self._fits(middle, capacity_bytes):
+            if self._fits(middle, capacity_bytes, check=check):
                 fitting = middle
             else:
                 failing = middle
-        fitting = self._beyond(fitting, finest, capacity_bytes)
-        self._share = fitting / bound if fitting else self._share
         return fitting
 
     def below(self, size: int, capacity_bytes: int) -> int:
@@ -84,34 +91,28 @@ class Search:
                 stride //= 2
         return fitting
 
-    def _fits(self, batch_size: int, capacity_bytes: int) -> bool:
-        if capacity_bytes >= self._held.get(batch_size, math.inf):
+    def _fits(self, batch_size: int, capacity_bytes: int, *, check: bool = False) -> bool:
+        asked = batch_size, check
+        if not batch_size or capacity_bytes >= self._held.get(asked, math.inf):
             return True
-        if capacity_bytes <= self._too_small.get(batch_size, -1):
+        if capacity_bytes <= self._too_small.get(asked, -1):
             return False
         try:
-            replay(self._step, batch_size, self._allocator(capacity_bytes))
+            replay(self._step, batch_size, self._allocator(capacity_bytes), check=check)
         except OutOfMemory:
-            self._too_small[batch_size] = capacity_bytes
+            self._too_small[asked] = capacity_bytes
             return False
-        self._held[batch_size] = capacity_bytes
+        self._held[asked] = capacity_bytes
         return True
 
 
 def largest_allocated(step: Step, capacity_bytes: float) -> int:
     """The largest batch size whose live storages alone stay within the capacity; 0 where 1 does not."""
-    failing = 1
+    fitting, failing = 0, 1
     while failing <= LARGEST and peak_allocated_bytes(step, failing) <= capacity_bytes:
-        failing *= 2
-    fitting = failing // 2
-    failing = min(failing, LARGEST + 1)
-    while failing - fitting > 1:
-        middle = (fitting + failing) // 2
-        if peak_allocated_bytes(step, middle) <= capacity_bytes:
-            fitting = middle
-        else:
-            failing = middle
-    return fitting
+        fitting, failing = failing, 2 * failing
+    between = range(fitting + 1, min(failing, LARGEST + 1))
+    return fitting + bisect.bisect_right(between, capacity_bytes, key=lambda size: peak_allocated_bytes(step, size))
 
 
 class TracedGrid:

@@ -1,15 +1,76 @@
-"""A trace: when every storage of a training step was born and died, how large it was, and what it was for."""
+"""A trace: when every storage of a training step was born and died, how large it was, and what it was for.
+
+Memory inside a kernel is described by blocks, the order they are taken in, and the GPU they depend on. What training on
+several GPUs changes are formulas, laid over the trace of one process; NCCL's own buffers are not in them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, Union
 
-from batchtune.estimate.memory.scratch import Block, Gpu
+from batchtune.estimate.memory.allocator import MIB
 
 SCRATCH = "scratch:"  # prefix of an op whose storage is memory inside a kernel, sized by a formula and not seen
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
 _LOOK_AHEAD = 6
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = MIB, 25 * MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, bucket_cap_mb
+_SHARDED = ("parameters", "gradients", "optimizer_states")
+FLOAT, LONG, INT = 4, 8, 4  # bytes
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the formulas ask of a GPU.
+
+    Attributes:
+        multiprocessors: their number.
+        threads: that one multiprocessor holds at a time.
+        cublas_bytes: workspace of a cuBLAS handle.
+    """
+
+    multiprocessors: int = 108
+    threads: int = 2048
+    cublas_bytes: int = 8_519_680
+
+
+Formula = Callable[..., int]  # of a Gpu and lengths
+Arguments: TypeAlias = Sequence[Any]  # of an operator, as a dispatch mode gets them
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory of one kernel: a formula and what it is calculated from; 0 bytes are none.
+
+    One that `outlives` its group is given back with the group around it.
+    """
+
+    formula: Formula
+    lengths: tuple[int, ...]
+    outlives: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A result whose memory was taken when it was larger."""
+
+    place: int
+    size_bytes: int
+
+
+# What a kernel allocates, in its order: a block, the place of a result among the operator's results, or a group of
+# such, whose blocks are given back when the group is done.
+Step: TypeAlias = Union[Block, Held, int, "tuple[Step, ...]"]
+Steps: TypeAlias = tuple[Step, ...]
+RESULTS = -1  # as a step: all results, in their order
+
+
+def bytes_of(size: int, *, outlives: bool = False) -> Block:
+    """A block of a size that is known."""
+    return Block(lambda _, size: size, (size,), outlives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +141,7 @@ class Trace:
         notes: what the recorder had to assume.
         ops: names of all operators that ran, and `nn.RNNBase` where the model has one.
         work: what the last optimizer step computes and moves.
-        units: bytes of each parameter by unit of sharding; see `batchtune.estimate.tracing.distributed`.
+        units: bytes of each parameter by unit of sharding; see `distributed`.
     """
 
     batch_size: int
@@ -129,16 +190,8 @@ def _stand_in_for(event: int, stands_for: dict[int, int]) -> int:
 
 
 def _sorted_frees(events: Iterable[int]) -> list[int]:
-    ordered: list[int] = []
-    run: list[int] = []
-    for event in events:
-        if event < 0:
-            run.append(event)
-        else:
-            ordered += sorted(run, reverse=True)
-            run = []
-            ordered.append(event)
-    return ordered + sorted(run, reverse=True)
+    runs = itertools.groupby(events, lambda event: event > 0)
+    return [event for is_births, run in runs for event in (run if is_births else sorted(run, reverse=True))]
 
 
 def renumbered(trace: Trace, events: list[int]) -> Trace:
@@ -147,3 +200,76 @@ def renumbered(trace: Trace, events: list[int]) -> Trace:
     births = [trace.births[event - 1] for event in number]
     renamed = [number[event] + 1 if event > 0 else -(number[-event] + 1) for event in events]
     return replace(trace, events=renamed, births=births)
+
+
+def distributed(trace: Trace, strategy: str, world_size: int) -> Trace:
+    """The trace of one rank of `world_size`, under ddp or fsdp with torch's defaults."""
+    return _ddp(trace) if strategy == "ddp" else _fsdp(trace, world_size)
+
+
+def _ddp(trace: Trace) -> Trace:
+    """Gradients are copied to buckets that live as long as the model, as `gradient_as_bucket_view=False` has it.
+
+    Source: torch.nn.parallel.DistributedDataParallel's documentation, and compute_bucket_assignment_by_size in
+    torch/csrc/distributed/c10d/reducer.cpp: buckets of 25 MiB, the first of 1 MiB, filled from the last parameter on.
+    """
+    buckets = [
+        Birth(size, "distributed: DDP bucket", category="gradients")
+        for size in _buckets(size for unit in reversed(trace.units) for size in reversed(unit))
+    ]
+    numbers = range(len(trace.births) + 1, len(trace.births) + len(buckets) + 1)
+    start = _first(trace, "forward 1")
+    events = [*trace.events[:start], *numbers, *trace.events[start:]]
+    return renumbered(replace(trace, births=[*trace.births, *buckets]), events)
+
+
+def _buckets(sizes: Iterable[int]) -> list[int]:
+    found, filling, limit = [], 0, _FIRST_BUCKET_BYTES
+    for size in sizes:
+        filling += size
+        if filling >= limit:
+            found.append(filling)
+            filling, limit = 0, _BUCKET_BYTES
+    return [*found, filling] if filling else found
+
+
+def _fsdp(trace: Trace, world_size: int) -> Trace:
+    """FSDP2's `fully_shard` on every repeated block and on the model, with its defaults.
+
+    Parameters, gradients and optimizer states are 1/N of what they were. In forward and backward come on top: the
+    root's parameters, which stay gathered; those of the block at work, of the next one, and the flat buffer of a
+    gather; in backward the root's gradients, and a block's with the buffer that is reduced, or the root's buffer.
+
+    Source: torch.distributed.fsdp.fully_shard's documentation (`reshard_after_forward`), and foreach_all_gather,
+    foreach_all_gather_copy_out and foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    whole = Counter(size for unit in trace.units for size in unit)
+    births = [_shard(birth, whole, world_size) for birth in trace.births]
+    root, block = sum(trace.units[0]), max((sum(unit) for unit in trace.units[1:]), default=0)
+    gathered = {"forward": root + 3 * block, "backward": root + max(2 * block, root)}
+    events = list(trace.events)
+    for step in (2, 1):  # from the end, so that places before stay
+        update = _first(trace, f"optimizer {step}")
+        for phase in ("backward", "forward"):
+            place = _first(trace, f"{phase} {step}")
+            births.append(Birth(max(1, gathered[phase]), "distributed: FSDP gathers", moment=f"{phase} {step}"))
+            events[update:update] = [-len(births)]
+            events[place:place] = [len(births)]
+            update += 1
+    return renumbered(replace(trace, births=births), events)
+
+
+def _shard(birth: Birth, whole: Counter[int], world_size: int) -> Birth:
+    """A storage as large as a parameter, or one that the optimizer makes, by the number of ranks."""
+    of_a_parameter = birth.category in _SHARDED and birth.size_bytes in whole
+    if of_a_parameter or birth.moment.startswith("optimizer"):
+        return replace(birth, size_bytes=-(-birth.size_bytes // world_size))
+    return birth
+
+
+def _first(trace: Trace, moment: str) -> int:
+    """The place of the first birth in a moment; where there is none, the end."""
+    return next(
+        (at for at, event in enumerate(trace.events) if event > 0 and trace.births[event - 1].moment == moment),
+        len(trace.events),
+    )

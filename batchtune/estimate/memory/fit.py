@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchtune.estimate.memory.allocator import ROUNDING_BYTES, CachingAllocator
-from batchtune.estimate.memory.events import Birth, Trace, Work
-from batchtune.estimate.memory.scratch import Gpu
+from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work
 
 BATCH_SIZES = (3, 5, 8)  # 1 and 2 are special to broadcasting and to some kernels; odd and even are both there
 QUADRATIC_BATCH_SIZE = 13
 _DENOMINATOR = 2  # B * (B - 1) / 2 is the one fraction that real losses have
 _LINEAR, _QUADRATIC = 1, 2
 _SECOND = "forward 2"  # the moment in which the second step begins
-_FEWEST_STEPS, _MOST_STEPS, _CALM_STEPS = 3, 9, 2  # of a replay, as of an attempt; without making room
+_TRACED_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 9  # those of a trace; of a replay, as of an attempt
+_CALM_STEPS = 2  # in a row without making room
+_CHECK = (True, True, True, False, False, False, True, False, True, False)
+"""Whether gradients are freed late from the second step of a check on: it begins late, goes on early, ends in turns."""
 
 
 class Step(Protocol):
@@ -113,8 +114,8 @@ def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
     births = traces[0].births
     batch_sizes = [trace.batch_size for trace in traces]
     sizes = np.array([[each for birth in trace.births for each in _lengths(birth)] for trace in traces], dtype=np.int64)
-    through = list(range(degree + 1))
-    doubled = _DENOMINATOR * _coefficients([batch_sizes[i] for i in through], sizes[through])
+    through = slice(degree + 1)
+    doubled = _DENOMINATOR * _coefficients(batch_sizes[through], sizes[through])
     whole = np.rint(doubled).astype(np.int64)
     powers = np.array([[1, size, size**2] for size in batch_sizes], dtype=np.int64)
     wrong = _DENOMINATOR * sizes != (whole @ powers.T).T
@@ -122,8 +123,8 @@ def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
         owners = [birth for birth in births for _ in _lengths(birth)]
         at = owners[int(wrong.any(axis=0).argmax())]
         return Misaligned(f"the size of {at.op} in {at.module or at.moment} is no polynomial of the batch size")
-    works = np.array([astuple(traces[i].work) for i in through], dtype=np.float64)
-    return FittedStep(traces[0], whole, degree, _coefficients([batch_sizes[i] for i in through], works))
+    works = np.array([astuple(trace.work) for trace in traces[through]])
+    return FittedStep(traces[0], whole, degree, _coefficients(batch_sizes[through], works))
 
 
 def _lengths(birth: Birth) -> tuple[int, ...]:
@@ -144,15 +145,11 @@ def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
     return None
 
 
-def _coefficients(batch_sizes: Sequence[int], values: NDArray[Any]) -> NDArray[np.float64]:
-    """(columns, 3) coefficients of the polynomials through two or three points, by divided differences."""
-    x, y = batch_sizes, values.astype(np.float64)
-    first = (y[1] - y[0]) / (x[1] - x[0])
-    second = np.zeros_like(first)
-    if len(x) > _QUADRATIC:
-        second = ((y[2] - y[1]) / (x[2] - x[1]) - first) / (x[2] - x[0])
-    linear = first - second * (x[0] + x[1])
-    return np.stack([y[0] - linear * x[0] - second * x[0] ** 2, linear, second], axis=1)
+def _coefficients(batch_sizes: Sequence[int], values: NDArray[np.integer | np.floating]) -> NDArray[np.float64]:
+    """(columns, 3) coefficients of the polynomials through two or three points."""
+    found = np.zeros((values.shape[1], 3))
+    found[:, : len(batch_sizes)] = np.linalg.solve(np.vander(batch_sizes, increasing=True), values).T
+    return found
 
 
 def live_bytes(step: Step, batch_size: int) -> NDArray[np.int64]:
@@ -169,24 +166,36 @@ def peak_allocated_bytes(step: Step, batch_size: int) -> int:
     return int(live_bytes(step, batch_size).max(initial=0))
 
 
-def replay(step: Step, batch_size: int, allocator: CachingAllocator) -> CachingAllocator:
-    """Runs the step's allocations through an allocator, for as many steps as `batchtune.child.commands.attempt` takes.
+def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, check: bool = False) -> CachingAllocator:
+    """Runs the step's allocations through an allocator, for as many steps as `batchtune.child.attempt` takes.
 
     Blocks are cut up anew from step to step: the second one is repeated, once, or more often where the allocator had
     to make room, until it had not to for two steps in a row.
 
+    Args:
+        step: the training step.
+        batch_size: micro-batch size, samples.
+        allocator: what holds the storages.
+        check: take the steps of a short final check.
+
     Raises:
         OutOfMemory: they pass its capacity.
     """
-    sizes, events = step.sizes(batch_size), step.events(batch_size)
-    _play(events, sizes, allocator)
-    steps, calm = 2, 0
-    for repeated in itertools.cycle(_repeated(events, sizes, step.births(batch_size))):
-        if steps >= (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
+    sizes, events, births = step.sizes(batch_size), step.events(batch_size), step.births(batch_size)
+    places = (place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND)
+    first = next(places, len(events))
+    _play(events[:first], sizes, allocator)
+    repeated = _repeated(events[first:], sizes, births)
+    if repeated is None:
+        _play(events[first:], sizes, allocator)
+        return allocator
+    was_late, calm = True, 0
+    for number, late in enumerate(_CHECK if check else itertools.cycle((False, True)), 2):
+        if not check and number > (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
             break
         before = allocator.retries
-        _play(repeated, sizes, allocator)
-        steps, calm = steps + 1, calm + 1 if allocator.retries == before else 0
+        _play(repeated.events(number, was_late=was_late, late=late), sizes, allocator)
+        was_late, calm = late, calm + 1 if number > _TRACED_STEPS and allocator.retries == before else 0
     return allocator
 
 
@@ -199,15 +208,30 @@ def _play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocat
             allocator.free(-event)
 
 
-def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[list[int]]:
-    """The events of the third step and of the fourth; none where the second left more or other storages than it found.
+@dataclass(frozen=True)
+class _Repeated:
+    """The second step, to be taken again and again.
 
-    What the second step leaves behind, such as the last batch, takes the place of what it frees of the first. In the
-    third, those numbers change places, and in the fourth they do so again. Gradients are freed late in turn, as in an
-    attempt: the first step's in the second, the second's at its end, the third's in the fourth.
+    What it leaves behind, such as the last batch, takes the place of what it frees of the first. In the third step
+    those numbers change places, and in the fourth they do so again.
+
+    Attributes:
+        turns: the events of an even step and of an odd one, with all gradients freed.
+        gradients: for each, those of the step before and its own, where the first step's are freed in the second.
     """
-    first = next((place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND), None)
-    second = events[first:] if first is not None else []
+
+    turns: tuple[list[int], list[int]]
+    gradients: tuple[tuple[set[int], set[int]], tuple[set[int], set[int]]]
+
+    def events(self, number: int, *, was_late: bool, late: bool) -> list[int]:
+        """Those of a step by its number; the step before left its gradients to it, or did not, and so does it."""
+        found, own = self.gradients[number % 2]
+        kept = (set() if was_late else found) | (own if late else set())
+        return [event for event in self.turns[number % 2] if -event not in kept]
+
+
+def _repeated(second: list[int], sizes: list[int], births: list[Birth]) -> _Repeated | None:
+    """None where the second step left more or other storages than it found, or there was none."""
     born = {event for event in second if event > 0}
     died = {-event for event in second if event < 0}
     gradients = {event for event in died if births[event - 1].category == "gradients"}
@@ -215,52 +239,9 @@ def _repeated(events: list[int], sizes: list[int], births: list[Birth]) -> list[
     new = sorted(gradients & born) if old else []
     before, after = sorted(died - born - gradients), sorted(born - died)
     found, left = ([[sizes[each - 1] for each in some] for some in both] for both in ((before, old), (after, new)))
-    if found != left:
-        return []
-    places = dict(zip(before + after + new, after + before + old, strict=True))
+    if found != left or not second:
+        return None
+    places = dict(zip(before + old + after + new, after + new + before + old, strict=True))
     places |= {-one: -other for one, other in places.items()}
-    return [[places.get(event, event) for event in second if -event not in {*old, *new}], second]
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment of the highest use of memory.
-
-    Attributes:
-        allocated_bytes: bytes alive then.
-        by_category: those bytes by parameters, gradients, optimizer_states, activations and temporaries.
-        moment: such as `backward 2`.
-        op: the operator whose result made it the peak.
-        module: whose forward was running, where one was.
-        activations: bytes of activations alive then by module path, numbers in it replaced by `*`, and by line.
-    """
-
-    allocated_bytes: int
-    by_category: dict[str, int]
-    moment: str
-    op: str
-    module: str
-    activations: list[tuple[str, str, int]]
-
-
-def peak_of(step: Step, batch_size: int) -> Peak:
-    """What is alive at the peak, and what it is for."""
-    live = live_bytes(step, batch_size)
-    events, sizes, births = step.events(batch_size), step.sizes(batch_size), step.births(batch_size)
-    last = int(live.argmax())
-    alive = {event for event in events[: last + 1] if event > 0} - {-event for event in events[: last + 1]}
-    categories: Counter[str] = Counter()
-    holders: Counter[tuple[str, str]] = Counter()
-    for event in alive:
-        birth = births[event - 1]
-        rounded = -(-sizes[event - 1] // ROUNDING_BYTES) * ROUNDING_BYTES
-        categories[birth.category] += rounded
-        if birth.category == "activations":
-            holders[_collapsed(birth.module), birth.line] += rounded
-    at = births[abs(events[last]) - 1]
-    largest = [(module, line, held) for (module, line), held in holders.most_common()]
-    return Peak(int(live[last]), dict(categories), at.moment, at.op, at.module, largest)
-
-
-def _collapsed(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    swapped = [places.get(event, event) for event in second]
+    return _Repeated((second, swapped), ((set(old), set(new)), (set(new), set(old))))

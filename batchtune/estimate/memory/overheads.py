@@ -8,10 +8,8 @@ from typing import Literal
 
 from batchtune.device.gpus import find_gpu
 from batchtune.errors import UsageError
-from batchtune.estimate.calibration import UNMEASURED, Offsets
 from batchtune.estimate.memory.allocator import MIB
-from batchtune.estimate.memory.events import Assumption
-from batchtune.estimate.memory.scratch import Gpu
+from batchtune.estimate.memory.events import Assumption, Gpu
 
 _CONVOLUTION = "aten.convolution"
 _INSIDE_LIBRARIES = {
@@ -37,43 +35,27 @@ class Overhead:
     Attributes:
         context_bytes: driver, kernels and libraries of a process that trains, outside the caching allocator.
         gpu: what scratch is calculated from, for the largest of the generation.
-        source: where the figures come from.
     """
 
     context_bytes: int
     gpu: Gpu
-    source: str
 
 
-_CONTEXT = (
-    "about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer in pytorch#107667), to 500 MB "
-    "on parts with many multiprocessors; not measured here"
-)
-_CUBLAS = "cuBLAS workspace of 8,519,680 bytes a handle and stream (CublasHandlePool.cpp)"
-_CUBLAS_HOPPER = "cuBLAS workspace of 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925)"
-_AMD = "as for NVIDIA's; ROCm's own figures are not known to batchtune"
-_MULTIPROCESSORS = (
-    "multiprocessors: taken to be those of the generation's largest part, not looked up; threads each: CUDA C++ "
-    "Programming Guide"
-)
-_HOPPER_WORKSPACE = 32 * MIB
+# Contexts: about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer in pytorch#107667), to
+# 500 MB on parts with many multiprocessors; not measured here. Multiprocessors: taken to be those of the generation's
+# largest part, not looked up; threads of each: CUDA C++ Programming Guide. cuBLAS has a workspace of 8,519,680 bytes a
+# handle and stream, 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925). ROCm's are not known.
 OVERHEADS = {
-    "Pascal": Overhead(350 * MIB, Gpu(56, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
-    "Volta": Overhead(400 * MIB, Gpu(80, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
-    "Turing": Overhead(350 * MIB, Gpu(72, 1024), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
-    "Ampere": Overhead(450 * MIB, Gpu(108, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
-    "Ada": Overhead(450 * MIB, Gpu(142, 1536), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
-    "Hopper": Overhead(
-        550 * MIB,
-        Gpu(132, 2048, _HOPPER_WORKSPACE),
-        f"context: {_CONTEXT}; {_CUBLAS_HOPPER}; {_MULTIPROCESSORS}",
-    ),
-    "Blackwell": Overhead(550 * MIB, Gpu(188, 2048), f"context: {_CONTEXT}; {_CUBLAS}; {_MULTIPROCESSORS}"),
+    "Pascal": Overhead(350 * MIB, Gpu(56, 2048)),
+    "Volta": Overhead(400 * MIB, Gpu(80, 2048)),
+    "Turing": Overhead(350 * MIB, Gpu(72, 1024)),
+    "Ampere": Overhead(450 * MIB, Gpu(108, 2048)),
+    "Ada": Overhead(450 * MIB, Gpu(142, 1536)),
+    "Hopper": Overhead(550 * MIB, Gpu(132, 2048, 32 * MIB)),
+    "Blackwell": Overhead(550 * MIB, Gpu(188, 2048)),
 }
-_OTHER = Overhead(550 * MIB, Gpu(304, 2048, _HOPPER_WORKSPACE), f"context: {_AMD}; workspace: {_AMD}")
+_OTHER = Overhead(550 * MIB, Gpu(304, 2048, 32 * MIB))
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
-
-
 # multi_processor_count in public logs of torch (A5000, A10G); the other six from pages of vendors and databases. For
 # all other GPUs the largest of the generation is taken, with which reductions are spread further and scratch is larger.
 _KNOWN_MULTIPROCESSORS = {
@@ -88,6 +70,27 @@ _KNOWN_MULTIPROCESSORS = {
 }
 # Most threads of a multiprocessor by compute capability: CUDA C++ Programming Guide, technical specifications.
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+_BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}  # from sure to unsure
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Medians of what was measured; None for a term that was not.
+
+    Attributes:
+        context_bytes: taken from the device by a process beside what its allocator reserves.
+        convolution_share: allocated beside the trace's storages in steps with convolutions, as a share of its peak.
+        recurrent_share: the same in steps with recurrent layers.
+        probes: how many measurements the best-known term rests on.
+    """
+
+    context_bytes: int | None = None
+    convolution_share: float | None = None
+    recurrent_share: float | None = None
+    probes: int = 0
+
+
+UNMEASURED = Offsets()
 
 
 def gpu_of(name: str, generation: str) -> Gpu:
@@ -104,10 +107,7 @@ def gpu_of(name: str, generation: str) -> Gpu:
 
 def overhead_of(generation: str) -> Overhead:
     """The fixed costs on GPUs of a generation; those of the costliest for one that is not in the table."""
-    for name, found in OVERHEADS.items():
-        if generation.startswith(name):
-            return found
-    return _OTHER
+    return next((found for name, found in OVERHEADS.items() if generation.startswith(name)), _OTHER)
 
 
 def kind_of(ops: Iterable[str]) -> Literal["plain", "convolution", "recurrent"]:
@@ -121,11 +121,6 @@ def kind_of(ops: Iterable[str]) -> Literal["plain", "convolution", "recurrent"]:
 def custom_operators(ops: Iterable[str]) -> list[str]:
     """Operators that are not torch's own: what happens inside them is not seen."""
     return sorted(name for name in ops if not name.startswith(_TORCHS_OWN))
-
-
-def workspace_bytes(ops: Iterable[str], measured: Offsets = UNMEASURED) -> int:
-    """What the allocator was found to hold beside the storages of a trace, in bytes."""
-    return (measured.workspace_bytes or 0) if kind_of(ops) == "plain" else 0
 
 
 def unseen_share(ops: Iterable[str], measured: Offsets) -> float:
@@ -149,18 +144,16 @@ def capacity_bytes(
         memory_bytes: what the device reports as its total.
         generation: the architecture's name.
         vendor: NVIDIA, AMD or Apple.
-        ops: operators of the step; workspaces belong to some of them.
+        ops: operators of the step; some take what no trace sees.
         limit: bytes that the user allows the process to reserve.
         measured: what probes of this GPU found, in the place of the table's figures.
     """
-    names = set(ops)
     context = overhead_of(generation).context_bytes if measured.context_bytes is None else measured.context_bytes
     total = int(memory_bytes * APPLE_SHARE) if vendor == "Apple" else memory_bytes
     reservable = total - context
     if limit is not None:
         reservable = min(reservable, limit)
-    reservable -= workspace_bytes(names, measured)
-    return max(0, int(reservable / (1 + unseen_share(names, measured))))
+    return max(0, int(reservable / (1 + unseen_share(ops, measured))))
 
 
 @dataclass(frozen=True)
@@ -181,9 +174,6 @@ class Confidence:
 
     def __str__(self) -> str:
         return f"{self.name} (±{self.band:.0%} of memory){', calibrated' if self.calibrated else ''}"
-
-
-_BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}
 
 
 def _not_seen(names: set[str]) -> list[tuple[str, str]]:
@@ -211,28 +201,19 @@ def confidence(
     cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees. What was
     never compared (other libraries, branches that depend on data) has the widest.
     """
-    names, reasons = set(ops), [each.text for each in assumed]
-    level = "medium" if reasons or not aligned else "high"
+    names, custom = set(ops), custom_operators(ops)
+    found = [("low" if each.depends_on_data else "medium", each.text) for each in assumed]
     if any(name.startswith(_CONVOLUTION) for name in names):
-        level = "medium"
-        reasons.append("convolutions: cuDNN's workspace depends on the algorithm it chooses")
+        found.append(("medium", "convolutions: cuDNN's workspace depends on the algorithm it chooses"))
     if kind_of(names) == "recurrent":
-        level = "low"
-        reasons.append("recurrent layers: the memory inside cuDNN's kernels is not seen")
-    if any(each.depends_on_data for each in assumed):
-        level = "low"
-    for worst, reason in _not_seen(names):
-        level = max(level, worst, key=list(_BANDS).index)
-        reasons.append(reason)
-    custom = custom_operators(names)
+        found.append(("low", "recurrent layers: the memory inside cuDNN's kernels is not seen"))
+    found += _not_seen(names)
     if custom:
-        level = "low"
-        reasons.append(f"custom operators: memory inside {', '.join(custom[:3])} is not seen")
+        found.append(("low", f"custom operators: memory inside {', '.join(custom[:3])} is not seen"))
     if vendor != "NVIDIA":
-        level = "low"
-        reasons.append(f"{vendor}: traced as on an NVIDIA GPU; kernels and allocator differ")
+        found.append(("low", f"{vendor}: traced as on an NVIDIA GPU; kernels and allocator differ"))
+    level = max(["high" if aligned else "medium", *(level for level, _ in found)], key=list(_BANDS).index)
+    notes = [reason for _, reason in found]
     if measured.probes:
-        reasons.append(
-            f"overheads as measured in {measured.probes} probe{'s' * (measured.probes > 1)} of this GPU here"
-        )
-    return Confidence(level, _BANDS[level], tuple(reasons), calibrated=measured.probes > 0)
+        notes.append(f"overheads as measured in {measured.probes} probe{'s' * (measured.probes > 1)} of this GPU here")
+    return Confidence(level, _BANDS[level], tuple(notes), calibrated=measured.probes > 0)

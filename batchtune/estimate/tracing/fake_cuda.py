@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
 from batchtune.errors import DeviceError
-from batchtune.estimate.tracing.attention import cuda_attention
+from batchtune.estimate.memory.events import Assumption
+from batchtune.estimate.tracing.kernels import cuda_attention, cuda_kernels
+from batchtune.estimate.tracing.without_data import place_outside_torch
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
@@ -25,10 +29,6 @@ _VIRTUAL_METHODS = 64  # more than c10::impl::DeviceGuardImplInterface has
 _HOOK_METHODS = 80  # more than at::CUDAHooksInterface has
 _HOOK_OFFSET = 2  # a vtable's two words before its first method: offset to top, type information
 _IS_BUILT, _HAS_PRIMARY_CONTEXT = 2, 4  # places in at::AcceleratorHooksInterface's vtable
-# What native_functions.yaml gives a kernel for CUDA and, for all other devices, a composite of several operators, each
-# with a result of its own: without the kernel, that composite is what a CPU-only build would run.
-_ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
-_GRU_WORKSPACE, _GRU_GATES = 5, 3  # times the hidden size
 
 
 class _FakeMode(FakeTensorMode):
@@ -53,51 +53,10 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         stack.enter_context(_replaced())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes belong to one thread
         stack.enter_context(cuda_attention())
-        stack.enter_context(_cuda_kernels())
+        stack.enter_context(cuda_kernels())
         mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)
         stack.enter_context(mode)
         yield mode
-
-
-@contextlib.contextmanager
-def _cuda_kernels() -> Iterator[None]:
-    """Kernels by name only: tensors without data never reach them."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in _ONE_KERNEL_ON_CUDA:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
-            library.impl(name, _not_to_be_run, "CUDA")
-    for name, shapes in (("_thnn_fused_gru_cell", _gru_cell), ("_thnn_fused_gru_cell_backward", _gru_cell_backward)):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # noqa: SLF001
-            library.impl(name, shapes, "Meta")
-    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
-    try:
-        yield
-    finally:
-        library._destroy()  # noqa: SLF001
-
-
-def _gru_cell(_: Any, __: Any, hidden: Any, *___: Any) -> tuple[Any, Any]:
-    """The shapes of a cell's results in RNN.cu; torch has a rule for those of an LSTM's only."""
-    return torch.empty_like(hidden), hidden.new_empty(len(hidden), hidden.shape[1] * _GRU_WORKSPACE)
-
-
-def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
-    rows, gates = len(workspace), workspace.shape[1] // _GRU_WORKSPACE * _GRU_GATES
-    of_input, of_hidden = workspace.new_empty(rows, gates), workspace.new_empty(rows, gates)
-    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
-    return of_input, of_hidden, torch.empty_like(grad), *biases
-
-
-def _grouped_mm(left: Any, right: Any, offsets: Any = None, _: Any = None, dtype: Any = None) -> Any:
-    """The shape of a product by groups, as of experts; torch's own rule is for bf16 only, as its quickest kernel is."""
-    groups = offsets.shape if left.dim() == right.dim() == 2 else left.shape[:-2] if right.dim() > 2 else ()  # noqa: PLR2004
-    columns, aligned = right.shape[-1], 16 // left.element_size()  # rows begin at multiples of 16 bytes
-    rows = left.new_empty(*groups, left.shape[-2], -(-columns // aligned) * aligned, dtype=dtype)
-    return rows[..., :columns]
-
-
-def _not_to_be_run(*_: Any) -> Any:
-    raise NotImplementedError("a kernel for tensors without data")
 
 
 def require_cuda_autograd() -> None:
@@ -143,7 +102,7 @@ def _addresses() -> tuple[int, int]:
     return _address(ctypes.CDLL(None).sched_yield), _address(ctypes.pythonapi.Py_IsInitialized)
 
 
-def _keep(table: ctypes.Array[Any]) -> int:
+def _keep(table: ctypes.Array[ctypes.c_void_p]) -> int:
     """The address of a table that is never freed: compiled code holds on to it until the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(table))
     return ctypes.addressof(table)
@@ -198,8 +157,8 @@ def _replaced() -> Iterator[None]:
     import torch.optim.optimizer as optimizers
     import torch.utils._foreach_utils as foreach
 
-    tensors = [torch.Tensor, nn.Parameter, FakeTensor]
-    replacements: list[tuple[Any, str, Any]] = [
+    tensors = [Tensor, nn.Parameter, FakeTensor]
+    replacements: list[tuple[object, str, object]] = [
         (fakes, "init_gpu_context", lambda _: None),  # which makes a real tensor where `is_available` says so
         (fakes, "run_fallback_kernel", _run_fallback_kernel),
         (rules, "run_fallback_kernel", _run_fallback_kernel),
@@ -230,19 +189,19 @@ def _replaced() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-class _NobodysTensor(torch.Tensor):
+class _NobodysTensor(Tensor):
     """A class of which no tensor is."""
 
 
-def _format_of_convolution(tensor: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
+def _format_of_convolution(tensor: Tensor, weight: Tensor, _: object) -> torch.memory_format:
     """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
     found: torch.memory_format = suggest_memory_format(tensor)
     return found if found != torch.contiguous_format else suggest_memory_format(weight)
 
 
 def _run_fallback_kernel(
-    mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, error: RuntimeError
-) -> Any:
+    mode: FakeTensorMode, func: OpOverload, flat_args: Sequence[object], spec: object, error: RuntimeError
+) -> FakeTensor:
     """Torch's way with an operator that has no rule for shapes, the kernel itself, where the CPU can run it."""
     if any(isinstance(each, FakeTensor) and each.fake_device.type == "cuda" for each in flat_args):
         raise NotImplementedError(f"torch knows no shape of what {func} makes") from error
@@ -251,9 +210,9 @@ def _run_fallback_kernel(
 
 def _apply(
     module: nn.Module,
-    convert: Callable[[Any], Any],
+    convert: Callable[[Tensor], Tensor],
     recurse: bool = True,
-    converted: dict[int, tuple[Any, Any]] | None = None,
+    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] | None = None,
 ) -> nn.Module:
     """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied."""
     converted = {} if converted is None else converted
@@ -274,9 +233,30 @@ def _apply(
     return module
 
 
-def _as_parameter(moved: Any, original: nn.Parameter) -> nn.Parameter:
+def _as_parameter(moved: Tensor, original: nn.Parameter) -> nn.Parameter:
     parameter = nn.Parameter(moved, original.requires_grad)
     for name, value in vars(original).items():  # marks such as `no_weight_decay` that build_optimizer reads
         if not hasattr(parameter, name):
             setattr(parameter, name, value)
     return parameter
+
+
+@contextlib.contextmanager
+def compilation_ignored(notes: list[Assumption]) -> Iterator[None]:
+    """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
+    original = torch.compile
+
+    def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+        place = place_outside_torch(sys._getframe())  # noqa: SLF001
+        where = f"{place}: " if place else ""
+        text = f"{where}torch.compile: traced as eager code; compiled code fuses operators and usually takes less"
+        note = Assumption(text)
+        if note not in notes:
+            notes.append(note)
+        return (lambda function: function) if model is None else model
+
+    torch.compile = eager
+    try:
+        yield
+    finally:
+        torch.compile = original

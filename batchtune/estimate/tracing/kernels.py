@@ -1,16 +1,76 @@
-"""Which kernel CUDA's scaled dot product attention runs: the choice decides whether T x T scores are kept."""
+"""What operators do on CUDA and not on a CPU: which have a kernel there, and which kernel attention runs.
+
+That choice decides whether T x T scores are kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+# What native_functions.yaml gives a kernel for CUDA and, for all other devices, a composite of several operators, each
+# with a result of its own: without the kernel, that composite is what a CPU-only build would run.
+_ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_GRU_WORKSPACE, _GRU_GATES = 5, 3  # times the hidden size
 _FLASH_MAX_HEAD = 256  # check_head_dim_size_flash in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
 _HALF = (torch.float16, torch.bfloat16)
 _BATCHED_HEADS = 4  # (batch, heads, length, head size); anything else goes to the math kernel
+
+
+@contextlib.contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Kernels by name only: tensors without data never reach them."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _ONE_KERNEL_ON_CUDA:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
+            library.impl(name, _not_to_be_run, "CUDA")
+    for name, shapes in (("_thnn_fused_gru_cell", _gru_cell), ("_thnn_fused_gru_cell_backward", _gru_cell_backward)):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # noqa: SLF001
+            library.impl(name, shapes, "Meta")
+    library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
+    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()  # noqa: SLF001
+
+
+def _lstm_cell(gates: Tensor, _: object, cell: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+    """As of a cell of a GRU; torch's own rule asks for biases."""
+    return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(gates)
+
+
+def _gru_cell(_: object, __: object, hidden: Tensor, *___: object) -> tuple[Tensor, Tensor]:
+    """The shapes of a cell's results in RNN.cu."""
+    return torch.empty_like(hidden), hidden.new_empty(len(hidden), hidden.shape[1] * _GRU_WORKSPACE)
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    rows, gates = len(workspace), workspace.shape[1] // _GRU_WORKSPACE * _GRU_GATES
+    of_input, of_hidden = workspace.new_empty(rows, gates), workspace.new_empty(rows, gates)
+    if not has_bias:
+        return of_input, of_hidden, torch.empty_like(grad), None, None
+    return of_input, of_hidden, torch.empty_like(grad), of_input.sum(0), of_hidden.sum(0)
+
+
+def _grouped_mm(
+    left: Tensor, right: Tensor, offsets: Tensor | None = None, _: object = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The shape of a product by groups, as of experts; torch's own rule is for bf16 only, as its quickest kernel is."""
+    groups: tuple[int, ...] = left.shape[:-2] if right.dim() > 2 else ()  # noqa: PLR2004
+    if offsets is not None and left.dim() == right.dim() == 2:  # noqa: PLR2004
+        groups = offsets.shape
+    columns, aligned = right.shape[-1], 16 // left.element_size()  # rows begin at multiples of 16 bytes
+    rows = left.new_empty(*groups, left.shape[-2], -(-columns // aligned) * aligned, dtype=dtype)
+    return rows[..., :columns]
+
+
+def _not_to_be_run(*_: object) -> NoReturn:
+    raise NotImplementedError("a kernel for tensors without data")
 
 
 @contextlib.contextmanager

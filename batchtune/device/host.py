@@ -1,0 +1,108 @@
+"""The host: its processors, what other programs used of them, and whether its kernel killed a process for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+_WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, and waiting for one
+_BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
+_LEAST_SECONDS = 0.1  # the kernel counts in hundredths of a second
+
+
+@dataclass
+class HostLoad:
+    """What a stretch of time told once it has ended.
+
+    Attributes:
+        others: share of all processors, 0 to 1, that was busy with something else than this process and its children
+            that ended; None where the system does not tell, or the stretch was too short.
+    """
+
+    others: float | None = None
+
+
+@contextlib.contextmanager
+def watching_others() -> Iterator[HostLoad]:
+    """Compares the busy time of the machine with that of this process for as long as the block runs."""
+    load = HostLoad()
+    busy, own, began = _busy_seconds(), _own_seconds(), time.perf_counter()
+    yield load
+    elapsed, after = time.perf_counter() - began, _busy_seconds()
+    if busy is not None and after is not None and elapsed >= _LEAST_SECONDS:
+        others = (after - busy) - (_own_seconds() - own)
+        load.others = min(1.0, max(0.0, others / (elapsed * (os.cpu_count() or 1))))
+
+
+def waited_seconds() -> float:
+    """Seconds for which this thread could have run, and others had the processors; 0 where the system does not tell."""
+    try:
+        return int(_WAITS.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _own_seconds() -> float:
+    """Processor time of this process and of the children it has seen end."""
+    return sum(os.times()[:4])
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that the processors together have worked since the start of the system; None where it does not tell."""
+    try:
+        fields = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+        return sum(int(fields[index]) for index in _BUSY) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def processors() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes that the kernel has killed for want of memory: in our cgroup, or else on the whole host.
+
+    The count only grows; None where the system keeps none.
+    """
+    for file in _counters(root):
+        try:
+            text = file.read_text(encoding="ascii", errors="replace")
+        except OSError:
+            continue
+        if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def _counters(root: Path) -> list[Path]:
+    """The nearest counter first: version 2 of cgroups, version 1, the host."""
+    try:
+        text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    own = {names: path.lstrip("/") for names, path in re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE)}
+    groups = root / "sys/fs/cgroup"
+    return [
+        groups / own.get("", "") / "memory.events",
+        groups / "memory.events",  # a container may see its own group as the root
+        groups / "memory" / own.get("memory", "") / "memory.oom_control",
+        groups / "memory" / "memory.oom_control",
+        root / "proc/vmstat",
+    ]
+
+
+def describe_kill(before: int | None, after: int | None) -> str:
+    """Why a process ended by SIGKILL that we did not send, as far as the counts around its life tell."""
+    if before is None or after is None:
+        return "killed by SIGKILL from outside, most likely because the host ran out of memory"
+    if after > before:
+        return "killed by the host's out-of-memory killer: the host's memory ran out, not the device's"
+    return "killed by SIGKILL from outside, and not by the host's out-of-memory killer, which counted no victim"

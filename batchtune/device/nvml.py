@@ -1,0 +1,273 @@
+"""What NVML tells of a GPU: who holds its memory, and what its sensors say while it works.
+
+Nothing here opens a CUDA context or loads torch by itself, so that a look changes nothing and the parent may take one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from batchtune.document import DeviceProcess
+from batchtune.errors import DeviceError
+from batchtune.units import size
+
+if TYPE_CHECKING:
+    import torch
+
+_PERIOD_SECONDS = 0.1
+_MILLI = 1e-3
+_COUNTS_FROM = 0.1  # share of the samples in which clocks must have been held back, for the reason to be named
+_THROTTLE_REASONS = {  # nvml.h: nvmlClocksEventReason…; an idle GPU is not held back
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+Answer = TypeVar("Answer")
+
+
+def told(ask: Callable[..., Answer], *arguments: object) -> Answer | None:
+    """What NVML answers; None where the driver, its library or the device does not tell: such a sensor is absent."""
+    try:
+        return ask(*arguments)
+    except Exception:  # noqa: BLE001 - pynvml has several kinds, one for functions that an older library lacks
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """One look at a device: its free bytes, and every process that holds some of the others."""
+
+    free_bytes: int | None
+    processes: tuple[DeviceProcess, ...] = ()
+
+
+def name_processes(processes: Sequence[DeviceProcess]) -> str:
+    """Processes by their ids, with what each holds where that is known."""
+    held = ((process.pid, process.memory_bytes) for process in processes)
+    return ", ".join(f"pid {pid}" + (f" {size(memory)}" if memory else "") for pid, memory in held)
+
+
+@contextlib.contextmanager
+def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -> Iterator[None]:
+    """What a device raises while the user's code is not at work is none of theirs: others fill it, or have it alone.
+
+    `seen` is who held its memory before. With `only_if_full` other errors are passed on: the user's code has been
+    there, and may have left something behind.
+
+    Raises:
+        DeviceError: the same in one line, with those who hold its memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        from batchtune.device.failures import classify  # loads torch, which whoever raised this has
+
+        if only_if_full and classify(error) != "oom":
+            raise
+        first = str(error).strip().split("\n")[0][:300]
+        holders = name_processes(seen.processes) if seen else ""
+        held = f"; its memory is held by other processes: {holders}" if holders else ""
+        raise DeviceError(f"{name}: cannot be used now: {first}{held}", setting="device") from None
+
+
+def candidate_uuids(torch_uuid: str, index: int, visible: str | None) -> list[str]:
+    """The names NVML may know a CUDA device by, the likeliest first.
+
+    torch leaves out the prefix that tells a MIG slice from a whole GPU, and older drivers give a slice the UUID of
+    the GPU it is cut from; `CUDA_VISIBLE_DEVICES` (`visible`) names slices in full.
+    """
+    entries = [entry.strip() for entry in (visible or "").split(",")]
+    named = [entries[index]] if index < len(entries) and entries[index].startswith("MIG-") else []
+    bare = torch_uuid.removeprefix("GPU-").removeprefix("MIG-")
+    return [*named, f"MIG-{bare}", f"GPU-{bare}"]
+
+
+def find_handle(nvml: ModuleType, uuids: Sequence[str]) -> object:
+    """NVML's handle of the first name it knows; of a GPU cut into slices, its first one, as CUDA takes it.
+
+    Raises:
+        LookupError: it knows none of them.
+    """
+    for uuid in uuids:
+        handle = told(nvml.nvmlDeviceGetHandleByUUID, uuid)
+        if handle is not None:
+            return _slice_of(nvml, handle)
+    raise LookupError(f"NVML knows no device {' or '.join(uuids)}")
+
+
+def _slice_of(nvml: ModuleType, handle: object) -> object:
+    is_slice = told(nvml.nvmlDeviceIsMigDeviceHandle, handle)
+    mode = told(nvml.nvmlDeviceGetMigMode, handle)  # None: a GPU that cannot be cut
+    if is_slice or not mode or not mode[0]:
+        return handle
+    slices = range(told(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0)
+    handles = (told(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number) for number in slices)
+    return next((each for each in handles if each is not None), handle)
+
+
+def sharing(nvml: ModuleType, handle: object) -> Sharing:
+    """Free bytes and processes of one device; what the driver does not tell is absent."""
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
+    held: dict[int, int | None] = {}
+    for kind in ("Compute", "Graphics"):
+        for process in _running(nvml, handle, f"nvmlDeviceGet{kind}RunningProcesses"):
+            held[process.pid] = process.usedGpuMemory or held.get(process.pid)
+    free = None if memory is None else int(memory.free)
+    return Sharing(free, tuple(DeviceProcess(pid=pid, memory_bytes=held[pid]) for pid in sorted(held)))
+
+
+def _running(nvml: ModuleType, handle: object, name: str) -> Sequence[Any]:
+    """The processes that a function of NVML lists; drivers before 510 know the second of its names only."""
+    lists = (told(getattr(nvml, each, lambda _: None), handle) for each in (name, f"{name}_v2"))
+    return next((each for each in lists if each is not None), ())
+
+
+def _with_nvml(ask: Callable[[ModuleType], Answer]) -> Answer | None:
+    """What NVML answers, opened for this one question."""
+
+    def asked() -> Answer:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return ask(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+
+    return told(asked)
+
+
+def look(uuid: str) -> Sharing | None:
+    """One look at the device of this NVML UUID; None where there is no NVML or no such device any more."""
+    return _with_nvml(lambda nvml: sharing(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+
+
+def gpus_here() -> bool:
+    """Whether NVML sees a GPU."""
+    return bool(_with_nvml(lambda nvml: nvml.nvmlDeviceGetCount()))
+
+
+@dataclass(slots=True)
+class Readings:
+    """Samples of one stretch of work; a sensor that the device lacks has none."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    joules: float | None = None
+    throttle_masks: list[int] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Means over the stretch (memory: the highest), under the names of the result document."""
+        found: dict[str, Any] = {name: statistics.fmean(values) for name, values in self.samples.items()}
+        if "memory_used_bytes" in found:
+            found["memory_used_bytes"] = int(max(self.samples["memory_used_bytes"]))
+        if masks := self.throttle_masks:
+            seen = {name: sum(bool(mask & bit) for mask in masks) for bit, name in _THROTTLE_REASONS.items()}
+            least = max(1, _COUNTS_FROM * len(masks))
+            found["throttle_reasons"] = [name for name, times in seen.items() if times >= least]
+        return found
+
+
+class Sensors:
+    """The NVML sensors of one CUDA device; on any other device there are none and nothing is reported."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._nvml: Any = None
+        self._handle: object = None
+        if device.type == "cuda" and torch.version.hip is None:
+            with contextlib.suppress(Exception):  # no driver library, or a device NVML does not list: no sensors
+                self._open(device)
+
+    def _open(self, device: torch.device) -> None:
+        import pynvml
+        import torch
+
+        pynvml.nvmlInit()
+        torch_uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuids = candidate_uuids(torch_uuid, device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._handle = find_handle(pynvml, uuids)
+        self._nvml = pynvml
+
+    @property
+    def present(self) -> bool:
+        """Whether this device has sensors."""
+        return self._nvml is not None
+
+    def read(self) -> dict[str, float]:
+        """One reading of every sensor the device has, under the names of the result document."""
+        nvml, handle = self._nvml, self._handle
+        sensors: dict[str, Callable[[], float]] = {
+            "gpu_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "memory_controller_utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).memory / 100,
+            "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) * _MILLI,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        }
+        found = ((name, told(sensor)) for name, sensor in sensors.items())
+        return {name: float(value) for name, value in found if value is not None}
+
+    def throttle_mask(self) -> int | None:
+        """Why the clocks are held back now, as NVML's bits; None where the device does not tell."""
+        nvml, handle = self._nvml, self._handle
+        mask = told(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+        if mask is None:  # drivers before 535 know this name only
+            mask = told(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        return mask
+
+    def uuid(self) -> str | None:
+        """The device's UUID in NVML, a MIG slice's own."""
+        return told(lambda: str(self._nvml.nvmlDeviceGetUUID(self._handle)))
+
+    def sharing(self) -> Sharing | None:
+        """Free memory and the processes that hold the rest; None where there are no sensors."""
+        return sharing(self._nvml, self._handle) if self.present else None
+
+    def joules(self) -> float | None:
+        """Energy used since the driver was loaded, in joules; None where the device does not count it."""
+        return told(lambda: float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) * _MILLI)
+
+    def driver(self) -> str | None:
+        """The driver's version."""
+        return told(lambda: str(self._nvml.nvmlSystemGetDriverVersion()))
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[Readings]:
+        """Samples the sensors from a thread for as long as the block runs."""
+        readings = Readings()
+        if not self.present:
+            yield readings
+            return
+        done = threading.Event()
+
+        def sample() -> None:
+            while not done.wait(_PERIOD_SECONDS):
+                for name, value in self.read().items():
+                    readings.samples.setdefault(name, []).append(value)
+                mask = self.throttle_mask()
+                if mask is not None:
+                    readings.throttle_masks.append(mask)
+
+        thread = threading.Thread(target=sample, daemon=True)
+        before = self.joules()
+        thread.start()
+        try:
+            yield readings
+        finally:
+            done.set()
+            thread.join()
+            after = self.joules()
+            if before is not None and after is not None:
+                readings.joules = after - before

@@ -1,0 +1,132 @@
+"""From a step to answers: the largest batch on a GPU, what a probe may expect, and what holds memory at the peak."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from batchtune.document import Holder, MemoryDetail, Moment
+from batchtune.estimate.commands import GpuFacts, Row, TaskEstimate
+from batchtune.estimate.memory.allocator import ROUNDING_BYTES, ExpandableAllocator, round_up
+from batchtune.estimate.memory.capacity import Search, largest_allocated
+from batchtune.estimate.memory.fit import Step, live_bytes, peak_allocated_bytes
+from batchtune.estimate.memory.overheads import Confidence, gpu_of, kind_of, unseen_share
+from batchtune.vocabulary import LARGEST
+
+_CURVE_POINTS = 400
+_HOLDERS = 12
+_START = 1 / 1.01  # of what is expected: where a probe to 1 % begins, so that a failure right above ends it
+_DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
+
+
+def expectation(
+    step: Step, ops: Iterable[str], gpu: GpuFacts | None, memory_limit: int, *, assumed: bool
+) -> TaskEstimate:
+    """What a probe may expect of a GPU, or of a CPU, within a limit; `assumed`: not all that was traced was seen."""
+    unseen, ops = 0.0, set(ops)
+    if gpu is None:  # a block of its own for every large tensor, nothing cached
+        expected = largest_allocated(step, memory_limit)
+        start = min(expected, math.ceil(_START * (expected + 1)))
+    else:
+        step, unseen = step.on(gpu_of(gpu.name, gpu.generation)), unseen_share(ops, gpu.measured)
+        capacity, search = int(memory_limit / (1 + unseen)), Search(step, resolution=LARGEST)
+        expected = search(capacity)
+        start = search.below(min(expected, math.ceil(_START * (expected + 1))), capacity)
+    sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
+    return TaskEstimate(
+        expected=expected,
+        start=start,
+        peaks=[(size, peak_allocated_bytes(step, size)) for size in sorted(sizes | {max(1, expected)})],
+        unseen_share=unseen,
+        kind=kind_of(ops),
+        model_independent=not assumed,
+    )
+
+
+@dataclass(frozen=True)
+class Searches:
+    """The searches of one step, by the allocator's segments."""
+
+    step: Step
+    fixed: Search
+    expandable: Search
+
+    @classmethod
+    def of(cls, step: Step, device_bytes: int) -> Searches:
+        """Those on a GPU with so much memory."""
+        return cls(step, Search(step), Search(step, partial(ExpandableAllocator, device_bytes=device_bytes)))
+
+
+def row_of(searches: Searches, capacity: int, sure: Confidence, notes: Sequence[str]) -> Row:
+    """The largest batch within a capacity, in bytes."""
+    step, within = searches.step, _rounded_down(capacity)
+    expected = searches.fixed(within)
+    return Row(
+        confidence=str(sure),
+        error_share=sure.band,
+        notes=[*sure.notes, *notes],
+        max_batch_size=expected,
+        limited_by="max" if expected >= LARGEST else "memory",
+        safe_max_batch_size=min(expected, searches.fixed(_rounded_down(int(capacity / (1 + sure.band))))),
+        expandable_segments_max_batch_size=searches.expandable(within),
+        peak_bytes=peak_allocated_bytes(step, expected) if expected else None,
+        work=step.work(expected) if expected else None,
+        needed_bytes=None if expected else peak_allocated_bytes(step, 1),
+    )
+
+
+def _rounded_down(capacity: int) -> int:
+    unit = 1 << max(0, capacity.bit_length() - _DIGITS)
+    return capacity // unit * unit
+
+
+def detail(step: Step, batch_size: int, precision: str) -> MemoryDetail:
+    """The peak at one size by category, module and line, and live bytes over the two traced steps."""
+    live = live_bytes(step, batch_size)
+    events, sizes, births = step.events(batch_size), step.sizes(batch_size), step.births(batch_size)
+    last = int(live.argmax())
+    alive = {event for event in events[: last + 1] if event > 0} - {-event for event in events[: last + 1]}
+    categories: Counter[str] = Counter()
+    holders: Counter[tuple[str, str]] = Counter()
+    for birth, size in ((births[event - 1], round_up(sizes[event - 1], ROUNDING_BYTES)) for event in alive):
+        categories[f"{birth.category}_bytes"] += size
+        if birth.category == "activations":
+            holders[_without_numbers(birth.module), birth.line] += size
+    at = births[abs(events[last]) - 1]
+    return MemoryDetail(
+        precision=precision,
+        batch_size=batch_size,
+        peak_allocated_bytes=int(live[last]),
+        peak_moment=at.moment,
+        peak_module=at.module or None,
+        peak_operator=at.op,
+        holders=[
+            Holder(module=module, line=line or None, activation_bytes=held)
+            for (module, line), held in holders.most_common(_HOLDERS)
+        ],
+        curve=_curve(step, batch_size),
+        **categories,
+    )
+
+
+def _without_numbers(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _curve(step: Step, batch_size: int) -> list[Moment]:
+    """The highest use in each of some 400 stretches, each within one moment, so that the peak is among them."""
+    live, births = live_bytes(step, batch_size), step.births(batch_size)
+    every = max(1, len(live) // _CURVE_POINTS)
+    points: list[tuple[str, int]] = []
+    count = 0
+    for event, held in zip(step.events(batch_size), live.tolist(), strict=True):
+        moment = births[event - 1].moment if event > 0 else points[-1][0]
+        if not points or moment != points[-1][0] or count == every:
+            points.append((moment, held))
+            count = 0
+        points[-1] = (moment, max(points[-1][1], held))
+        count += 1
+    return [Moment(moment=moment, allocated_bytes=held) for moment, held in points]
