@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError, kind_of
-from batchtune.task.adapting.adapted import Adapted
-from batchtune.task.data import TaskData
-from batchtune.task.optimizers import Optimizers, build_optimizers, build_schedulers, needs_closure
+from batchtune.task.lengths import takes
+from batchtune.task.optimizers import Optimizers, TaskOptimizers
 from batchtune.vocabulary import Purpose
 
 NAMES = {
@@ -24,6 +23,7 @@ NAMES = {
     "train_dataset": "train_dataset() returning a torch Dataset",
     "train_loader": "train_loader(batch_size) returning the batches of an epoch, such as a DataLoader",
     "make_batch": "make_batch(batch_size) returning the worst-case batch",
+    "sample_length": "sample_length(sample) returning a whole number, or a tuple of them",
     "compute_loss": "compute_loss(model, batch) returning a scalar tensor",
     "train_step": "train_step(model, batch, optimizers, context) returning a scalar tensor",
     "build_optimizer": "build_optimizer(model, lr) returning a torch Optimizer, or a list or dict of them",
@@ -36,14 +36,8 @@ NAMES = {
 
 
 @dataclass(eq=False)
-class Task(TaskData):
-    """The user's code behind the names of the contract.
-
-    Attributes:
-        source: the module or object that carries the names.
-        where: how the user named it, for messages.
-        is_for_inference: only forward passes are asked of it.
-    """
+class Task(TaskOptimizers):
+    """The user's code behind the names of the contract; only forward passes are asked of it if `is_for_inference`."""
 
     is_for_inference: bool = field(default=False, init=False)
     _trains_anew: bool = field(default=False, init=False)
@@ -69,27 +63,29 @@ class Task(TaskData):
         try:
             signature.bind(*arguments)
         except TypeError as error:
+            if name == "make_batch" and takes(function, 2):
+                return
             raise UserCodeError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
 
     def require(self, purpose: Purpose) -> None:
         """Raises UserCodeError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
         self.is_for_inference = purpose == "inference"
-        if isinstance(self.source, Adapted):
-            self.source.require("tune" if purpose == "tune" else "probe")
+        if self.adapted:
+            self.adapted.require("tune" if purpose == "tune" else "probe")
         if purpose != "tune":
             self._need("make_batch", "train_dataset", "train_loader")
             if self.is_for_inference and self.has("train_step"):
                 self._need("compute_loss")
-        else:
-            self._trains_anew = True
-            self._need("train_dataset", "train_loader")
-            self._need("val_dataset", "evaluate")
-            if self.has("train_step") and not self.has("compute_loss"):
-                self._need("evaluate")
-            if self.train_size() == 1:
-                raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
-            if not self.has("evaluate"):
-                self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
+            return
+        self._trains_anew = True
+        self._need("train_dataset", "train_loader")
+        self._need("val_dataset", "evaluate")
+        if self.has("train_step") and not self.has("compute_loss"):
+            self._need("evaluate")
+        if self.train_size() == 1:
+            raise UserCodeError(f"{self.where}: train_dataset has 1 sample; there is no batch size to choose")
+        if not self.has("evaluate"):
+            self.val_data  # noqa: B018 - an empty set is to be found now, not in the first evaluation
 
     def _need(self, *any_of: str) -> None:
         if not any(self.has(name) for name in any_of):
@@ -116,25 +112,19 @@ class Task(TaskData):
             self._need("compute_loss", "train_step")
         return model
 
-    def _modules(self, given: Mapping[str, Any]) -> nn.ModuleDict:
+    def _modules(self, given: Mapping[str, object]) -> nn.ModuleDict:
+        modules: dict[str, nn.Module] = {}
         for name, each in given.items():
             if not isinstance(each, nn.Module):
                 raise UserCodeError(
                     f"{self.where}: build_model returned a dict in which {name!r} is {kind_of(each)}, not an "
                     "nn.Module; a train_step keeps anything else in context.state"
                 )
+            modules[name] = each
         try:
-            return nn.ModuleDict(given)
+            return nn.ModuleDict(modules)
         except (KeyError, TypeError) as error:  # a name that a ModuleDict has for itself, or no text
             raise UserCodeError(f"{self.where}: build_model returned a dict with a wrong key: {error}") from None
-
-    def optimizers(self, model: nn.Module, learning_rate: float, **arguments: Any) -> Optimizers:
-        """The user's optimizers, or AdamW; see `build_optimizers`."""
-        return build_optimizers(self.source, self.where, model, learning_rate, **arguments)
-
-    def schedulers(self, optimizers: Optimizers, total_steps: int) -> list[Any]:
-        """The user's schedulers, over so many optimizer steps; see `build_schedulers`."""
-        return build_schedulers(self.source, self.where, optimizers, total_steps)
 
     @cached_property
     def gradient_clipping(self) -> GradientClipping | None:
@@ -150,21 +140,16 @@ class Task(TaskData):
             "{'value': 0.5}"
         )
 
-    def accumulates(self, optimizers: Optimizers) -> bool:
-        """Whether a step may be made of several micro-batches."""
-        manual = isinstance(self.source, Adapted) and self.has("train_step")
-        return not manual and not any(needs_closure(each) for each in optimizers)
-
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The scalar training loss of a batch."""
         loss = self.source.compute_loss(model, batch) if self.has("compute_loss") else model(**batch).loss
         return self._scalar(loss, "compute_loss")
 
-    def train_step(self, model: nn.Module, batch: Any, optimizers: Optimizers, context: object) -> Tensor:
+    def train_step(self, model: nn.Module, batch: object, optimizers: Optimizers, context: object) -> Tensor:
         """One pass of the user's own step; returns the loss to watch."""
         return self._scalar(self.source.train_step(model, batch, optimizers.given, context), "train_step")
 
-    def _scalar(self, loss: Any, name: str) -> Tensor:
+    def _scalar(self, loss: object, name: str) -> Tensor:
         """Checked, so that a wrong one is named and not met in backward."""
         if not isinstance(loss, Tensor):
             raise UserCodeError(f"{self.where}: {name} returned {kind_of(loss)}, not a tensor{_only(loss, Tensor)}")
@@ -173,19 +158,17 @@ class Task(TaskData):
             raise UserCodeError(f"{self.where}: {name} returned shape {shape}, not a scalar; take its .mean()")
         return loss
 
-    def validate(self, model: nn.Module, batch: Any) -> object:
+    def validate(self, model: nn.Module, batch: object) -> object:
         """The forward pass of an evaluation: an adapted library's own where it has one, else the loss."""
-        own = getattr(self.source, "validate", None) if isinstance(self.source, Adapted) else None
+        own = getattr(self.adapted, "validate", None)
         return (own or self.loss)(model, batch)
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float] | float:
-        """The user's metrics; a plain float is whatever metric the configuration names.
+        """The user's metrics for a model in eval mode; a plain float is whatever metric the configuration names.
 
-        Args:
-            model: in eval mode, on its device.
-            max_batches: enough for a look at memory; an `evaluate` of the user's own is not told.
+        An adapter is told of `max_batches`, which are enough for a look at memory.
         """
-        brief = {"max_batches": max_batches} if isinstance(self.source, Adapted) else {}
+        brief = {"max_batches": max_batches} if self.adapted else {}
         found = self.source.evaluate(model, **brief)
         if isinstance(found, Mapping):
             return {str(name): self._number(value, f"evaluate()[{name!r}]") for name, value in found.items()}
@@ -204,11 +187,11 @@ def _is_hugging_face(model: nn.Module) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in inspect.getmro(type(model)))
 
 
-def _only(found: Any, kind: type) -> str:
+def _only(found: object, kind: type) -> str:
     """Where to find what was asked for, if a tuple, list or mapping has it; of several tensors, the only scalar."""
-    places = (
-        found.items() if isinstance(found, Mapping) else enumerate(found) if isinstance(found, list | tuple) else ()
-    )
+    places: Iterable[tuple[object, object]] = ()
+    if isinstance(found, Mapping | list | tuple):
+        places = found.items() if isinstance(found, Mapping) else enumerate(found)
     fitting = [(place, each) for place, each in places if isinstance(each, kind)]
     if len(fitting) > 1:
         fitting = [(place, each) for place, each in fitting if isinstance(each, Tensor) and each.dim() == 0]

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UserCodeError, kind_of
-from batchtune.protocol.commands import SamplesSeen
+from batchtune.protocol.data import SamplesSeen
 from batchtune.task.adapting.adapted import Adapted
-from batchtune.task.random_numbers import kept_random_numbers, seed_the_cpu, seeded
 from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
+from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
@@ -33,12 +32,17 @@ class TaskData:
 
     source: Any
     where: str
-    _worst_samples: list[Any] = field(default_factory=list, init=False)
+    _worst_samples: list[object] = field(default_factory=list, init=False)
     _samples_seen: SamplesSeen | None = field(default=None, init=False)
 
     def has(self, name: str) -> bool:
         """Whether the user's code carries this name."""
         return getattr(self.source, name, None) is not None
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """Another library's objects, where the task was made from such; None: it is plain PyTorch."""
+        return self.source if isinstance(self.source, Adapted) else None
 
     @cached_property
     def train_data(self) -> Dataset[object]:
@@ -54,8 +58,9 @@ class TaskData:
         with seeded(_SEEDS[name]):  # what is drawn at random is the same in every process, and not in both sets
             data = getattr(self.source, name)()
         if not isinstance(data, IterableDataset) and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-            kind = kind_of(data)
-            raise UserCodeError(f"{self.where}: {name} returned {kind}, not a Dataset with __getitem__ and __len__")
+            raise UserCodeError(
+                f"{self.where}: {name} returned {kind_of(data)}, not a Dataset with __getitem__ and __len__"
+            )
         if isinstance(data, Sized) and len(data) == 0:
             raise UserCodeError(f"{self.where}: {name} returned a data set of 0 samples")
         return cast("Dataset[object]", data)
@@ -88,7 +93,7 @@ class TaskData:
 
     def sampler(self, batch_size: int) -> Sampler[int] | None:
         """The order of the training set where an adapted data loader has one of its own; None: shuffled."""
-        return self.source.train_sampler(batch_size) if isinstance(self.source, Adapted) else None
+        return self.adapted.train_sampler(batch_size) if self.adapted else None
 
     def worst_batch(self, batch_size: int) -> object:
         """The batch that an attempt runs: the user's `make_batch`, or the largest samples of the training set.
@@ -101,14 +106,18 @@ class TaskData:
             return self._largest_batch(batch_size)
         if not self._worst_samples:
             self.find_worst_samples()
-        largest, *others = self._worst_samples
+        return self._repeated(batch_size, self._worst_samples)
+
+    def _repeated(self, batch_size: int, samples: Sequence[object]) -> object:
+        """A batch of the largest sample, which is the first, and of each other one once."""
+        largest, *others = samples
         others = others[: batch_size - 1]
         return self.collate([largest] * (batch_size - len(others)) + others)
 
     def _largest_batch(self, batch_size: int) -> object:
         """The largest of the first batches of an epoch, as many as there is time for."""
         deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
-        with kept_random_numbers(torch.device("cpu")):
+        with kept_random_numbers("cpu"):
             seed_the_cpu(0)
             for batch in self.loader(batch_size):
                 if found is None or tensor_bytes(batch) > tensor_bytes(found):
@@ -128,8 +137,7 @@ class TaskData:
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.
 
-        Returns:
-            What was seen; None where the user makes the batches.
+        Returns what was seen; None where the user makes the batches.
         """
         if self.has("make_batch") or self.has("train_loader"):
             return None
@@ -137,7 +145,7 @@ class TaskData:
             return self._samples_seen
         longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
         seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
-        with kept_random_numbers(torch.device("cpu")):
+        with kept_random_numbers("cpu"):
             samples = self._samples(known.places if known else (), longest)
             seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
         if not self._worst_samples:
@@ -148,7 +156,7 @@ class TaskData:
     def _is_stream(self) -> bool:
         return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)
 
-    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, object]]:
         """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
         data: Any = self.train_data
         if self._is_stream():

@@ -1,25 +1,38 @@
-"""Finding and importing the user's code from `model.py`, `path.py:attribute` or `package.module:attribute`."""
+"""Finding and importing the user's code, and what it says of today's training."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
+from batchtune.device.host_memory import load_early
 from batchtune.errors import UsageError, UserCodeError
-from batchtune.task.adapting.adapted import require_no_arguments
+from batchtune.protocol.data import CurrentSettings
+from batchtune.task.adapting.adapted import highest_rate, require_no_arguments
 from batchtune.task.contract import Task
-from batchtune.task.random_numbers import seed_everything
+from batchtune.task.optimizers import Optimizers
 from batchtune.task.spec import TEMPLATE, split_spec
+from batchtune.task.state import seed_everything
 
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
+_BATCH_SIZES = ("BATCH_SIZE", "batch_size", "TRAIN_BATCH_SIZE", "train_batch_size")
+_RATES = ("LEARNING_RATE", "learning_rate", "LR", "lr")
 
 
 def load_task(spec: str) -> Task:
@@ -43,6 +56,13 @@ def load_task(spec: str) -> Task:
             raise
         raise describe_user_error(error, f"importing {spec}", _hint(error, place)) from error
     return Task(_source(_attribute(module, attribute, spec), module, attribute, spec), spec)
+
+
+def set_libraries_apart() -> None:
+    """Leaves what was imported out of the garbage collections around each attempt, most of whose time it takes."""
+    load_early(lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0))  # the first loads half of torch
+    gc.collect()
+    gc.freeze()
 
 
 def _hint(error: BaseException, place: Path | str) -> str:
@@ -79,8 +99,8 @@ def _import_module(name: str) -> ModuleType:
         raise
 
 
-def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
-    found: Any = module
+def _attribute(module: ModuleType, attribute: str, spec: str) -> object:
+    found: object = module
     for part in attribute.split(".") if attribute else []:
         if not hasattr(found, part):
             names = ", ".join(name for name in vars(module) if not name.startswith("_"))[:200]
@@ -89,7 +109,7 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
     return found
 
 
-def _source(found: Any, module: ModuleType, attribute: str, spec: str) -> Any:
+def _source(found: object, module: ModuleType, attribute: str, spec: str) -> object:
     """What carries the contract's names: the object, what a class or function makes, or an adapter around either."""
     make = found
     if inspect.isclass(found) or (inspect.isfunction(found) and not hasattr(found, "build_model")):
@@ -179,3 +199,68 @@ def _short(filename: str) -> str:
         return str(Path(filename).relative_to(Path.cwd()))
     except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
         return filename
+
+
+def current_settings(task: Task) -> CurrentSettings:
+    """What the user trains with.
+
+    A constant of the usual name says it first; then the default of the argument that the contract's functions have for
+    it; for the batch size then a DataLoader that stands in the file. Objects of other libraries know it themselves.
+    """
+    if task.adapted:
+        return task.adapted.current_settings()
+    source = task.source
+    sizes = [*_constants(source, _BATCH_SIZES), *_default(source), *_loaders(_module_of(source))]
+    rates = [*_constants(source, _RATES), *_own_rate(task)]
+    return CurrentSettings(
+        batch_size=next(((each, where) for each, where in sizes if isinstance(each, int) and each >= 1), None),
+        learning_rate=next(
+            ((float(each), where) for each, where in rates if isinstance(each, int | float) and 0 < each < math.inf),
+            None,
+        ),
+    )
+
+
+def _module_of(source: object) -> ModuleType | None:
+    return source if isinstance(source, ModuleType) else sys.modules.get(type(source).__module__)
+
+
+def _constants(source: object, names: tuple[str, ...]) -> Iterator[tuple[object, str]]:
+    module = _module_of(source)
+    for holder in dict.fromkeys((source, module)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if value is not None and not isinstance(value, bool):
+                yield value, f"{name} in {_place(module, name)}"
+
+
+def _place(module: ModuleType | None, name: str) -> str:
+    """The file, and the line in which the name is set, where one is."""
+    path = Path(getattr(module, "__file__", None) or "the task")
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return f"{path.name}:{targets[0].lineno}"  # type: ignore[union-attr]
+    return path.name
+
+
+def _default(source: Any) -> Iterator[tuple[object, str]]:
+    with contextlib.suppress(AttributeError, TypeError, ValueError, IndexError):
+        first = list(inspect.signature(source.train_loader).parameters.values())[0]  # noqa: RUF015 - it may have none
+        yield first.default, "train_loader's default"
+
+
+def _loaders(module: ModuleType | None) -> Iterator[tuple[object, str]]:
+    """The batch size of the DataLoaders in the user's file, where they are of one mind."""
+    names = vars(module) if module else {}
+    found = {name: each.batch_size for name, each in names.items() if isinstance(each, DataLoader)}
+    if len(set(found.values())) == 1:
+        yield next(iter(found.values())), f"the batch size of {next(iter(found))}"
+
+
+def _own_rate(task: Task) -> Iterator[tuple[object, str]]:
+    """The learning rate of the optimizers that build_optimizer makes when it is left to choose."""
+    with contextlib.suppress(Exception):  # one that cannot choose has none
+        optimizers = Optimizers(task.source.build_optimizer(task.model()))
+        yield highest_rate(optimizers), f"{optimizers.name}'s lr"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from batchtune.protocol.commands import SamplesSeen
+from batchtune.protocol.data import SamplesSeen
 
 LOOK_SECONDS = 2.0
 _MOST_NAMED = 4
@@ -16,26 +16,19 @@ _BYTES = ""  # among the sizes of a sample, that of all of it
 
 
 def find_largest(
-    samples: Iterable[tuple[int, Any]],
+    samples: Iterable[tuple[int, object]],
     total: int | None,
     *,
     seconds: float = LOOK_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[SamplesSeen, list[Any]]:
-    """Looks at samples for as long as asked.
+) -> tuple[SamplesSeen, list[object]]:
+    """Looks at samples, each with its place, for so many seconds.
 
-    Args:
-        samples: each with its place, in the order in which to look.
-        total: of all there are; None: nobody knows, or no more than can be read.
-        seconds: after which no more are looked at.
-        clock: for tests.
-
-    Returns:
-        What was seen, and the samples of the worst batch, the largest first: in each dimension one of them is as large
-        as any. No samples where there are none.
+    `total` counts all there are; None: nobody knows, or no more than can be read. Returns what was seen, and the
+    samples of the worst batch, the largest first: in each dimension one of them is as large as any.
     """
     deadline = clock() + seconds
-    largest: dict[str, tuple[int, int, Any]] = {}  # size, place and sample
+    largest: dict[str, tuple[int, int, object]] = {}  # size, place and sample
     smallest: dict[str, int] = {}
     seen, is_all = 0, True
     for place, sample in samples:
@@ -47,7 +40,7 @@ def find_largest(
         if clock() >= deadline:
             is_all = seen == total
             break
-    chosen: dict[int, Any] = {}
+    chosen: dict[int, object] = {}
     for name in sorted(largest, key=lambda name: (name != _BYTES, -largest[name][0])):
         size, place, sample = largest[name]
         if all(sizes_of(other).get(name, 0) < size for other in chosen.values()):

@@ -8,14 +8,12 @@ from pathlib import Path
 from batchtune.errors import UsageError
 
 TEMPLATE = "batchtune_task.py"  # what `batchtune init` writes: a name that hides no module of the user's
+_FILES = (TEMPLATE, "model.py")  # that a folder may stand for
+_YAML = {".yaml", ".yml"}
 
 
 def split_spec(spec: str) -> tuple[Path | str, str]:
-    """A task's file or module, and the attribute in it ('' for the module itself).
-
-    Raises:
-        UsageError: the file is not there, or the text is neither a file nor a module.
-    """
+    """A task's file or module, and the attribute in it ('' for the module itself); UsageError where it is neither."""
     try:
         return _split(spec)
     except OSError as error:
@@ -26,7 +24,7 @@ def _split(spec: str) -> tuple[Path | str, str]:
     place, _, attribute = spec.rpartition(":")
     if not place or "/" in attribute or "\\" in attribute:  # no colon, or that of a Windows drive
         place, attribute = spec, ""
-    if Path(place).suffix in {".yaml", ".yml"}:
+    if Path(place).suffix in _YAML:
         raise UsageError(
             f"{place}: a configuration, and no task: run 'batchtune tune {place}', or name its task's file"
         )
@@ -36,18 +34,25 @@ def _split(spec: str) -> tuple[Path | str, str]:
         raise UsageError(f"{spec!r}: neither a Python file nor a module; use model.py, path.py:name or pkg.module:name")
     path = Path(place)
     if path.is_dir():
-        path = next((path / name for name in (TEMPLATE, "model.py") if (path / name).is_file()), path)
+        path = next((path / name for name in _FILES if (path / name).is_file()), path)
     if not path.is_file():
         raise UsageError(f"{place}: no such task file; 'batchtune init' writes a template")
     return path, attribute
 
 
-def task_name(spec: str) -> str:
-    """What a task is called: as its file without the ending, as its folder, or as its module with all its dots.
+def names_task(text: str) -> bool:
+    """Whether a text names a task, and not a configuration's file or a folder with one in it."""
+    place, attribute = Path(text.rpartition(":")[0] or text), text.rpartition(":")[2]
+    if Path(text).is_dir():
+        return not (Path(text) / "config.yaml").exists() and any((Path(text) / each).is_file() for each in _FILES)
+    if place.suffix == ".py" or Path(text).exists():
+        return place.suffix == ".py"
+    is_module = all(part.isidentifier() for part in str(place).split("."))
+    return is_module and place.suffix not in _YAML and ("." in str(place) or attribute != text)
 
-    Raises:
-        UsageError: as `split_spec`.
-    """
+
+def task_name(spec: str) -> str:
+    """What a task is called: as its file without the ending, as its folder, or as its module with all its dots."""
     place, attribute = split_spec(spec)
     if isinstance(place, str):
         return place
@@ -56,11 +61,7 @@ def task_name(spec: str) -> str:
 
 
 def file_hash(spec: str) -> str | None:
-    """SHA-256 of the task's file, in hex; None for a module that is found by name.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """SHA-256 of the task's file, in hex; None for a module that is found by name; UsageError if it cannot be read."""
     place, _ = split_spec(spec)
     try:
         return hashlib.sha256(place.read_bytes()).hexdigest() if isinstance(place, Path) else None

@@ -1,21 +1,24 @@
-"""What adapters to other libraries share: how they refuse, read data loaders and set learning rates."""
+"""What adapters to other libraries share: reading data loaders, setting learning rates, applying a result."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from batchtune.document import GradientClipping
+from batchtune.document import GradientClipping, Recommendation
 from batchtune.errors import UsageError, kind_of
-from batchtune.task.adapting.clipping import clip_gradients
+from batchtune.protocol.data import CurrentSettings
 
 Copied = TypeVar("Copied")
 _RATES_OF_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -26,9 +29,6 @@ class Adapted:
     """Names of the task contract made from a library's objects; `batchtune.task.contract.Task` calls them.
 
     Where the forward pass of the library's evaluation is not that of training, it is `validate(model, batch)`.
-
-    Args:
-        where: how the user named the object, for messages.
 
     Attributes:
         samples_per_step: of an optimizer step of the model that is built next; None where that is not known.
@@ -57,7 +57,11 @@ class Adapted:
         """Sets up the data, and raises UsageError for what `purpose` lacks or cannot be honoured."""
         raise NotImplementedError
 
-    def clip_gradients(self, model: Any, optimizer: torch.optim.Optimizer, clipping: GradientClipping | None) -> None:
+    def current_settings(self) -> CurrentSettings:
+        """What the user trains with today."""
+        return CurrentSettings()
+
+    def clip_gradients(self, model: object, optimizer: Optimizer, clipping: GradientClipping | None) -> None:
         """What the library's own trainer does to the gradients of an optimizer, unscaled, before its step."""
         del model
         clip_gradients([optimizer], clipping)
@@ -76,14 +80,10 @@ class Adapted:
 class LoaderParts:
     """What a data loader was made of, so that it can be made again with another batch size.
 
-    Attributes:
-        dataset: what it reads.
-        collate: makes a batch from samples.
-        sampler: the order of a map-style data set; None where it is shuffled, and for an iterable one.
-        batch_size: samples of a batch.
+    The sampler is the order of a map-style data set; None where it is shuffled, and for an iterable one.
     """
 
-    dataset: Any
+    dataset: Dataset[object]
     collate: Callable[[Sequence[object]], object]
     sampler: Sampler[int] | None
     batch_size: int
@@ -92,24 +92,36 @@ class LoaderParts:
         """The sampler; one that sorts within batches is told their size."""
         if self.sampler is None or not hasattr(self.sampler, "batch_size"):
             return self.sampler
-        told: Any = copy.copy(self.sampler)
+        told = copy.copy(self.sampler)
         told.batch_size = batch_size
-        return told  # type: ignore[no-any-return]
+        return told
 
 
-def loader_parts(loader: Any, where: str) -> LoaderParts:
-    """The parts of a user's data loader.
+class FromLoader(Adapted):
+    """Such an object whose training data come from a data loader of the library's own."""
 
-    Args:
-        loader: what their hook returned.
-        where: the hook, for messages.
+    @property
+    def parts(self) -> LoaderParts:
+        """What the training set's loader is made of."""
+        raise NotImplementedError
 
-    Raises:
-        UsageError: it is no torch DataLoader, or its batch size cannot be changed.
-    """
+    def train_dataset(self) -> object:
+        """What the training set's loader reads."""
+        return self.parts.dataset
+
+    def collate(self, samples: Sequence[object]) -> object:
+        """A batch as the training set's loader makes it."""
+        return self.parts.collate(samples)
+
+    def train_sampler(self, batch_size: int) -> Sampler[int] | None:
+        return self.parts.sampler_for(batch_size)
+
+
+def loader_parts(loader: object, where: str) -> LoaderParts:
+    """The parts of the data loader that the hook `where` returned; UsageError if its batch size cannot be changed."""
     if not isinstance(loader, DataLoader):
         raise UsageError(f"{where} returned {kind_of(loader)}; batchtune takes a single torch DataLoader")
-    batches: Any = loader.batch_sampler
+    batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None) or loader.batch_size
     plain = type(batches) is BatchSampler or type(batches).__module__.startswith("accelerate.")
     if batches is not None and not plain:
@@ -119,56 +131,42 @@ def loader_parts(loader: Any, where: str) -> LoaderParts:
     if not size:
         raise UsageError(f"{where} has no batch size (batch_size=None), so it cannot be changed")
     collate: Any = loader.collate_fn
-    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    iterable = isinstance(loader.dataset, IterableDataset)
     sampler: Any = None if iterable else getattr(batches, "sampler", loader.sampler)
     shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
     return LoaderParts(loader.dataset, collate, None if shuffled else sampler, int(size))
 
 
-def resized(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """A data loader like this one, with another batch size.
-
-    Raises:
-        UsageError: its batch size cannot be changed.
-    """
+def resized(loader: DataLoader[object], batch_size: int) -> DataLoader[object]:
+    """A data loader like this one, with another batch size; UsageError where that cannot be changed."""
     parts = loader_parts(loader, "the data loader")
-    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    order: dict[str, Any] = {} if iterable else {"sampler": parts.sampler_for(batch_size) or loader.sampler}
-    workers: dict[str, Any] = {}
+    iterable = isinstance(loader.dataset, IterableDataset)
+    kept = ["num_workers", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if loader.num_workers:
-        workers = {
-            "multiprocessing_context": loader.multiprocessing_context,
-            "persistent_workers": loader.persistent_workers,
-            "prefetch_factor": loader.prefetch_factor,
-        }
+        kept += ["multiprocessing_context", "persistent_workers", "prefetch_factor"]
+    settings = {name: getattr(loader, name) for name in kept}
+    if not iterable:
+        settings["sampler"] = parts.sampler_for(batch_size) or loader.sampler
     return DataLoader(
         loader.dataset,
         batch_size=batch_size,
         collate_fn=parts.collate,
         drop_last=bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        **order,
-        **workers,
+        **settings,
     )
 
 
 def set_learning_rate(
-    optimizers: Sequence[torch.optim.Optimizer], learning_rate: float, schedulers: Iterable[Any] = (), *, where: str
+    optimizers: Sequence[Optimizer], learning_rate: float, schedulers: Iterable[object] = (), *, where: str
 ) -> None:
     """Sets the highest of the groups' learning rates; the other groups and the schedulers keep their ratios to it.
 
     A schedule's learning rate is the one it is built around: what a warm-up leads to, the maximum of a cycle.
-
-    Raises:
-        UsageError: the optimizer has none that could be set.
+    UsageError where the optimizer has none that could be set.
     """
     groups = [group for each in optimizers for group in each.param_groups]
     try:
-        highest = max(float(nominal_rate(group)) for group in groups)
+        highest = highest_rate(optimizers)
     except (KeyError, TypeError, ValueError):
         highest = 0.0
     if highest <= 0:
@@ -184,12 +182,17 @@ def set_learning_rate(
                 setattr(scheduler, key, [rate * factor for rate in getattr(scheduler, key)])
 
 
+def highest_rate(optimizers: Iterable[Optimizer]) -> float:
+    """The learning rate by which optimizers are known: the highest of their groups'."""
+    return max(float(nominal_rate(group)) for each in optimizers for group in each.param_groups)
+
+
 def nominal_rate(group: Mapping[str, Any]) -> Any:
     """The learning rate that the schedule of a group of parameters is built around; without one, the group's own."""
     return group.get("max_lr", group.get("initial_lr", group["lr"]))
 
 
-def _with_nested(schedulers: Iterable[Any]) -> Iterable[Any]:
+def _with_nested(schedulers: Iterable[object]) -> Iterable[object]:
     for scheduler in schedulers:
         yield scheduler
         yield from _with_nested(getattr(scheduler, "_schedulers", ()))
@@ -200,19 +203,13 @@ def real_copy(value: Copied) -> Copied:
 
     Buffers cannot be copied into fakes; a copy with data becomes fake when it is moved to the device.
     """
-    fakes: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
     with fakes.unset_fake_temporarily() if fakes else contextlib.nullcontext():
         return copy.deepcopy(value)
 
 
 def require_no_arguments(kind: type, where: str, wanted: str) -> None:
-    """Raises UsageError for a class that cannot be made without arguments.
-
-    Args:
-        kind: the class.
-        where: how the user named the task.
-        wanted: what a function should return instead.
-    """
+    """Raises UsageError for a class that cannot be made without arguments; `wanted` is what to return instead."""
     needed = [
         name
         for name, each in inspect.signature(kind).parameters.items()
@@ -221,3 +218,39 @@ def require_no_arguments(kind: type, where: str, wanted: str) -> None:
     if needed:
         names = ", ".join(needed)
         raise UsageError(f"{where}: {kind.__name__} needs arguments ({names}); name a function that returns {wanted}")
+
+
+def clip_gradients(optimizers: Sequence[Optimizer], clipping: GradientClipping | None) -> None:
+    """Clips the gradients of all parameters of these optimizers, a norm over all of them together."""
+    if clipping is None:
+        return
+    parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    if clipping.norm is not None:
+        nn.utils.clip_grad_norm_(parameters, clipping.norm)
+    if clipping.value is not None:
+        nn.utils.clip_grad_value_(parameters, clipping.value)
+
+
+def recommended(path: str | os.PathLike[str]) -> Recommendation:
+    """What a result file or run folder recommends; UsageError where it recommends nothing, or is not there."""
+    from batchtune.result import load_result  # a child has no use for it
+
+    result = load_result(path)
+    if result.recommendation is None:
+        raise UsageError(f"{os.fspath(path)}: a result of '{result.kind}' that recommends nothing; apply one of 'tune'")
+    return result.recommendation
+
+
+def say(difference: str) -> None:
+    """Tells the user what a callback could not apply."""
+    warnings.warn(f"batchtune: {difference}", stacklevel=3)
+
+
+def require_world(found: Recommendation, world_size: int) -> None:
+    """Says so where training runs on another number of ranks than the recommendation is for."""
+    if world_size != found.world_size:
+        batch = found.micro_batch_size * found.gradient_accumulation_steps * world_size
+        say(
+            f"the result is for {found.world_size} ranks and this is training on {world_size}, so the global "
+            f"batch size is {batch} instead of {found.global_batch_size}"
+        )

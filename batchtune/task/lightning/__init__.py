@@ -1,6 +1,5 @@
-"""A LightningModule as a task, and a callback that applies a result in Lightning."""
+"""A LightningModule as a task, and the callback that trains with a result."""
 
-from batchtune.task.lightning.adapter import LightningTask
-from batchtune.task.lightning.callback import ApplyResult
+from batchtune.task.lightning.adapter import ApplyResult, LightningTask
 
 __all__ = ["ApplyResult", "LightningTask"]

@@ -1,48 +1,43 @@
-"""Where a LightningModule's batches come from: its own loaders or a DataModule's, and the hooks on their way."""
+"""What a LightningModule brings: its batches, a validation epoch on them, optimizers, and its user's own Trainer."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import inspect
-from collections.abc import Sequence, Sized
+import itertools
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
-from batchtune.task.adapting.adapted import LoaderParts, loader_parts, require_no_arguments
-from batchtune.task.lightning.trainer import TrainerView
+from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, require_no_arguments, resized
+from batchtune.task.lightning.trainer import LightningModule, SchedulerConfig, TrainerView
 
 
 class LightningData:
     """The data of a module, set up once for all the modules that are trained on it.
 
-    Args:
-        namespace: the user's file, in which a DataModule is looked for.
-        where: how the user named the module, for messages.
-
     Attributes:
-        module: the DataModule, or None.
-        train: the training loader; None before `set_up`.
-        val_loaders: as the user's hook returned them.
+        module: the DataModule, or None; it is looked for in the user's file, `namespace`.
+        train: the training loader; None before `read_loaders`.
     """
 
     def __init__(self, namespace: ModuleType, where: str) -> None:
         self._namespace, self._where = namespace, where
         self.module: Any = None
         self.train: LoaderParts | None = None
-        self.val_loaders: list[DataLoader[Any]] = []
+        self.val_loaders: list[Iterable[object]] = []
         self._transfers: dict[str, bool] = {}
 
-    def prepare(self, view: TrainerView, module: Any, given: Sequence[object]) -> None:
-        """Finds the DataModule and downloads and splits the data, in Lightning's order.
-
-        Args:
-            view: what stands in for the Trainer.
-            module: the first LightningModule.
-            given: what the user's function returned beside the module.
-        """
+    def prepare(self, view: TrainerView, module: LightningModule, given: Sequence[object]) -> None:
+        """Finds the DataModule, maybe among what the user's function returned beside the module, and has it set up."""
         self.module = next((each for each in given if _is_datamodule(each)), None) or self._found()
         for part in (self.module, module):
             if part is not None:
@@ -68,7 +63,7 @@ class LightningData:
         require_no_arguments(own[0], self._where, "(module, datamodule)")
         return own[0]()
 
-    def read_loaders(self, module: Any) -> None:
+    def read_loaders(self, module: LightningModule) -> None:
         """Asks the DataModule, or the module where there is none, for its loaders."""
         owner = self.module if self.module is not None else module
         if not overrides(owner, "train_dataloader"):
@@ -88,7 +83,7 @@ class LightningData:
         data = self.train.dataset if self.train else None
         return len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
 
-    def transferred(self, module: Any, batch: object, loader: int) -> Any:
+    def transferred(self, module: LightningModule, batch: object, loader: int) -> object:
         """The batch after the transfer hooks; those of a DataModule override the module's."""
         if not self._transfers:
             self._transfers = {
@@ -99,6 +94,31 @@ class LightningData:
             where = (module.device,) if name == "transfer_batch_to_device" else ()
             batch = getattr(self.module if in_data else module, name)(batch, *where, loader)
         return batch
+
+
+def configured(module: LightningModule, task: Adapted) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Optimizers and schedulers of `configure_optimizers`, read by Lightning's parser; UsageError if there is none."""
+    parser = importlib.import_module(f"{library_of(module)}.core.optimizer")
+    made = module.configure_optimizers()
+    if made is None:
+        raise task.refused("configure_optimizers returned None")
+    optimizers, schedulers, monitor = parser._configure_optimizers(made)  # noqa: SLF001
+    if not module.automatic_optimization:
+        return optimizers, parser._configure_schedulers_manual_opt(schedulers)  # noqa: SLF001
+    if len(optimizers) != 1:
+        raise task.refused(
+            f"configure_optimizers returned {len(optimizers)} optimizers, which Lightning trains by manual "
+            "optimization only: set self.automatic_optimization = False"
+        )
+    return optimizers, parser._configure_schedulers_automatic_opt(schedulers, monitor)  # noqa: SLF001
+
+
+def require_schedule(schedulers: Sequence[SchedulerConfig], samples_per_epoch: int | None, task: Adapted) -> None:
+    """Raises UsageError for schedulers that cannot step in a study."""
+    if any(config.reduce_on_plateau for config in schedulers):
+        raise task.refused("ReduceLROnPlateau waits for a metric at the end of an epoch; use a schedule by steps")
+    if any(config.interval == "epoch" for config in schedulers) and samples_per_epoch is None:
+        raise task.refused("its scheduler steps at the end of an epoch, but the training set has no length")
 
 
 def library_of(owner: object) -> str:
@@ -120,3 +140,112 @@ def _is_datamodule(value: object) -> bool:
     kind = value if inspect.isclass(value) else type(value)
     names = [each.__name__ for each in inspect.getmro(kind)]
     return "LightningDataModule" in names[1:]
+
+
+def validation_epoch(
+    module: LightningModule,
+    data: LightningData,
+    loaders: Sequence[Iterable[object]],
+    max_batches: int | None = None,
+    batch_size: int = 0,
+) -> dict[str, float]:
+    """Validates a module, which is in the mode in which it is to be; returns what it logged, by name.
+
+    Where only `max_batches` of each loader are looked at, one of the same batch size as the training set's is given
+    that of training, `batch_size`.
+    """
+    view: TrainerView = module.trainer
+    was_training, view.training, view.validating = view.training, False, True
+    view.logged.start_validation()
+    module.on_validation_start()
+    module.on_validation_epoch_start()
+    for number, loader in enumerate(loaders):
+        used, training = loader, data.train.batch_size if data.train and max_batches is not None else None
+        if isinstance(loader, DataLoader) and training and loader.batch_size == training < batch_size:
+            used = resized(loader, batch_size)
+        batches = itertools.islice(used, max_batches)
+        _validate(module, data, batches, number if len(data.val_loaders) > 1 else None)
+    view.logged.see_batch(None)
+    module.on_validation_epoch_end()
+    module.on_validation_end()
+    view.training, view.validating = was_training, False
+    return view.logged.finish_validation()
+
+
+def _validate(module: LightningModule, data: LightningData, batches: Iterable[object], number: int | None) -> None:
+    which = () if number is None else (number,)
+    for index, batch in enumerate(batches):
+        there = data.transferred(module, batch, number or 0)
+        module.trainer.logged.see_batch(there, number)
+        module.on_validation_batch_start(there, index, *which)
+        output = called(module.validation_step, there, index, *which)
+        module.on_validation_batch_end(output, there, index, *which)
+
+
+def called(step: Callable[..., object], *arguments: object) -> object:
+    """A step with as many of batch, batch_idx and dataloader_idx as it takes."""
+    method = getattr(step, "__func__", None)
+    most = _most_arguments(method or step)
+    return step(*arguments[: None if most is None else most - (method is not None)])
+
+
+@functools.cache
+def _most_arguments(function: Callable[..., object]) -> int | None:
+    """How many arguments a function takes; None: any number."""
+    parameters = inspect.signature(function).parameters.values()
+    return None if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(parameters)
+
+
+_ARGUMENTS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+
+
+@dataclass(frozen=True)
+class OwnTrainer:
+    """The user's own Trainer as far as it can be seen; `unseen` is a sentence on what of it cannot, or empty."""
+
+    accumulation_steps: int = 1
+    clipping: GradientClipping | None = None
+    unseen: str = ""
+
+
+def own_trainer(given: Sequence[object], namespace: ModuleType) -> OwnTrainer:
+    """Looks for the Trainer: beside the module (`given`), among the file's objects, then in the text of the file."""
+    for each in (*given, *vars(namespace).values()):
+        if _is_trainer(each):
+            return _of({name: getattr(each, name, None) for name in _ARGUMENTS})
+    try:
+        nodes = list(ast.walk(ast.parse(inspect.getsource(namespace))))
+    except (OSError, TypeError, SyntaxError):  # code without a file
+        return OwnTrainer()
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _names_trainer(node)]
+    arguments = [{word.arg: word.value for word in call.keywords if word.arg in _ARGUMENTS} for call in calls]
+    found = [each for each in arguments if each]
+    try:
+        read = [{name: ast.literal_eval(value) for name, value in each.items()} for each in found]
+    except ValueError:
+        read = []
+    if found and (not read or any(each != read[0] for each in read)):
+        wanted = ", ".join(
+            dict.fromkeys(f"{name}={ast.unparse(value)}" for each in found for name, value in each.items())
+        )
+        return OwnTrainer(
+            unseen=f"Trainer({wanted}) in the file is not applied, since it is not known before it runs: return the "
+            "Trainer beside the module, or set gradient_clipping and --accumulation"
+        )
+    return _of(read[0]) if read else OwnTrainer()
+
+
+def _of(arguments: dict[str, Any]) -> OwnTrainer:
+    value, kind = arguments.get("gradient_clip_val"), arguments.get("gradient_clip_algorithm")
+    name = str(getattr(kind, "value", kind) or "norm")
+    clipping = GradientClipping.model_validate({name: float(value)}) if value else None
+    return OwnTrainer(int(arguments.get("accumulate_grad_batches") or 1), clipping)
+
+
+def _names_trainer(call: ast.Call) -> bool:
+    return ast.unparse(call.func).rpartition(".")[2] == "Trainer"
+
+
+def _is_trainer(value: object) -> bool:
+    kinds = inspect.getmro(type(value))
+    return any(each.__name__ == "Trainer" and "lightning" in each.__module__.partition(".")[0] for each in kinds)

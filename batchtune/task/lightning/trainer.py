@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 
+LightningModule: TypeAlias = Any  # Lightning is no dependency, so its types are not looked at
 _REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+class SchedulerConfig(Protocol):
+    """A scheduler and when it steps, as Lightning's parser of `configure_optimizers` has it."""
+
+    scheduler: LRScheduler
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+
+
+class Metric(Protocol):
+    """What is computed over an epoch, such as a torchmetrics.Metric."""
+
+    def compute(self) -> Tensor | float: ...
+
+    def reset(self) -> object: ...
 
 
 class NotInTrainerError(UsageError, AttributeError):
@@ -29,16 +50,12 @@ def not_there(where: str, name: str) -> NotInTrainerError:
 
 
 class TrainerView:
-    """Stands in for `self.trainer`: progress and facts that are true in batchtune, and no more.
+    """Stands in for `self.trainer`: progress and facts that are true in batchtune; what is None is not known.
 
     Args:
         where: how the user named the module, for messages.
         library: the module's Lightning, `lightning.pytorch` or `pytorch_lightning`.
-        samples_per_step: of an optimizer step; None where that is not known before the first.
-
-    Attributes:
-        samples_per_epoch: of the training set; None where it does not tell.
-        total_steps: optimizer steps of the run; None where it is not known.
+        samples_per_step: of an optimizer step.
     """
 
     world_size = num_devices = num_nodes = accumulate_grad_batches = check_val_every_n_epoch = 1
@@ -54,18 +71,18 @@ class TrainerView:
 
     def __init__(self, where: str, library: str, samples_per_step: int | None = None) -> None:
         self._where = where
-        self.datamodule: Any = None
+        self.datamodule: object = None
         self.global_step, self.current_epoch, self.batch_idx = 0, 0, 0
         self.samples_per_epoch: int | None = None
         self.samples_per_step = samples_per_step
         self.total_steps: int | None = None
         self._samples = {"step": 0, "epoch": 0}
         self._last: tuple[object, object] = (None, None)
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.lr_scheduler_configs: list[Any] = []
-        self.callbacks: list[Any] = []
-        self.strategy: Any = None
-        self.schedule: Any = None
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.callbacks: list[object] = []
+        self.strategy: ManualSteps | None = None
+        self.schedule: Schedule | None = None
         self.precision_plugin = importlib.import_module(f"{library}.plugins.precision").Precision()
         self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
         self.loggers = [self.logger]
@@ -95,7 +112,7 @@ class TrainerView:
         return max(1, math.ceil(steps / epoch)) if math.isfinite(epoch) else 1
 
     @property
-    def callback_metrics(self) -> Mapping[str, Any]:
+    def callback_metrics(self) -> Mapping[str, object]:
         """What was logged last, by name."""
         return self.logged.latest
 
@@ -107,7 +124,7 @@ class TrainerView:
         self._last = (batch, detached)
         self._samples = {name: count + samples for name, count in self._samples.items()}
 
-    def step_ended(self, module: Any) -> None:
+    def step_ended(self, module: LightningModule) -> None:
         """A step is over: the hooks of batch and epoch, and the counts they may look at."""
         batch, output = self._last
         self._last = (None, None)
@@ -121,7 +138,7 @@ class TrainerView:
             self.current_epoch, self.batch_idx, self._samples["epoch"] = self.current_epoch + 1, 0, 0
             module.on_train_epoch_start()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         raise not_there(self._where, name)
@@ -132,30 +149,26 @@ class Logged:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self.latest: dict[str, Any] = {}
+        self.latest: dict[str, object] = {}
         self._validating = False
         self._batch_size: int | None = None
         self._suffix = ""
-        self._sums: dict[str, tuple[str, Any, float]] = {}
-        self._metrics: dict[str, Any] = {}
-        self._training_metrics: dict[str, Any] = {}
+        self._sums: dict[str, tuple[Tensor | float, float]] = {}  # each with its weight
+        self._metrics: dict[str, Metric] = {}
+        self._training_metrics: dict[str, Metric] = {}
 
     def start_validation(self) -> None:
         """Forgets the last validation."""
         self._validating, self._sums, self._metrics = True, {}, {}
 
     def see_batch(self, batch: object, loader: int | None = None) -> None:
-        """The batch that is logged for from now on, and the number of its loader where there are several."""
+        """The batch that is logged for from now on (None: the whole epoch), and its loader's number, if of several."""
         self._batch_size, self._suffix = samples_in(batch), "" if loader is None else f"/dataloader_idx_{loader}"
-
-    def end_validation_steps(self) -> None:
-        """What is logged from now on is for the whole epoch."""
-        self._batch_size, self._suffix = None, ""
 
     def finish_validation(self) -> dict[str, float]:
         """Name and value of everything that was logged since the start."""
         self._validating = False
-        found = {name: float(total / weight) for name, (_, total, weight) in self._sums.items() if weight}
+        found = {name: float(total / weight) for name, (total, weight) in self._sums.items() if weight}
         for name, metric in self._metrics.items():
             value = metric.compute()
             metric.reset()
@@ -174,7 +187,7 @@ class Logged:
         name: str,
         value: Any,
         *flags: object,
-        reduce_fx: Any = "mean",
+        reduce_fx: object = "mean",
         batch_size: int | None = None,
         add_dataloader_idx: bool = True,
         **_: object,
@@ -193,7 +206,7 @@ class Logged:
             return
         self._add(f"{name}{self._suffix}" if add_dataloader_idx else name, value, reduce_fx, batch_size)
 
-    def _add(self, name: str, value: Any, reduce_fx: Any, batch_size: int | None) -> None:
+    def _add(self, name: str, value: Tensor | float, reduce_fx: object, batch_size: int | None) -> None:
         how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if how not in _REDUCTIONS:
             raise UsageError(f"{self._where}: self.log({name!r}, reduce_fx={reduce_fx!r}): use mean, sum, max or min")
@@ -201,16 +214,72 @@ class Logged:
         weight = float(batch_size or self._batch_size or 1)
         before = self._sums.get(name)
         if how == "mean":
-            total = value * weight + (before[1] if before else 0.0)
-            self._sums[name] = (how, total, weight + (before[2] if before else 0.0))
+            total, weighed = before or (0.0, 0.0)
+            self._sums[name] = (total + value * weight, weighed + weight)
         elif before is None:
-            self._sums[name] = (how, value, 1.0)
+            self._sums[name] = (value, 1.0)
         else:
-            both = torch.stack([torch.as_tensor(before[1]), torch.as_tensor(value)])
-            self._sums[name] = (how, getattr(both, how)(), 1.0)
+            both = torch.stack([torch.as_tensor(before[0]), torch.as_tensor(value)])
+            self._sums[name] = (getattr(both, how)(), 1.0)
+
+
+class Schedule:
+    """Schedulers stepped as Lightning steps them: after each step, or at the end of an epoch."""
+
+    def __init__(self, configs: Sequence[SchedulerConfig], view: TrainerView) -> None:
+        self._configs, self._view = configs, view
+        self._epoch = view.current_epoch
+
+    def step(self) -> None:
+        """Called after each optimizer step."""
+        epoch, self._epoch = self._epoch, self._view.current_epoch
+        for config in self._configs:
+            by_step = config.interval == "step"
+            moved = by_step or self._epoch != epoch
+            if moved and (self._view.global_step if by_step else self._epoch) % config.frequency == 0:
+                config.scheduler.step()
+
+
+def clip_arguments(clipping: GradientClipping | None) -> dict[str, float | str | None]:
+    """Gradient clipping as arguments of Lightning's own Trainer."""
+    if clipping is None:
+        return {"gradient_clip_val": None, "gradient_clip_algorithm": None}
+    algorithm = "value" if clipping.value else "norm"
+    return {"gradient_clip_val": clipping.norm or clipping.value, "gradient_clip_algorithm": algorithm}
 
 
 def samples_in(batch: object) -> int | None:
     """Samples of a batch: the first dimension of its first tensor; None where there is none."""
     sizes = (leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, None)
+
+
+class ManualSteps:
+    """Stands in for `trainer.strategy`: the module's `manual_backward` and the steps of its optimizers come here."""
+
+    def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer], library: str, where: str) -> None:
+        parts = importlib.import_module(f"{library}.core.optimizer")
+        self._where, self.lightning_module = where, module
+        self.context: Any = None
+        self.latest_loss: Tensor | None = None
+        self._no_closure = parts.do_nothing_closure
+        self._lightning_optimizers = [parts.LightningOptimizer(each) for each in optimizers]
+        for each in self._lightning_optimizers:
+            each._strategy = self  # noqa: SLF001 - as Lightning's own strategies do
+
+    def backward(self, loss: Tensor, optimizer: object = None, *_: object, **arguments: object) -> None:
+        """`manual_backward`."""
+        del optimizer  # Lightning gives none
+        self.latest_loss = loss.detach()
+        self.lightning_module.on_before_backward(loss)
+        self.context.backward(loss, **arguments)
+        self.lightning_module.on_after_backward()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], object], **_: object) -> None:
+        """The step of one of `self.optimizers()`."""
+        self.context.step(optimizer, None if closure is self._no_closure else closure)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise not_there(self._where, f"strategy.{name}")

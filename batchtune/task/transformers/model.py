@@ -1,4 +1,4 @@
-"""Which batch a model of transformers takes at most, read from its class and configuration, and how to write another.
+"""A model of transformers by itself as a task, with the largest batch that its class and configuration allow.
 
 What a configuration does not say is assumed and told: the longest text of a model whose positions are relative, a
 length of sound, the size of an image.
@@ -7,14 +7,16 @@ length of sound, the size of an image.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from batchtune.errors import UsageError
+from batchtune.task.adapting.adapted import Adapted, real_copy
 
 _KINDS = {  # the auto classes of transformers, in whose lists a model's class is looked for in this order
     "IMAGE_CLASSIFICATION": "class",
@@ -34,6 +36,7 @@ _KINDS = {  # the auto classes of transformers, in whose lists a model's class i
 _BARE = ("MODEL", "MODEL_FOR_TEXT_ENCODING")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TEXT, _SOUND, _SIDE = 512, 160_000, 224  # tokens; values, ten seconds at 16 kHz; pixels
+_UNSUITED = (AttributeError, LookupError, TypeError, ValueError)  # of a model whose inputs are not as they should be
 _SPOKEN = 4  # frames of sound for each token that is said
 
 
@@ -41,10 +44,7 @@ _SPOKEN = 4  # frames of sound for each token that is said
 class Input:
     """What a batch has under one name: whole numbers from `low` up and below `high`, or without these any numbers.
 
-    Attributes:
-        shape: of one sample.
-        never: a whole number that does not occur, such as the padding's.
-        is_float: whole numbers as floating-point ones.
+    The shape is that of one sample; `never` is a whole number that does not occur, such as the padding's.
     """
 
     shape: tuple[int, ...]
@@ -102,11 +102,11 @@ class GeneratedBatches:
                 f"{self._model} computes no loss: to train it, the mean squares of its outputs stand in"
             )
 
-    def make(self, batch_size: int) -> dict[str, Any]:
+    def make(self, batch_size: int) -> dict[str, object]:
         """Inputs and labels for so many samples; what is the same under two names is made once."""
         made = {each: each.make(batch_size) for each in self._inputs.values()}
-        flags = {"return_loss": True} if "return_loss" in self._taken else {}
-        return {name: made[each] for name, each in self._inputs.items()} | flags
+        flags: dict[str, object] = {"return_loss": True} if "return_loss" in self._taken else {}
+        return {**{name: made[each] for name, each in self._inputs.items()}, **flags}
 
     def refused(self, why: str) -> UsageError:
         """The error of a model that has no batch here, with the lines to write."""
@@ -219,3 +219,40 @@ def _is_listed(name: str, tasks: Iterable[str]) -> bool:
 
     lists = (getattr(modeling_auto, f"{task}_MAPPING_NAMES", {}).values() for task in tasks)
     return any(name in ((each,) if isinstance(each, str) else each) for listed in lists for each in listed)
+
+
+class ModelTask(Adapted):
+    """A PreTrainedModel by itself, with batches made up from its configuration: for `probe` and `estimate`.
+
+    `make` is a factory, whose first model is `model`, or the model itself, which is then copied.
+    """
+
+    def __init__(self, model: Any, make: Any, where: str) -> None:
+        super().__init__(where)
+        is_made, name = not isinstance(make, nn.Module), where.rpartition(":")[2]
+        self._batches = GeneratedBatches(model, where, f"{name}()" if is_made else f"copy.deepcopy({name})")
+        self.make_batch, self.notes = self._batches.make, tuple(self._batches.assumed)
+        self.build_model: Callable[[], nn.Module] = make if is_made else partial(real_copy, model)
+
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, object]) -> Tensor:
+        """The model's own loss; of one that has none by itself, a loss of all that it puts out."""
+        output = self.validate(model, batch)
+        if not self._batches.has_own_loss:
+            squares = [each.float().square().mean() for each in output.values() if isinstance(each, Tensor)]
+            return torch.stack(squares).sum()
+        loss: Tensor | None = getattr(output, "loss", None)
+        if loss is None:
+            raise self._batches.refused("it computes no loss of this batch")
+        return loss
+
+    def validate(self, model: nn.Module, batch: Mapping[str, object]) -> Any:
+        """The forward pass alone."""
+        try:
+            return model(**batch)
+        except _UNSUITED as error:
+            text = str(error).strip().split("\n")[0][:200]
+            raise self._batches.refused(f"the batch made up for it does not suit it ({text})") from error
+
+    def require(self, purpose: Literal["probe", "tune"]) -> None:
+        if purpose == "tune":
+            raise self.refused("a model alone has no data to tune on; name a function that returns a Trainer")

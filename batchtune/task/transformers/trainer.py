@@ -1,34 +1,45 @@
-"""A Hugging Face `Trainer`, or a model of transformers by itself, behind the names of the task contract."""
+"""A Hugging Face `Trainer` behind the names of the task contract, and what applies a result to one."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, Literal
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler, Subset
+from torch.optim import Optimizer
+from torch.utils.data import Subset
+from transformers import TrainerCallback
 
 from batchtune.document import GradientClipping
-from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, real_copy, set_learning_rate
-from batchtune.task.transformers.generated import GeneratedBatches
+from batchtune.errors import UsageError
+from batchtune.protocol.data import CurrentSettings
+from batchtune.task.adapting.adapted import (
+    FromLoader,
+    LoaderParts,
+    highest_rate,
+    loader_parts,
+    real_copy,
+    recommended,
+    require_world,
+    say,
+    set_learning_rate,
+)
 
+Arguments = TypeVar("Arguments")
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
-_UNSUITED = (AttributeError, LookupError, TypeError, ValueError)  # of a model whose inputs are not as they should be
 _WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
-class TrainerTask(Adapted):
+class TrainerTask(FromLoader):
     """A Hugging Face Trainer as a task: its model, data, collator, loss, optimizer, clipping, schedule and metrics.
 
     A new model is what the Trainer's `model_init` makes, else a copy of its model with the weights that it came with.
-
-    Args:
-        trainer: the user's. Its callbacks are taken off: what they wait for does not happen.
-        where: how the user named it.
+    The Trainer's callbacks are taken off: what they wait for does not happen.
     """
 
     def __init__(self, trainer: Any, where: str) -> None:
@@ -45,8 +56,10 @@ class TrainerTask(Adapted):
             self.gradient_clipping = GradientClipping(norm=self._args.max_grad_norm)
         trainer.callback_handler.callbacks = []
         self._given = (trainer.model.to("cpu"), trainer.optimizer)
+        rate = highest_rate([trainer.optimizer]) if trainer.optimizer is not None else float(self._args.learning_rate)
+        self._current_rate = rate, "optimizers of the Trainer" if trainer.optimizer is not None else "learning_rate"
         self._has_scheduler = trainer.lr_scheduler is not None
-        self._optimizer: Any = None
+        self._optimizer: Optimizer | None = None
         self._let_go()
 
     def _let_go(self) -> None:
@@ -62,20 +75,18 @@ class TrainerTask(Adapted):
         finally:
             self._let_go()
 
-    def _overrides(self, name: str) -> bool:
-        ours = next(each for each in inspect.getmro(type(self._trainer)) if each.__module__ == "transformers.trainer")
-        return getattr(type(self._trainer), name) is not getattr(ours, name)
-
     @property
     def _evaluates(self) -> bool:
-        return self._trainer.eval_dataset is not None or self._overrides("evaluate")
+        return self._trainer.eval_dataset is not None or _has_own(self._trainer, "evaluate")
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         trainer, args = self._trainer, self._args
         optim = str(getattr(args.optim, "value", args.optim))
         refusals = {
             "the Trainer has no train_dataset": trainer.train_dataset is None,
-            "it overrides training_step(), which batchtune's own loop cannot honour": self._overrides("training_step"),
+            "it overrides training_step(), which batchtune's own loop cannot honour": _has_own(
+                trainer, "training_step"
+            ),
             "neftune_noise_alpha is not supported": args.neftune_noise_alpha is not None,
             "use_liger_kernel is not supported": bool(getattr(args, "use_liger_kernel", False)),
             "DeepSpeed and FSDP are not supported": bool(args.deepspeed or args.fsdp),
@@ -96,22 +107,17 @@ class TrainerTask(Adapted):
         for why, holds in refusals.items():
             if holds:
                 raise self.refused(why)
-        self._parts  # noqa: B018 - a loader that cannot be made again is to be found now
+        self.parts  # noqa: B018 - a loader that cannot be made again is to be found now
+
+    def current_settings(self) -> CurrentSettings:
+        size, steps = self.parts.batch_size, self.accumulation_steps
+        where = "per_device_train_batch_size" + (" x gradient_accumulation_steps" if steps > 1 else "")
+        return CurrentSettings(batch_size=(size * steps, where), learning_rate=self._current_rate)
 
     @cached_property
-    def _parts(self) -> LoaderParts:
+    def parts(self) -> LoaderParts:
+        """What the Trainer's data loader is made of, which reads no columns that the model does not take."""
         return loader_parts(self._trainer.get_train_dataloader(), f"{self.where}: get_train_dataloader()")
-
-    def train_dataset(self) -> object:
-        """What the Trainer's data loader reads: without the columns that the model does not take."""
-        return self._parts.dataset
-
-    def collate(self, samples: Sequence[object]) -> object:
-        """A batch by the Trainer's collator."""
-        return self._parts.collate(samples)
-
-    def train_sampler(self, batch_size: int) -> Sampler[int] | None:
-        return self._parts.sampler_for(batch_size)
 
     def build_model(self) -> nn.Module:
         """A new model with what the training arguments do to it before training."""
@@ -128,23 +134,22 @@ class TrainerTask(Adapted):
             model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         return model  # type: ignore[no-any-return]
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Mapping[str, object]) -> Tensor:
         """The Trainer's own: label smoothing, `compute_loss_func`, or what a subclass makes of it."""
         with self._holding(model) as trainer:
             counted = {}
             if self._counts_items:  # None where neither the model nor `compute_loss_func` asks for it
                 device = next(model.parameters()).device
                 counted["num_items_in_batch"] = trainer._get_num_items_in_batch([batch], device)  # noqa: SLF001
-            loss: Tensor = trainer.compute_loss(model, dict(batch), **counted)
-            return loss
+            return trainer.compute_loss(model, dict(batch), **counted)  # type: ignore[no-any-return]
 
-    def build_optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         """What `create_optimizer` makes at this learning rate."""
         with self._holding(model) as trainer:
             trainer.optimizer, self._optimizer = self._optimizer, None
             self._args.learning_rate = lr
             trainer.create_optimizer()
-            optimizer: torch.optim.Optimizer = trainer.optimizer
+            optimizer: Optimizer = trainer.optimizer
         set_learning_rate([optimizer], lr, where=self.where)
         progress = self._trainer.state
         progress.global_step = 0
@@ -155,7 +160,7 @@ class TrainerTask(Adapted):
         optimizer.register_step_post_hook(after)
         return optimizer
 
-    def build_scheduler(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> object:
         """What `create_scheduler` makes for so many steps."""
         try:
             return self._trainer.create_scheduler(num_training_steps=total_steps, optimizer=optimizer)
@@ -177,7 +182,8 @@ class TrainerTask(Adapted):
                 f"the model is on {device}, and the Trainer evaluates on {self._args.device}; choose the same with "
                 "--device (or use_cpu in its arguments)"
             )
-        few = {} if max_batches is None else self._some(max_batches * self._args.eval_batch_size)
+        data, most = self._trainer.eval_dataset, (max_batches or 0) * self._args.eval_batch_size
+        few = {"eval_dataset": _first(data, most)} if max_batches is not None and data is not None else {}
         with self._holding(model) as trainer:
             trainer.accelerator._models[:] = [model]  # noqa: SLF001 - or it wraps it in a precision of its own
             trainer.is_in_train = True
@@ -189,15 +195,16 @@ class TrainerTask(Adapted):
         numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
 
-    def _some(self, samples: int) -> dict[str, Any]:
-        """The first samples of the evaluation set, as an argument of `evaluate`; none where it has no length."""
-        data = self._trainer.eval_dataset
-        if isinstance(data, dict):
-            return {"eval_dataset": {name: _first(each, samples) for name, each in data.items()}}
-        return {} if data is None else {"eval_dataset": _first(data, samples)}
+
+def _has_own(trainer: object, name: str) -> bool:
+    ours = next(each for each in inspect.getmro(type(trainer)) if each.__module__ == "transformers.trainer")
+    return getattr(type(trainer), name) is not getattr(ours, name)
 
 
-def _first(data: Any, samples: int) -> Any:
+def _first(data: Any, samples: int) -> object:
+    """The first samples of a set or of each of several; all where it has no length."""
+    if isinstance(data, dict):
+        return {name: _first(each, samples) for name, each in data.items()}
     if not hasattr(data, "__len__"):
         return data
     order = range(min(samples, len(data)))
@@ -214,41 +221,70 @@ def _checkpoint_activations(model: Any, args: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
 
 
-class ModelTask(Adapted):
-    """A PreTrainedModel by itself, with batches made up from its configuration: for `probe` and `estimate`.
+def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Arguments:
+    """A copy of `TrainingArguments` with what `batchtune tune` recommends, by a result file or run folder.
 
-    Args:
-        model: the model, or the first that a factory made.
-        make: the factory, or the model itself, which is then copied.
-        where: how the user named it.
+    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, max_grad_norm, bf16, fp16 and, on a
+    GPU, tf32.
+
+    Raises:
+        UsageError: the result recommends nothing.
+    """
+    found, given = recommended(result), vars(arguments)
+    changes: dict[str, bool | float] = {
+        "per_device_train_batch_size": found.micro_batch_size,
+        "gradient_accumulation_steps": found.gradient_accumulation_steps,
+        "bf16": found.precision == "bf16",
+        "fp16": found.precision == "fp16",
+    }
+    if found.gradient_clipping is not None and found.gradient_clipping.value is None:
+        changes["max_grad_norm"] = found.gradient_clipping.norm or 0.0
+    if found.learning_rate is not None:
+        changes["learning_rate"] = found.learning_rate
+    if found.precision in {"fp32", "tf32"} and (found.precision == "tf32" or given.get("tf32")):
+        changes["tf32"] = found.precision == "tf32"
+    return dataclasses.replace(arguments, **changes)  # type: ignore[type-var]  # they are a dataclass
+
+
+class ApplyResult(TrainerCallback):  # type: ignore[misc]  # transformers is no dependency, its types are not looked at
+    """Sees to it that a Trainer trains with what `batchtune tune` recommends, by a result file or run folder.
+
+    A Trainer has noted batch size and precision before it asks a callback anything, so they belong in its arguments:
+
+        Trainer(args=apply_result(args, "result.json"), callbacks=[ApplyResult("result.json")], ...)
+
+    The callback sets accumulation and learning rate where the arguments differ, says so where the precision does, and
+    stops a run whose batch size does.
     """
 
-    def __init__(self, model: Any, make: Any, where: str) -> None:
-        super().__init__(where)
-        is_made, name = not isinstance(make, nn.Module), where.rpartition(":")[2]
-        self._batches = GeneratedBatches(model, where, f"{name}()" if is_made else f"copy.deepcopy({name})")
-        self.make_batch, self.notes = self._batches.make, tuple(self._batches.assumed)
-        self.build_model: Callable[[], nn.Module] = make if is_made else partial(real_copy, model)
+    def __init__(self, result: str | os.PathLike[str]) -> None:
+        self._found, self._path = recommended(result), os.fspath(result)
 
-    def compute_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """The model's own loss; of one that has none by itself, a loss of all that it puts out."""
-        output = self.validate(model, batch)
-        if not self._batches.has_own_loss:
-            squares = [each.float().square().mean() for each in output.values() if isinstance(each, Tensor)]
-            return torch.stack(squares).sum()
-        loss: Tensor | None = getattr(output, "loss", None)
-        if loss is None:
-            raise self._batches.refused("it computes no loss of this batch")
-        return loss
+    def on_init_end(self, args: Any, state: object, control: object, **_: object) -> None:
+        """Before the optimizer is made; the batch size takes effect in versions that note it later than this."""
+        del state, control
+        found = self._found
+        args.per_device_train_batch_size = found.micro_batch_size
+        args.gradient_accumulation_steps = found.gradient_accumulation_steps
+        if found.learning_rate is not None:
+            args.learning_rate = found.learning_rate
 
-    def validate(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """The forward pass alone."""
-        try:
-            return model(**batch)
-        except _UNSUITED as error:
-            text = str(error).strip().split("\n")[0][:200]
-            raise self._batches.refused(f"the batch made up for it does not suit it ({text})") from error
-
-    def require(self, purpose: Literal["probe", "tune"]) -> None:
-        if purpose == "tune":
-            raise self.refused("a model alone has no data to tune on; name a function that returns a Trainer")
+    def on_train_begin(
+        self, args: Any, state: object, control: object, train_dataloader: object = None, **_: object
+    ) -> None:
+        """Checks what the run is about to train with; raises UsageError where the batch size is another."""
+        del state, control
+        found = self._found
+        loader = getattr(train_dataloader, "batch_sampler", None) or train_dataloader
+        size = getattr(loader, "batch_size", None)
+        if size != found.micro_batch_size or args.gradient_accumulation_steps != found.gradient_accumulation_steps:
+            raise UsageError(
+                f"this Trainer is about to train with batch size {size} × {args.gradient_accumulation_steps}, not the "
+                f"{found.micro_batch_size} × {found.gradient_accumulation_steps} of {self._path}: give it "
+                f"args=apply_result(args, {self._path!r}) and this callback in callbacks=[...]"
+            )
+        require_world(found, args.world_size)
+        runs_in = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        wanted = "fp32" if found.precision == "tf32" else found.precision
+        if runs_in != wanted:
+            say(f"measured in {found.precision}, this Trainer runs in {runs_in}; apply_result sets it")

@@ -1,0 +1,166 @@
+"""State that is left as it was: random numbers, and what a step of the user's trains."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from batchtune.errors import DeviceError, UsageError, kind_of
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's and torch's random numbers, and NumPy's where it is there."""
+    seed_the_cpu(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The block draws what follows from the seed on the CPU; afterwards it is as if it had drawn nothing."""
+    with kept_random_numbers("cpu"):
+        seed_the_cpu(seed)
+        yield
+
+
+def seed_the_cpu(seed: int) -> None:
+    """As `seed_everything`, without the random numbers of other devices."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's code may draw from the global generator
+
+
+@contextlib.contextmanager
+def kept_random_numbers(device: torch.device | str) -> Iterator[None]:
+    """Leaves the random numbers of torch, Python and NumPy as if the block had drawn none."""
+    device = torch.device(device)
+    devices = [] if device.type == "cpu" else [device]
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+_KINDS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_DEEPEST = 3  # functions that a step calls, containers in what they use
+_LARGEST = 64  # container that is looked into
+
+
+class Stateful(Protocol):
+    """What gives its state away and takes it back."""
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
+
+
+def trained_by(step: Callable[..., object]) -> list[Stateful]:
+    """The models, optimizers, schedules and scalers that a function uses: by its closure, its globals, its object."""
+    found: dict[int, Stateful] = {}
+    seen: set[int] = set()
+
+    def look(value: object, depth: int) -> None:
+        if id(value) in seen or depth > _DEEPEST:
+            return
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found[id(value)] = value
+            return
+        for each in _inside(value, is_step=depth == 0):
+            look(each, depth + 1)
+
+    look(step, 0)
+    return list(found.values())
+
+
+def _inside(value: object, *, is_step: bool) -> Iterable[object]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__func__, *vars(value.__self__).values()] if hasattr(value.__self__, "__dict__") else []
+    if inspect.isfunction(value):
+        return _used(value)
+    if isinstance(value, Mapping) and len(value) <= _LARGEST:
+        return value.values()
+    if isinstance(value, list | tuple) and len(value) <= _LARGEST:
+        return value
+    return vars(value).values() if is_step and hasattr(value, "__dict__") else []
+
+
+def _used(function: FunctionType) -> list[object]:
+    """What a function closes over, and the globals that it names."""
+    used = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            used.append(cell.cell_contents)
+    return used
+
+
+def named(restore: Any) -> list[Stateful]:
+    """What the user names as to be restored; raises UsageError where it has no state to be taken and given back."""
+    objects: list[Stateful] = list(restore) if isinstance(restore, Sequence) else [] if restore is None else [restore]
+    for each in objects:
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise UsageError(
+                f"restore: {kind_of(each)} has no state_dict(); name models and optimizers: restore=(model, optimizer)"
+            )
+    return objects
+
+
+class KeptState(contextlib.AbstractContextManager["KeptState"]):
+    """Gives what is trained within its block the state back that it had before, from a copy in the host's memory.
+
+    Of an optimizer its parameters, too.
+    """
+
+    def __init__(self, objects: Sequence[Stateful]) -> None:
+        modules = [module for each in objects if isinstance(each, nn.Module) for module in each.modules()]
+        self._modes = [(module, module.training) for module in modules]
+        own = {id(each): each for module in modules for each in module.parameters(recurse=False)}
+        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        held = {id(each): each for one in optimizers for group in one.param_groups for each in group["params"]}
+        self._loose = [(each, _on_host(each)) for key, each in held.items() if key not in own]
+        self._gradients = [(each, _on_host(each.grad)) for each in (own | held).values()]
+        self._states = [(each, io.BytesIO()) for each in objects]
+        for each, file in self._states:
+            torch.save(each.state_dict(), file)
+
+    def __exit__(self, _: object, ended_by: BaseException | None, *__: object) -> None:
+        if isinstance(ended_by, DeviceError):  # nothing can be copied to a device on which this process has no hold
+            return
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        with torch.no_grad():
+            for parameter, value in self._loose:
+                parameter.copy_(value)
+        for each, file in self._states:
+            file.seek(0)
+            try:
+                each.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
+            except Exception as error:  # noqa: BLE001 - of the user's own class; the answer stands
+                text = f"{type(each).__name__} did not take its first state back: {error}"
+                warnings.warn(f"find_batch_size: {text}", stacklevel=4)
+        for module, is_training in self._modes:
+            module.training = is_training
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
