@@ -6,27 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchtune.document import Attempt, ProbeResult, ThroughputPoint
+from batchtune.device.nvml import name_processes
+from batchtune.document import Attempt, Environment, LengthCheck, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
-from batchtune.probe.options import ProbeOptions
-from batchtune.probe.search import Bounds, bracket
-from batchtune.probe.timing.ranks import Times, data_parallel
-from batchtune.probe.timing.throughput import fit_step_time
-from batchtune.probe.warnings import (
-    attempt_warnings,
-    busy_warnings,
-    end_warnings,
-    evaluation_warnings,
-    foreign_warnings,
-    kept_warnings,
-    leak_warnings,
-    mapping_warnings,
-    recompile_warnings,
-)
-from batchtune.protocol.commands import Opened
+from batchtune.probe.frontier import length_counts, length_points, order_warnings, unseen_lengths
+from batchtune.probe.options import Bounds, ProbeOptions
+from batchtune.probe.search import bracket
+from batchtune.probe.timing import BUSY, Times, data_parallel, fit_step_time
+from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import unseen_warnings
+from batchtune.units import share, size
+from batchtune.vocabulary import LARGEST, Length
 
+MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
+_APART = 4  # times: among sizes so different, memory that ends after the same number of steps is not the batch's
+_KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
 _REMEDIES = {
     "oom": "use a smaller model, activation checkpointing, a lower precision or a larger --memory-limit",
@@ -52,6 +47,8 @@ class Findings:
         too_slow_above: the size above which a step takes longer than is of use; None: none does.
         throughput: the step times.
         rank_times: those of a group of ranks.
+        lengths: attempts at each length, the longest first, whose are `attempts`; none where none were asked for.
+        length_check: that of all lengths together, once it has passed.
     """
 
     options: ProbeOptions
@@ -65,6 +62,8 @@ class Findings:
     too_slow_above: int | None = None
     throughput: list[ThroughputPoint] = field(default_factory=list)
     rank_times: Times = field(default_factory=dict)
+    lengths: dict[Length, list[Attempt]] = field(default_factory=dict)
+    length_check: LengthCheck | None = None
 
     @property
     def largest(self) -> int:
@@ -91,11 +90,7 @@ class Findings:
         return replace(bounds, maximum=max(bounds.minimum, useful))
 
     def result(self, seconds: float) -> ProbeResult:
-        """What is known so far, complete or not.
-
-        Args:
-            seconds: that it took.
-        """
+        """What is known after so many seconds, complete or not."""
         verified, low = self.verified, self.largest
         last = {attempt.batch_size: attempt for attempt in self.attempts}
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
@@ -120,6 +115,9 @@ class Findings:
             warnings=self._warnings(),
             gradient_accumulation_steps=None if self.opened.is_for_inference else accumulation,
             data_parallel=ranks,
+            lengths=length_points(self.lengths, self._limited_by),
+            length_distribution=length_counts(self.opened.lengths),
+            length_check=self.length_check,
         )
 
     def _limited_by(self, low: int, failed: Attempt | None) -> Any:
@@ -140,9 +138,10 @@ class Findings:
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
         found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
-        found += [*foreign_warnings(self.opened.foreign_parameters), *self.opened.notes]
+        found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
+        found += [*order_warnings(self.length_check, self.opened.device), *self.opened.notes]
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
-            found.append(f"runs evaluate {self.verified.evaluation_batch_size} samples at a time: more do not fit")
+            found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:
             found.append(f"batch sizes above {low} were not probed: budget.run has room for too few of their steps")
         return found
@@ -151,8 +150,8 @@ class Findings:
         """Where that is known and not the batch of a training step."""
         passed = self.verified.batch_size if self.verified else 0
         return [
-            *kept_warnings([each.attempt for each in self.checks], cut_short(self.checks)),
-            *evaluation_warnings(out_in_evaluation(self.checks), passed, self.options.tolerance),
+            *kept_warnings([each.attempt for each in self.checks], cut_short(self.checks, self.limit)),
+            *evaluation_warnings(out_in_evaluation(self.checks, self.limit), passed, self.options.tolerance),
             *(mapping_warnings(self.attempts) if self.opened.device == "cpu" else []),
         ]
 
@@ -160,16 +159,137 @@ class Findings:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             return UserCodeError(str(self.attempts[0].message), self.frames)
-        first = _last_at_the_smallest([attempt for attempt in self.attempts if not attempt.fits])
+        failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
+        first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
         reasons = "; ".join(self._why_memory_ended()) if first.outcome == "oom" else ""
         case = f"inference {first.outcome}" if self.opened.is_for_inference else first.outcome
         remedy = reasons or _REMEDIES.get(case, _REMEDIES.get(first.outcome, "run the task by itself to see why"))
-        when = f" after {first.steps} steps of the final check" if first.purpose == "verify" else ""
-        ended = f"batch size {first.batch_size} ended in {first.outcome}{when} ({first.message})"
+        when = f" after {first.steps:,} steps of the final check" if first.purpose == "verify" else ""
+        ended = f"batch size {first.batch_size:,} ended in {first.outcome}{when} ({first.message})"
         leak = "".join(f"; {text}" for text in leak_warnings(self.attempts, self.limit))
         return NothingFitsError(f"nothing fits{limit}: {ended}{leak}; {remedy}")
 
 
-def _last_at_the_smallest(failed: Sequence[Attempt]) -> Attempt:
-    return min(reversed(failed), key=lambda attempt: attempt.batch_size)
+def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]:
+    """What failed for another reason than memory: each size below the largest fit, above it the first of each kind."""
+    last = {attempt.batch_size: attempt for attempt in attempts}
+    failed = [attempt for _, attempt in sorted(last.items()) if attempt.outcome not in {"fit", "oom"}]
+    found = [f"{_ended(each)} (the search went on above it)" for each in failed if each.batch_size < largest_fit]
+    above = [each for each in failed if each.batch_size > largest_fit]
+    for outcome in dict.fromkeys(each.outcome for each in above):
+        smallest, *larger = (each for each in above if each.outcome == outcome)
+        text = _ended(smallest)
+        if larger:
+            text += f" ({len(larger)} larger size{'s' if larger[1:] else ''} failed so, too)"
+        elif smallest.batch_size == max(last):
+            text += " (larger sizes were not searched)"
+        found.append(text)
+    return found
+
+
+def end_warnings(largest_fit: int, maximum: int | None) -> list[str]:
+    """One where the search ended for its own sake, which keeps batches from filling the host's memory."""
+    if maximum is not None or largest_fit < LARGEST:
+        return []
+    return [f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more"]
+
+
+def _ended(attempt: Attempt) -> str:
+    return f"batch size {attempt.batch_size:,} ended in {attempt.outcome}: {attempt.message}"
+
+
+def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputPoint]) -> list[str]:
+    """One where torch.compile went on compiling, from the longest look at it."""
+    looks: list[Attempt | ThroughputPoint] = [*points, *attempts]
+    worst = max(looks, key=lambda each: each.recompiles or 0, default=None)
+    if worst is None or not worst.recompiles:
+        return []
+    text = f"torch.compile compiled {worst.recompiles} more graphs after its first steps at batch {worst.batch_size:,}"
+    return [f"{text}: a longer run will do so too (TORCH_LOGS=recompiles says why)"]
+
+
+def leak_warnings(attempts: Sequence[Attempt], limit_bytes: int | None) -> list[str]:
+    """One where memory grew from step to step, from the longest look at it."""
+    worst = max((each for each in attempts if each.growth_bytes_per_step), key=lambda each: each.steps, default=None)
+    if worst is None or not worst.growth_bytes_per_step:
+        return []
+    text = f"memory grew by {size(worst.growth_bytes_per_step)} a step at batch size {worst.batch_size:,}"
+    high = worst.peak_reserved_bytes or worst.peak_allocated_bytes
+    if worst.fits and limit_bytes and high:
+        trained = worst.steps + (STEPS_AFTER_EVALUATION if worst.purpose == "verify" else 0)
+        left = max(0, limit_bytes - high) // worst.growth_bytes_per_step
+        text += f": a longer run would be out of memory some {trained + left:,} steps from its start"
+    return [f"{text} ({_KEPT})"]
+
+
+def kept_warnings(checks: Sequence[Attempt], cut_short: Sequence[Attempt]) -> list[str]:
+    """One where every final check took about the same number of steps to fill the memory, whatever its batch size."""
+    sizes, steps = [each.batch_size for each in cut_short], [each.steps for each in cut_short]
+    if not sizes or len(checks) > len(sizes) or max(sizes) < _APART * min(sizes):
+        return []
+    if any(each.growth_bytes_per_step for each in checks):  # which says more
+        return []
+    if not 1 <= min(steps) <= max(steps) <= min(steps) + 1:
+        return []
+    after = f"{min(steps)} to {max(steps)}" if max(steps) > min(steps) else f"{min(steps)}"
+    text = f"memory grows from step to step whatever the batch size: from {max(sizes):,} down to {min(sizes):,}"
+    return [f"{text} every final check was out of it after {after} steps ({_KEPT})"]
+
+
+def evaluation_warnings(evaluated: Sequence[Attempt], largest_fit: int, tolerance: float) -> list[str]:
+    """One where memory ends later in training than in evaluation or saving, by more than the tolerance."""
+    trained = max((each.batch_size for each in evaluated), default=0)
+    if trained - largest_fit <= 2 * tolerance * trained:  # the largest fit may itself be one below where memory ends
+        return []
+    where = f"beyond {largest_fit:,}" if largest_fit else "at any size that was tried"
+    return [f"training alone fits {trained:,}, but evaluation or saving does not {where}: evaluate in smaller batches"]
+
+
+def mapping_warnings(attempts: Sequence[Attempt]) -> list[str]:
+    """One where the end of memory was that a file could not be mapped, which counts as memory only on a CPU."""
+    if not any(each.maps_file for each in attempts):
+        return []
+    text = "a file that is memory-mapped during training counts against a CPU's limit with its whole size"
+    return [f"{text}: map it at import, where it does not count, or raise --memory-limit by its size"]
+
+
+def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
+    """One where other programs used the host's processors while steps were timed."""
+    others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)
+    if others < BUSY:
+        return []
+    busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
+    return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
+
+
+def foreign_warnings(parameters: int) -> list[str]:
+    """One where the optimizer holds parameters that are not the model's."""
+    if not parameters:
+        return []
+    which = f"{parameters} parameter{'s that are' if parameters > 1 else ' that is'} not the model's"
+    text = f"the optimizer holds {which} (of a loss, say), which nobody moves to the device or saves with the model"
+    return [f"{text}; make it a module of what build_model returns"]
+
+
+def sharing_warnings(environment: Environment | None) -> list[str]:
+    """Who else held memory of the device, and whether what was free moved meanwhile."""
+    if environment is None:
+        return []
+    found = []
+    others = environment.other_processes or []
+    if others:
+        known = [process.memory_bytes for process in others if process.memory_bytes]
+        held = size(sum(known)) if known else "some"
+        found.append(
+            f"other processes hold {held} of the device's memory ({name_processes(others)}): what they leave free is "
+            "what was probed, and their work slows the timing"
+        )
+    before, after = environment.device_memory_free_bytes, environment.device_memory_free_after_bytes
+    total = environment.device_memory_bytes
+    if total and before is not None and after is not None and abs(after - before) > MOVED * total:
+        found.append(
+            f"the device's free memory moved by {share(abs(after - before) / total)} of the whole, from {size(before)} "
+            f"to {size(after)}, during the probe: somebody else uses it, and the answer may not hold later"
+        )
+    return found

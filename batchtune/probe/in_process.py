@@ -7,24 +7,23 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from batchtune.child.commands.attempt import PeakTracker
-from batchtune.child.training.inference import without_gradients
-from batchtune.child.training.kept_state import KeptState, named, trained_by
+from batchtune.child.evaluate import without_gradients
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import open_device
+from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError
 from batchtune.observer import Observer
-from batchtune.probe.search import Bounds, bracket, next_size
-from batchtune.task.random_numbers import kept_random_numbers
+from batchtune.probe.options import Bounds
+from batchtune.probe.search import bracket, next_size
+from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
 
 
 def find_in_process(
-    step: Callable[[int], Any],
+    step: Callable[[int], object],
     bounds: Bounds,
     *,
     device: str,
@@ -32,23 +31,11 @@ def find_in_process(
     margin: float,
     steps: int,
     inference: bool = False,
-    restore: Any = "auto",
+    restore: object = "auto",
     observer: Observer | None = None,
     open_memory: Callable[[str], DeviceMemory] = open_device,
 ) -> int:
-    """The largest batch size at which `step` runs; see `batchtune.find_batch_size`.
-
-    Args:
-        step: does one training step at the batch size it is given.
-        bounds: what may be tried.
-        device: whose memory is limited.
-        memory_limit: bytes; None: what the device has, less the margin.
-        margin: share of the device's memory kept free.
-        steps: of one attempt.
-        inference: it runs under `torch.inference_mode`.
-        restore: what gets its first state back; `auto`: what `step` uses.
-        observer: told of every attempt.
-        open_memory: opens the device.
+    """The largest batch size at which `step` runs; see `batchtune.find_batch_size`, which hands its arguments on.
 
     Raises:
         NothingFitsError: no size runs.
@@ -71,7 +58,7 @@ def find_in_process(
                 memory.release()
 
 
-def _title(trained: list[Any], *, is_sought: bool) -> str:
+def _title(trained: Sequence[object], *, is_sought: bool) -> str:
     if trained:
         return f"searching; {', '.join(type(each).__name__ for each in trained)} will be restored"
     hint = "; no model is seen in what step uses: name what it trains, restore=(model, optimizer)" if is_sought else ""
@@ -81,7 +68,7 @@ def _title(trained: list[Any], *, is_sought: bool) -> str:
 class _Search:
     """The attempts so far."""
 
-    def __init__(self, step: Callable[[int], Any], memory: DeviceMemory, steps: int, observer: Observer) -> None:
+    def __init__(self, step: Callable[[int], object], memory: DeviceMemory, steps: int, observer: Observer) -> None:
         self._step, self._memory, self._steps, self._observer = step, memory, steps, observer
         self._attempts: list[Attempt] = []
         self._raised: dict[int, Exception] = {}

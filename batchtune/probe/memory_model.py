@@ -7,7 +7,8 @@ beforehand) each give theirs, and the search weighs them. None of them is ever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from batchtune.document import Attempt
@@ -192,7 +193,7 @@ def prior_guess(points: list[Point], room: float, blur: float, prior: PeakEstima
         if error < trust and abs(math.log(max(measured, 0.01))) > REFUTED:
             weight = 0.0  # no such curve: the measured one takes over
         scale, scale_error = min(max(1 + trust * (measured - 1), 0.5), 2.0), math.sqrt(trust) * error
-    size = _largest_within(prior.allocated_bytes, here + room / scale)
+    size = max(1, bisect_right(range(1, LARGEST + 1), here + room / scale, key=prior.allocated_bytes))
     step = max(1, size // 50)
     slope = scale * max(prior.allocated_bytes(size + step) - prior.allocated_bytes(size), 1) / step
     return Guess(weight, size, min(1.0, math.hypot(blur, scale_error * room) / slope / size) + 1e-4)
@@ -201,17 +202,6 @@ def prior_guess(points: list[Point], room: float, blur: float, prior: PeakEstima
 def is_right(prior: PeakEstimate, points: list[Point]) -> bool:
     """Whether the prior has foreseen the peak of the largest fit, so that it may well know the end, too."""
     return bool(points) and abs(points[-1].allocated / prior.allocated_bytes(points[-1].size) - 1) < FORESEEN
-
-
-def _largest_within(bytes_at: Callable[[int], float], limit: float) -> int:
-    """Largest size of at most `limit` bytes, at least 1, to within a thousandth."""
-    low, high = 1, 2
-    while high < LARGEST and bytes_at(high) <= limit:
-        low, high = high, high * 2
-    while high - low > max(1, low // 1000):
-        middle = (low + high) // 2
-        low, high = (middle, high) if bytes_at(middle) <= limit else (low, middle)
-    return low
 
 
 def quantile(guesses: list[Guess], share: float, low: int, high: int | None) -> float:

@@ -5,50 +5,62 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
-from batchtune.probe.timing.throughput import SECONDS_PER_POINT
+
+SECONDS_PER_POINT = 1.0  # of timing a size
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """What a probe is asked for; where the command line has it as an option, under the same name.
+class Bounds:
+    """What the search may try.
 
     Attributes:
-        minimum: smallest micro-batch size.
-        maximum: largest micro-batch size, or None for no cap but the data set's.
+        minimum: smallest micro-batch size, rounded up to a multiple.
+        maximum: largest one, rounded down and never exceeded; None: no cap.
         multiple_of: only multiples are tried.
-        steps: optimizer steps of one attempt.
         tolerance: how far apart largest fit and smallest failure may be, relative; 0 is exact.
-        timeout: seconds after which a silent attempt counts as hanging.
-        verify_steps: optimizer steps of the final check in a fresh process.
-        verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
-        verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
-        evaluation_batch_size: of the final check's default evaluation, as `TryBatchSize` has it.
-        no_oom: try only sizes that are predicted to fit even at worst.
-        throughput: also time steps at several sizes.
-        timing_seconds: of each of them.
-        flops: count those of a sample even where the device's peak is not known.
-        accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
-        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
-        useful_size: up to here sizes are of use however long their step takes.
+        no_oom: try only sizes that are predicted to fit even at worst, until such a step gains too little.
     """
 
     minimum: int = 1
     maximum: int | None = None
     multiple_of: int = 1
-    steps: int = STEPS
     tolerance: float = TOLERANCE
+    no_oom: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(Bounds):
+    """What a probe is asked for; where the command line has it as an option, under the same name.
+
+    Attributes:
+        steps: optimizer steps of one attempt.
+        timeout: seconds after which a silent attempt counts as hanging.
+        verify_steps: optimizer steps of the final check in a fresh process.
+        verify_timeout: the same for the final check, whose evaluation is the user's own; None: no other.
+        verify_seconds: that these may take; with less time there are fewer, down to those of an attempt. None: any.
+        evaluation_batch_size: of the final check's default evaluation, as `TryBatchSize` has it.
+        throughput: also time steps at several sizes.
+        timing_seconds: of each of them.
+        flops: count those of a sample even where the device's peak is not known.
+        accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
+        max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
+        at_most_lengths: so many of those that the training set has are chosen; None: all that were asked for.
+        useful_size: up to here sizes are of use however long their step takes.
+    """
+
+    steps: int = STEPS
     timeout: float = TIMEOUT_SECONDS
     verify_steps: int = VERIFY_STEPS
     verify_timeout: float | None = None
     verify_seconds: float | None = None
     evaluation_batch_size: int | None = None
-    no_oom: bool = False
     throughput: bool = True
     timing_seconds: float = SECONDS_PER_POINT
     flops: bool = True
     accumulation_steps: int = 1
     max_step_seconds: float | None = None
     useful_size: int = 1
+    at_most_lengths: int | None = None
 
     @property
     def check_timeout(self) -> float:

@@ -24,6 +24,7 @@ from batchtune.probe.memory_model import (
     quantile,
     reach,
 )
+from batchtune.probe.options import Bounds
 from batchtune.vocabulary import LARGEST
 
 MAX_USER_ERRORS = 2  # sizes, from the minimum on, that the user's code may reject
@@ -32,17 +33,6 @@ MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 LOWER_PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit: where its own start fails; with no_oom
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What the search may try; `maximum` (the smaller of the user's and the data set's size) is never exceeded."""
-
-    minimum: int = 1
-    maximum: int | None = None
-    multiple_of: int = 1  # the minimum is rounded up, the maximum down
-    tolerance: float = 0.01  # relative distance of largest fit and smallest failure; 0 is exact
-    no_oom: bool = False  # only sizes predicted to fit even at worst, until such a step gains too little
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +56,8 @@ def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_byt
     What earlier attempts left in a process (a heap full of holes, kernels for other sizes) raises the peaks of later
     ones: then memory has ended too early. Fits keep their size with the difference taken off; OOMs prove nothing.
 
-    Args:
-        attempts: of the search, all in one process.
-        checked: the final check of the largest fit, in a process of its own.
-        least_bytes: a smaller difference of peak reserved memory is of no consequence.
+    `checked` is the final check of the largest fit, in a process of its own. A difference of less than `least_bytes`
+    of peak reserved memory is of no consequence.
     """
     peak, same = checked.peak_reserved_bytes, [each for each in attempts if each.batch_size == checked.batch_size]
     worn = same[0].peak_reserved_bytes if same else None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from batchtune.device.host_load import processors
+from batchtune.device.host import processors
 from batchtune.document import InputPipeline, LoaderPoint, ProbeResult, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
@@ -36,17 +36,9 @@ def measure_input_pipeline(
     timeout: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> InputPipeline | None:
-    """Times the training set's loader alone, in a child, at settings that `next_setting` chooses.
+    """Times the training set's loader alone at settings that `next_setting` chooses; None where no step was timed.
 
-    Args:
-        worker: a child of the task, in any state; a CPU's memory limit does not hold in it afterwards.
-        probe: whose throughput says what the step takes.
-        observer: told of every setting.
-        timeout: seconds after which a silent loader counts as hanging.
-        clock: for `TOTAL_SECONDS`, after which no further setting is tried.
-
-    Returns:
-        None where no step was timed.
+    A CPU's memory limit does not hold in the child afterwards. No setting is begun after `TOTAL_SECONDS` of the clock.
     """
     if not probe.throughput:
         return None
@@ -97,16 +89,10 @@ def keeps_up(point: LoaderPoint, step_rate: float) -> bool:
 
 
 def next_setting(measured: Sequence[LoaderPoint], step_rate: float, *, processors: int, pins: bool) -> Setting | None:
-    """What to measure next: 0, 1, 2, 4, … workers until they keep up or more do not help; then pinned memory.
+    """What to measure next; None when enough is known.
 
-    Args:
-        measured: what is known, in order.
-        step_rate: samples a second of the step alone.
-        processors: no more workers than these.
-        pins: whether pinned memory is of use to the device.
-
-    Returns:
-        None when enough is known.
+    0, 1, 2, 4, … workers until they keep up or more do not help, never more than processors; then pinned memory where
+    the device `pins`. The step alone takes `step_rate` samples a second.
     """
     if not measured:
         return Setting(0, pin_memory=False)
@@ -150,11 +136,7 @@ def describe(setting: Setting | LoaderPoint) -> str:
 def judge(measured: Sequence[LoaderPoint], step: ThroughputPoint, reason: str, *, shares_cores: bool) -> InputPipeline:
     """The record of what was measured, with the settings to use and the verdict in a sentence.
 
-    Args:
-        measured: at least one setting.
-        step: the training step at the same batch size.
-        reason: why at this batch size.
-        shares_cores: loader and step run on the same processors, so that together both are slower.
+    Where loader and step run on the same processors (`shares_cores`), both are slower together.
     """
     taken = step.samples_per_second
     known = [point for point in measured if point.samples_per_second]

@@ -1,0 +1,149 @@
+"""Which lengths to bucket inputs by: those that waste least memory and padding, chosen by dynamic programming."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from batchtune.document import Length
+
+_MOST_GROUPS = 256  # of lengths that are told apart; more cost seconds and gain less than a percent
+_BATCH, _PADDED = 2**160, 2**40  # whole numbers, so that padding decides between equals, and rounding nothing
+
+BatchOf = Callable[[Length], float]
+_Cut = tuple[int, list[int]]  # what it costs, and before which groups it cuts; the last is the end
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The longest length of each bucket, and how many batches an epoch then has.
+
+    A sample goes into the first bucket that is long enough. It takes 1 / B(edge) of a batch, B(edge) being the largest
+    batch of samples as long as the bucket's longest; `batches` is the sum over all samples. What a batch leaves unused
+    and what it pads both make it larger.
+    """
+
+    edges: tuple[Length, ...]  # ascending
+    batches: float
+    batches_of_one_size: float  # if every batch is as small as the longest samples ask for
+    batches_without_waste: float  # if every sample is among others of its own length
+
+    @property
+    def gain(self) -> float:
+        """How many times fewer batches there are than with one fixed batch size."""
+        return self.batches_of_one_size / self.batches
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Neighbouring lengths that are not told apart."""
+
+    edge: Length
+    samples: int
+
+
+def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: BatchOf, at_most: int = 8) -> Buckets:
+    """The buckets that give the fewest batches: the smallest sum over samples of 1 / batch_of(edge of its bucket).
+
+    The sum is the smallest there is for up to 256 different lengths; of more, neighbours that together need less than
+    1/256 of all batches are not told apart. Where the sum is the same, the buckets that pad less are chosen. Lengths of
+    several numbers are put in the order of the memory they need (then of their sum), buckets are stretches of that
+    order, and a bucket's edge is the largest of each number.
+
+    Args:
+        lengths: of the samples, or how many samples there are of each length.
+        batch_of: the largest batch of samples of a length, measured or predicted; above 0.
+        at_most: how many buckets there may be.
+
+    Raises:
+        ValueError: there are no lengths, a batch is not above 0, or `at_most` is below 1.
+    """
+    counts = Counter(lengths)
+    if not counts or at_most < 1:
+        raise ValueError("no lengths to choose buckets of" if at_most >= 1 else f"at_most is {at_most}; take 1 or more")
+    needs = _Needs(batch_of)
+    groups = _grouped(counts, needs)
+    edges = _cheapest(groups, needs, at_most)
+    whole = _longest([each.edge for each in groups])
+    samples = counts.total()
+    return Buckets(
+        edges=tuple(edge for edge, _ in edges),
+        batches=sum(count / batch_of(edge) for edge, count in edges),
+        batches_of_one_size=samples / batch_of(whole),
+        batches_without_waste=sum(count / batch_of(length) for length, count in counts.items()),
+    )
+
+
+class _Needs:
+    """What a sample of a length needs: its share of a batch and, as a trifle beside it, what it is padded to."""
+
+    def __init__(self, batch_of: BatchOf) -> None:
+        self._batch_of = batch_of
+        self._known: dict[Length, int] = {}
+
+    def __call__(self, edge: Length) -> int:
+        if edge not in self._known:
+            batch = self._batch_of(edge)
+            if not batch > 0:
+                raise ValueError(f"the largest batch at length {edge} is {batch}; it must be above 0")
+            samples, per = batch.as_integer_ratio()
+            self._known[edge] = _BATCH * per // samples + _PADDED * _total(edge)
+        return self._known[edge]
+
+
+def _total(length: Length) -> int:
+    return length if isinstance(length, int) else sum(length)
+
+
+def _longest(lengths: Iterable[Length]) -> Length:
+    """The smallest length that all of these are padded to."""
+    several = list(lengths)
+    if isinstance(several[0], int):
+        return max(length for length in several if isinstance(length, int))
+    return tuple(max(numbers) for numbers in zip(*(each for each in several if not isinstance(each, int)), strict=True))
+
+
+def _grouped(counts: Mapping[Length, int], needs: _Needs) -> list[_Group]:
+    """All lengths in order; neighbours together where they are too many."""
+    ordered = sorted(counts, key=lambda length: (length if isinstance(length, int) else needs(length), _total(length)))
+    if len(ordered) <= _MOST_GROUPS:
+        return [_Group(length, counts[length]) for length in ordered]
+    so_far = list(accumulate(needs(length) * counts[length] for length in ordered))
+    members: dict[int, list[Length]] = {}
+    for length, needed in zip(ordered, so_far, strict=True):
+        members.setdefault(min(needed * _MOST_GROUPS // so_far[-1], _MOST_GROUPS - 1), []).append(length)
+    return [_Group(_longest(each), sum(counts[length] for length in each)) for each in members.values()]
+
+
+def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[tuple[Length, int]]:
+    """The edges and numbers of samples of the buckets that need least.
+
+    By dynamic programming: the cheapest way to cut the first groups into n buckets ends with one bucket, before which
+    the groups are cut in the cheapest way into n - 1.
+    """
+    ends = range(1, len(groups) + 1)
+    bucket = {end: list(_buckets_that_end(groups, end)) for end in ends}
+    price = {end: [needs(edge) * samples for edge, samples in bucket[end]] for end in ends}
+    best = {end: (price[end][-1], [end]) for end in ends}  # the cost of one bucket, and where the buckets end
+    found = best[len(groups)]
+    for _ in range(1, min(at_most, len(groups))):
+        best = {end: _with_one_more(best, price[end], end) for end in ends if end - 1 in best}
+        found = min(found, best[len(groups)], key=lambda choice: choice[0])
+    starts = [0, *found[1]]
+    return [bucket[end][end - start - 1] for start, end in zip(starts, found[1], strict=False)]
+
+
+def _with_one_more(best: dict[int, _Cut], price: list[int], end: int) -> _Cut:
+    """The cheapest cut of the first groups up to `end`, of those that add a bucket to one of `best`."""
+    cost, size = min((best[end - size][0] + cost, size) for size, cost in enumerate(price, 1) if end - size in best)
+    return cost, [*best[end - size][1], end]
+
+
+def _buckets_that_end(groups: list[_Group], end: int) -> Iterable[tuple[Length, int]]:
+    """Edge and samples of the buckets of the last one, two, … groups before `end`."""
+    edge, samples = groups[end - 1].edge, 0
+    for group in reversed(groups[:end]):
+        edge, samples = _longest((edge, group.edge)), samples + group.samples
+        yield edge, samples

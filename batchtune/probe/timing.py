@@ -1,0 +1,274 @@
+"""Timing steps: the throughput curve, the line t(B) = alpha + beta * B through it, and what ranks cost one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batchtune.device.gpus import peak_flops
+from batchtune.document import Attempt, DataParallel, ThroughputFit, ThroughputPoint
+from batchtune.errors import BatchtuneError, UserCodeError
+from batchtune.observer import Observer
+from batchtune.probe.options import SECONDS_PER_POINT
+from batchtune.processes.ranks import RankLauncher
+from batchtune.processes.worker import Worker, WorkerDied
+from batchtune.protocol.commands import CountFlops, Opened, OpenTask, TimeSteps
+from batchtune.protocol.messages import Answer, Command
+
+MAX_POINTS = 8
+_APART = 1.1  # sizes that are nearer than this tell the same
+_NEAR_PEAK = 0.95
+_SAME_FLOPS = 0.001
+BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
+_MOST_ROUNDS = 4  # of timing what was disturbed
+_AGREE = 1.05  # two times so near to one another are those of a machine at its fastest, since load only ever adds
+TIMEOUT_SECONDS = 120.0  # without a sign of life
+Times = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """The line t(B) = alpha + beta * B through times of steps, neither of both negative, and what it leaves open.
+
+    Attributes:
+        alpha_seconds: of a step, whatever its size.
+        beta_seconds: of a sample.
+        saturation_batch_size: alpha / beta; where one of both is not told from nothing, with its standard error for it.
+        spread: standard error of the logarithm of that.
+    """
+
+    alpha_seconds: float
+    beta_seconds: float
+    saturation_batch_size: float
+    spread: float
+
+
+def step_line(times: Sequence[tuple[int, float, float]]) -> StepLine | None:
+    """The line of least relative errors; None for fewer than two sizes: no line goes through one point.
+
+    Args:
+        times: batch size, seconds of a step, and the error of these seconds as a share of them.
+    """
+    if len({size for size, _, _ in times}) < 2:  # noqa: PLR2004
+        return None
+    rows = [(size, seconds, (seconds * error) ** -2) for size, seconds, error in times]
+    total = sum(w for _, _, w in rows)
+    mean_size = sum(w * b for b, _, w in rows) / total
+    mean_time = sum(w * t for _, t, w in rows) / total
+    spread = sum(w * (b - mean_size) ** 2 for b, _, w in rows)
+    beta = sum(w * (b - mean_size) * (t - mean_time) for b, t, w in rows) / spread
+    alpha = mean_time - beta * mean_size
+    if alpha < 0:  # pure cost per sample
+        alpha, beta = 0.0, sum(w * b * t for b, t, w in rows) / sum(w * b * b for b, _, w in rows)
+    elif beta < 0:  # the step costs the same at every size timed
+        alpha, beta = mean_time, 0.0
+    alpha_error, beta_error = math.sqrt(1 / total + mean_size**2 / spread), math.sqrt(1 / spread)
+    fixed, sample = max(alpha, alpha_error), max(beta, beta_error)
+    both = 2 * mean_size / spread / (fixed * sample)  # where one is too large, the other is too small
+    doubt = math.sqrt((alpha_error / fixed) ** 2 + (beta_error / sample) ** 2 + both)
+    return StepLine(alpha, beta, fixed / sample, doubt)
+
+
+def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
+    """The largest size and the powers of two (times `multiple_of`) well below it, at most `MAX_POINTS`, ascending."""
+    powers = [multiple_of * 2**power for power in range(maximum.bit_length())]
+    return [*[size for size in powers if minimum <= size <= maximum / _APART][1 - MAX_POINTS :], maximum]
+
+
+def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
+    """Fits t(B) = alpha + beta * B with equal relative errors; alpha and beta are not negative.
+
+    The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached.
+
+    Returns:
+        None for fewer than two sizes: no line goes through one point. Steps that took no time were not timed.
+    """
+    points = [point for point in points if point.step_seconds > 0]
+    rows = [(point.batch_size, point.step_seconds, 1.0) for point in points]
+    line = step_line(rows)
+    if line is None:
+        return None
+    alpha, beta = line.alpha_seconds, line.beta_seconds
+    squares = sum((alpha / t + beta * b / t - 1) ** 2 for b, t, _ in rows)
+    free = len(rows) - (alpha > 0) - (beta > 0)  # sizes beyond those that any such line goes through
+    best = max(point.samples_per_second for point in points)
+    near = [point.batch_size for point in points if point.samples_per_second >= _NEAR_PEAK * best]
+    return ThroughputFit(
+        alpha_seconds=alpha,
+        beta_seconds_per_sample=beta,
+        error_share=math.sqrt(squares / free) if len(rows) > 2 else None,  # noqa: PLR2004
+        saturation_batch_size=alpha / beta if beta > 0 else None,
+        batch_size_within_5_percent=min(near),
+    )
+
+
+def with_flops(
+    points: Sequence[ThroughputPoint], count: Callable[[int], float | None], peak: float | None
+) -> list[ThroughputPoint]:
+    """The points with the FLOPs of a sample at their size, and the share of the device's peak they are.
+
+    Two neighbouring sizes with the same FLOPs a sample stand for all larger ones.
+
+    Args:
+        points: by size, ascending.
+        count: FLOPs of a sample at a batch size; None where they cannot be counted.
+        peak: the device's peak FLOP/s at the precision of the points; None where it is not known.
+    """
+    found: list[ThroughputPoint] = []
+    settled, before = False, None
+    for point in points:
+        flops = before if settled else count(point.batch_size)
+        if flops is None:
+            return [*found, *points[len(found) :]]
+        settled = settled or (before is not None and abs(flops - before) <= _SAME_FLOPS * before)
+        before = flops
+        mfu = flops * point.samples_per_second / peak if peak else None
+        found.append(point.model_copy(update={"flops_per_sample": flops, "mfu": mfu}))
+    return found
+
+
+def measure_curve(
+    worker: Worker,
+    points: list[ThroughputPoint],
+    sizes: Sequence[int],
+    observer: Observer,
+    command: TimeSteps,
+    timeout: float,
+) -> None:
+    """Adds a point for each size that can be timed to `points`, as they come; `command` says how all are timed.
+
+    Sizes at which other programs were busy meanwhile are timed again, in turn, until the two least times agree or four
+    have been taken. The least counts.
+    """
+    timed: dict[int, list[ThroughputPoint]] = {}
+    for number in range(_MOST_ROUNDS):
+        for size in sizes if number == 0 else [size for size, found in timed.items() if not _is_known(found)]:
+            found = _ask(worker, command.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
+            if found is None:
+                continue
+            timed.setdefault(size, []).append(found)
+            points[:] = [min(each, key=lambda point: point.step_seconds) for _, each in sorted(timed.items())]
+            if not number:
+                observer.throughput(found)
+    doubtful = [size for size, found in timed.items() if not _is_known(found)]
+    if doubtful:
+        observer.note(f"other programs kept the machine busy: step times at {doubtful} may be too long")
+
+
+def _ask(worker: Worker, command: Command[Answer], timeout: float, observer: Observer, what: str) -> Answer | None:
+    """The child's answer; None, and a note, where it died or the user's code raised: then there is none."""
+    try:
+        return worker.call(command, timeout=timeout)
+    except (WorkerDied, UserCodeError) as error:
+        observer.note(f"no {what}: {error}")
+        return None
+
+
+def _is_known(found: list[ThroughputPoint]) -> bool:
+    """Whether a size's times tell what a step takes on a machine that does nothing else."""
+    if any((point.processors_used_by_others or 0.0) < BUSY for point in found):
+        return True
+    least = sorted(point.step_seconds for point in found)
+    return len(least) > 1 and least[1] <= _AGREE * least[0]
+
+
+def add_flops(
+    worker: Worker,
+    points: list[ThroughputPoint],
+    observer: Observer,
+    precision: str,
+    timeout: float,
+    *,
+    only_as_share: bool,
+) -> None:
+    """Adds the FLOPs of a sample to the points, and what share of the device's peak they are where that is known.
+
+    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
+    worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
+    """
+    opened = worker.start()
+    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
+    if peak is None and only_as_share:
+        return
+
+    def count(size: int) -> float | None:
+        command = CountFlops(batch_size=size, precision=precision)
+        found = _ask(worker, command, timeout, observer, f"FLOPs at batch size {size}")
+        return found.per_sample if found else None
+
+    points[:] = with_flops(points, count, peak)
+    worker.renew()
+
+
+def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeout: float) -> Times:
+    """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured.
+
+    A sharded model may not fit on one rank.
+    """
+
+    def seconds(what: str, **how: bool) -> float | None:
+        found = _ask(worker, command.but(**how), timeout, observer, f"step time {what}")
+        return found.step_seconds if found else None
+
+    return {
+        "together": seconds("of the group"),
+        "apart": seconds("without communication", communicate=False),
+        "alone": seconds("of one rank alone", communicate=False, first_rank_alone=True),
+    }
+
+
+def time_group(
+    settings: OpenTask,
+    world_size: int,
+    batch_size: int,
+    accumulation_steps: int,
+    precision: str,
+    observer: Observer,
+) -> DataParallel | None:
+    """The record of ranks that are started to be timed and nothing else; None where they could not be.
+
+    The settings are those of a child alone; their device names a kind.
+    """
+    with Worker(settings, RankLauncher(world_size, "ddp", observer.printed)) as group:
+        try:
+            opened = group.start()
+        except BatchtuneError as error:
+            observer.note(f"no step times of {world_size} ranks: {error}")
+            return None
+        command = TimeSteps(
+            batch_size=batch_size, precision=precision, seconds=SECONDS_PER_POINT, accumulation_steps=accumulation_steps
+        )
+        times = measure_times(group, observer, command, TIMEOUT_SECONDS)
+    return data_parallel(opened, batch_size, accumulation_steps, None, times) if times["together"] else None
+
+
+def data_parallel(
+    opened: Opened, batch_size: int, accumulation_steps: int, failure: Attempt | None, times: Times
+) -> DataParallel | None:
+    """The record of a group, with the last attempt at the smallest size that failed; None for a child alone.
+
+    Times are those of `measure_times`, or none: `together` with all ranks training as one, `apart` at the same time
+    each on its own, `alone` with the first rank only.
+    """
+    world_size = opened.world_size
+    if opened.strategy is None or opened.backend is None:
+        return None
+    together, apart, alone = (times.get(name) for name in ("together", "apart", "alone"))
+    overhead = together - apart if together and apart and together > apart else None  # else it is lost in the noise
+    global_batch_size = batch_size * accumulation_steps * world_size
+    return DataParallel(
+        world_size=world_size,
+        strategy=opened.strategy,
+        backend=opened.backend,
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        limiting_rank=failure.limiting_rank if failure else None,
+        step_seconds=together,
+        step_seconds_without_communication=apart,
+        step_seconds_alone=alone,
+        communication_seconds=overhead,
+        communication_share=overhead / together if overhead and together else None,
+        scaling_efficiency=alone / together if alone and together else None,
+        samples_per_second=global_batch_size / together if together else None,
+    )

@@ -1,1 +1,0 @@
-"""How fast each size trains: steps, the data loader, and several ranks."""
