@@ -1,36 +1,35 @@
-"""What a run of `tune` knows so far: the document at every moment, and what of it lies in the run folder."""
+"""What a run of `tune` knows so far: the document at every moment with its warnings, and what of it is on disk."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 import time
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from batchtune.config.schema import Config
-from batchtune.document import Attempt, Failure, Prior, ProbeResult, Recommendation, Scaling, TaskInfo, Trial
+from batchtune.document import Attempt, Failure, Prior, ProbeResult, Recommendation, Scaling, Target, TaskInfo, Trial
 from batchtune.errors import BatchtuneError, UsageError
-from batchtune.files import load_result
-from batchtune.observer import Forwarder, Observer
+from batchtune.probe.findings import sharing_warnings
 from batchtune.probe.runner import Probe
-from batchtune.probe.warnings import sharing_warnings
 from batchtune.protocol.commands import Opened
-from batchtune.result import Result
+from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.tune.study.study import TuneStudy
-from batchtune.tune.verdict.warnings import study_warnings
+from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
+from batchtune.tune.scores import slowdown
+from batchtune.tune.study import TuneStudy
+from batchtune.units import number
 
 Status = Literal["complete", "interrupted", "failed"]
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
+_INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
+UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
 class Progress:
     """What is known so far; each attribute is None until it is.
-
-    Args:
-        config: the configuration.
-        folder: of the run.
 
     Attributes:
         earlier: what an earlier start came to.
@@ -39,7 +38,6 @@ class Progress:
         probing: the probe, as long as it runs and after it.
         probe: its result, or an earlier start's or another machine's.
         prior: what the search starts from.
-        study: the study.
         scaling: what several ranks would make of the recommendation.
     """
 
@@ -48,7 +46,7 @@ class Progress:
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
         self.earlier: Result | None = None
         self.opened: Opened | None = None
-        self.identity: dict[str, Any] = {}
+        self.identity: dict[str, object] = {}
         self.probing: Probe | None = None
         self.probe: ProbeResult | None = None
         self.prior: Prior | None = None
@@ -103,6 +101,10 @@ class Progress:
             now = time.perf_counter()
             self._save_due = now + (now - began) / _SAVING_SHARE
 
+    def show(self, words: str) -> None:
+        """Redraws the page of the run now and then; `words` say where it stands."""
+        self.folder.show(lambda: self.document("interrupted"), words)
+
     def save_if_possible(self, status: Status, error: BatchtuneError) -> Result:
         """The document at the end of a run that stops; where it cannot be written, the caller still has it to show."""
         with contextlib.suppress(UsageError):
@@ -113,6 +115,7 @@ class Progress:
         """The result document as things stand."""
         study, opened = self.study, self.opened
         environment = opened.environment if opened else None
+        made = {"optimizer": opened.optimizer, "optimizer_settings": opened.optimizer_settings} if opened else {}
         recommendation, baseline = study.recommendation() if study else (None, None)
         if study is not None and recommendation is not None:
             more = {"scaling": self.scaling, "confirm_command": self._confirm_command(study, recommendation)}
@@ -125,24 +128,17 @@ class Progress:
             status=status,
             name=self._config.name,
             environment=environment,
-            task=self._task_info(),
+            task=self._task.model_copy(update=made),
             warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=probe,
             prior=self.prior or (self.earlier.prior if self.earlier else None),
             target=study.target if study else None,
             trials=trials,
-            landscape=study.landscape() if study and status == "complete" else None,
+            landscape=study.belief.landscape() if study and status == "complete" else None,
             recommendation=recommendation,
             baseline=baseline,
         )
-
-    def _task_info(self) -> TaskInfo:
-        opened = self.opened
-        if opened is None:
-            return self._task
-        made = {"optimizer": opened.optimizer, "optimizer_settings": opened.optimizer_settings}
-        return self._task.model_copy(update=made)
 
     def _confirm_command(self, study: TuneStudy, found: Recommendation) -> str | None:
         """What goes on with this study, by the configuration that its folder keeps; None where all is confirmed."""
@@ -154,32 +150,80 @@ class Progress:
     def _warnings(
         self, status: Status, probe: ProbeResult | None, trials: list[Trial], recommended: Recommendation | None
     ) -> list[str]:
-        found = list(probe.warnings) if probe else []
-        if self.probe is not None and self.opened is not None:
-            found += study_warnings(
-                self._config,
-                self.probe,
-                self.prior,
-                self.opened.device,
-                self.study.target if self.study else None,
-                trials,
-                recommended,
-                has_ended=status == "complete",
-            )
+        """All that a reader of a study must know besides its numbers."""
+        found, study = list(probe.warnings) if probe else [], self.study
+        if self.probe is None or self.opened is None:
+            return found
+        ranks = self._config.ranks.per_trial
+        found += loading_warnings(self.probe, self.prior, self.opened.device, ranks) if self.prior else []
+        found += baseline_warnings(as_one_device(self.probe, ranks), self._config.baseline.batch_size)
+        found += target_warnings(study.target) if study else []
+        found += uneven_warnings(trials, recommended)
+        if study and status == "complete":
+            found += search_warnings(trials, study.parts.budget.enough())
         return found
 
 
-class Recorder(Forwarder):
-    """Keeps attempts and results in the run folder as they come, and hands everything on."""
+def loading_warnings(probe: ProbeResult, prior: Prior, device: str, world_size: int = 1) -> list[str]:
+    """One where steps at the batch size that the search starts with wait for their data for most of the time.
 
-    def __init__(self, progress: Progress, behind: Observer) -> None:
-        super().__init__(behind)
-        self._progress = progress
+    The probe is that of one of so many ranks.
+    """
+    size, seconds = prior.start_batch_size, prior.loader_seconds_per_sample
+    alone = as_one_device(probe, world_size).throughput_fit
+    loaded = as_one_device(with_loading(probe, seconds, device), world_size).throughput_fit
+    if alone is None or loaded is None or not seconds or not size:
+        return []
+    slower = step_seconds(loaded, size) / max(step_seconds(alone, size), 1e-9)
+    if slower < _INPUT_BOUND:
+        return []
+    rate = f"{1 / seconds:,.0f} samples/s{' on each rank' if world_size > 1 else ''}"
+    told = f"input-bound: loading data ({rate}) makes steps at batch {size:,} {number(slower)} times as long"
+    return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
 
-    def attempted(self, attempt: Attempt) -> None:
-        self._progress.keep(attempt)
-        super().attempted(attempt)
 
-    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
-        self._progress.save_now_and_then()
-        super().trial_ended(trial, done=done, seconds_left=seconds_left)
+def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
+    """One where the user's bounds keep the probe below the baseline's batch size, so that it had to be accumulated."""
+    most = probe.max_batch_size
+    if most is None or probe.limited_by != "max" or batch_size <= most:
+        return []
+    text = f"the baseline's batch {batch_size:,} is above what batch_size allows ({most:,} at once): it was measured in"
+    return [f"{text} accumulated micro-batches, which may be slower than what you run today"]
+
+
+def target_warnings(target: Target) -> list[str]:
+    """One where the baseline's run, which sets the target, diverged before its end."""
+    if target.baseline_diverged_after_seconds is None:
+        return []
+    text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
+    return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
+
+
+def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
+    """One where a study that has ended never came to search, or where the task raised errors in it."""
+    searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
+    if not searched:
+        text = "no other configuration was tried: probe and baseline took all of budget.total"
+        return [f"{text}; start again with budget.total={enough}"]
+    raised = [trial.message for trial in searched if trial.outcome == "user_error"]
+    if not raised:
+        return []
+    runs = f"{len(raised)} of {len(searched)} runs of the search, which tell nothing"
+    return [f"the task raised an error in {runs}: {raised[-1]}"]
+
+
+def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:
+    """One where runs of the recommendation or the baseline took much longer than they count.
+
+    Stretches that are far slower than the usual pace count as if they were not: mostly it is another program that slows
+    them, but batches of very unequal length look the same.
+    """
+    ours = None if found is None else (found.global_batch_size, found.learning_rate)
+    shown = [each for each in trials if each.role != "search" or (each.batch_size, each.learning_rate) == ours]
+    times = slowdown(shown)
+    if times <= 1 + UNEVEN:
+        return []
+    longer = f"training took longer than it counts by {times - 1:.0%}"
+    text = f"{longer}: stretches far slower than the usual pace are put down to other programs"
+    rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
+    return [f"{text} on this machine; {rest}"]

@@ -31,6 +31,7 @@ class TimeToValuePruner(BasePruner):
         target: the value at which a trial ends; None: it is not known.
         longest: what a trial may take without it, in the study's unit; None: it is not known.
         factor: how many times slower than the best is hopeless.
+        cap: how many times the best trial's time is hopeless by itself, where a run that began beside it has no limit.
         patience: share of the best time to target before which no run is judged.
         step: what a reported step is worth in the study's unit: a millisecond where its values are seconds.
     """
@@ -42,12 +43,13 @@ class TimeToValuePruner(BasePruner):
         target: float | None = None,
         longest: float | None = None,
         factor: float = 2.5,
+        cap: float = math.inf,
         patience: float = 0.3,
         step: float = MILLISECOND,
     ) -> None:
         self._sign = 1.0 if goal == "minimize" else -1.0
         self._target, self._longest = target, longest
-        self._factor, self._patience, self._step = factor, patience, step
+        self._factor, self._cap, self._patience, self._step = factor, cap, patience, step
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
         """Whether the run is to end.
@@ -61,7 +63,8 @@ class TimeToValuePruner(BasePruner):
             return self._stalled(trial)
         if trial.last_step is None or trial.last_step * self._step < self._patience * best[0]:
             return False
-        return self._behind(best[1], trial) > self._factor
+        is_late = trial.last_step * self._step > self._cap * best[0]
+        return is_late or self._behind(best[1], trial) > self._factor
 
     def _stalled(self, trial: FrozenTrial) -> bool:
         """Whether the second half of a run's time brought it hardly any further, and not fast enough."""

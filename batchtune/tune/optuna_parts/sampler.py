@@ -14,13 +14,13 @@ from optuna.search_space import IntersectionSearchSpace
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from batchtune.tune.objective.records import FAILED_FOR_GOOD
 from batchtune.tune.optuna_parts.surface import Array, Run, Surface, SurfacePrior
+from batchtune.vocabulary import FAILED_FOR_GOOD
 
 LOWER_BOUND = "lower_bound"
 _RATE_STEP = 0.125  # decades between the learning rates considered
 _TOO_NEAR = 0.07  # decades: the same point again tells less than a new one
-_KEPT_APART = 0.3  # decades from where another worker is at the moment, at its batch size
+_KEPT_APART = 0.3  # decades from where another worker is, or where a run came to nothing, at its batch size
 _WIDE = 10.0  # times: in such a range three digits of a number are enough
 _DIVERGED_FACTOR = 4.0  # a diverged run counts as this many times slower than the slowest seen
 
@@ -39,7 +39,7 @@ class RoundingSampler(TPESampler):
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         narrow = {name: self._within.get(name, each) for name, each in search_space.items()}
         seen = {name: _range_of(each, narrow[name]) for name, each in search_space.items()}
         found = super().sample_relative(study, trial, seen)
@@ -47,7 +47,7 @@ class RoundingSampler(TPESampler):
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
+    ) -> object:
         narrow = self._within.get(param_name, param_distribution)
         value = super().sample_independent(study, trial, param_name, _range_of(param_distribution, narrow))
         return _rounded_within(narrow, value)
@@ -58,8 +58,8 @@ class TimeToTargetSampler(BaseSampler):
 
     Works on any study that minimises seconds and has a batch-size and a learning-rate parameter. Completed trials are
     times; a pruned trial is a lower bound: its user attribute `lower_bound` (in seconds), or else its last reported
-    step, read as milliseconds; one that still runs is a bound, too: the best time so far. Other parameters are left
-    to `independent`.
+    step, read as milliseconds. Of runs under way the surface says what they may come to, and proposed is what promises
+    most beside them. Other parameters are left to `independent`.
 
     Args:
         prior: step time and the learning rate believed in; without it both come from the first trial.
@@ -69,6 +69,10 @@ class TimeToTargetSampler(BaseSampler):
         independent: samples every other parameter, and these two before the first trial has finished.
         within: what of the study's distributions may be proposed of batch size and learning rate, by the name of the
             parameter; trials that were queued may lie elsewhere.
+
+    Attributes:
+        shares: of a trial's seconds, by its number, that it would take on a machine that does nothing else, as far as
+            that is known; they may change as a study learns.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class TimeToTargetSampler(BaseSampler):
     ) -> None:
         self.prior = prior
         self.last_expected_improvement: float | None = None
+        self.shares: Mapping[int, float] = {}
         self._batch_size, self._learning_rate = batch_size, learning_rate
         self._seed = 0 if seed is None else seed
         self._independent = independent or RandomSampler(seed=seed)
@@ -92,39 +97,41 @@ class TimeToTargetSampler(BaseSampler):
     def reseed_rng(self) -> None:
         self._independent.reseed_rng()
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002 - Optuna's signature
-        """The two parameters, once a finished trial has them.
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The two parameters, once a finished trial has them, or with a prior one that runs.
 
         Raises:
             ValueError: the study does not minimise one value, or a parameter is of a kind that it cannot be.
         """
         require_minimizing(study, type(self).__name__)
-        space = self._space.calculate(study)
-        wanted = (self._batch_size, self._learning_rate)
+        space, wanted = self._space.calculate(study), (self._batch_size, self._learning_rate)
+        if not space and self.prior is not None:
+            space = next((each.distributions for each in self._others(study, trial)), {})
         if not all(name in space for name in wanted):
             return {}
-        _require_batch_sizes(self._batch_size, space[self._batch_size])
-        _require_rates(self._learning_rate, space[self._learning_rate])
+        _batch_sizes(self._batch_size, space[self._batch_size])
+        _log10_rates(self._learning_rate, space[self._learning_rate])
         return {name: space[name] for name in wanted}
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         if not search_space:
             return {}
         search_space = {name: self._within.get(name, each) for name, each in search_space.items()}
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         runs = [run for _, run in self.runs(finished)]
+        under_way = [self._run(each.params, 1.0, censored=False) for each in self._others(study, trial)]
+        if not runs and self.prior is not None:
+            runs = under_way[:1]  # of whose time nothing is known yet: it may as well take a second, ratios count
         if not runs:
             return {}
-        under_way = self._under_way(study, trial, min(run.seconds for run in runs))
         apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way + self._failed(study)]]
-        runs += under_way
         surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
-        batch_sizes = _batch_sizes(search_space[self._batch_size])
-        rates = _log10_rates(search_space[self._learning_rate])
+        batch_sizes = _batch_sizes(self._batch_size, search_space[self._batch_size])
+        rates = _log10_rates(self._learning_rate, search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
-        gain = surface.expected_improvement(grid_batch, grid_rate)
+        gain = surface.expected_improvement(grid_batch, grid_rate, under_way)
         taken = np.zeros(gain.shape, dtype=bool)
         for run, decades in apart:
             taken |= (grid_batch == run.batch_size) & (np.abs(grid_rate - math.log10(run.learning_rate)) < decades)
@@ -139,11 +146,10 @@ class TimeToTargetSampler(BaseSampler):
             self._learning_rate: _nearest(search_space[self._learning_rate], _rounded(10 ** grid_rate[chosen])),
         }
 
-    def _under_way(self, study: Study, asking: FrozenTrial, best_seconds: float) -> list[Run]:
-        """Other workers' runs, as if none were to beat the best: so that not all ask for the same point."""
+    def _others(self, study: Study, asking: FrozenTrial) -> list[FrozenTrial]:
+        """What other workers run."""
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        others = [each for each in running if each.number != asking.number and self._has_place(each)]
-        return [self._run(each.params, best_seconds) for each in others]
+        return [each for each in running if each.number != asking.number and self._has_place(each)]
 
     def _failed(self, study: Study) -> list[Run]:
         """Runs that came to nothing, as places to keep away from; not those without memory, which is another matter."""
@@ -153,7 +159,7 @@ class TimeToTargetSampler(BaseSampler):
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
+    ) -> object:
         narrow = self._within.get(param_name, param_distribution)
         seen = _range_of(param_distribution, narrow)
         return _nearest(narrow, self._independent.sample_independent(study, trial, param_name, seen))
@@ -168,7 +174,8 @@ class TimeToTargetSampler(BaseSampler):
             complete = trial.number in finite
             seconds = finite.get(trial.number) if complete else _lower_bound(trial, max(finite.values(), default=None))
             if seconds is not None and seconds > 0:
-                found.append((trial, self._run(trial.params, seconds, censored=not complete)))
+                own = seconds * self.shares.get(trial.number, 1.0)
+                found.append((trial, self._run(trial.params, own, censored=not complete)))
         return found
 
     def _has_place(self, trial: FrozenTrial) -> bool:
@@ -184,7 +191,7 @@ def _range_of(wide: BaseDistribution, narrow: BaseDistribution) -> BaseDistribut
     return wide if isinstance(wide, CategoricalDistribution) or narrow.single() else narrow
 
 
-def _nearest(distribution: BaseDistribution, value: Any) -> Any:
+def _nearest(distribution: BaseDistribution, value: Any) -> object:
     if isinstance(distribution, FloatDistribution | IntDistribution):
         return min(max(value, distribution.low), distribution.high)
     assert isinstance(distribution, CategoricalDistribution)  # noqa: S101 - there are no others
@@ -193,7 +200,7 @@ def _nearest(distribution: BaseDistribution, value: Any) -> Any:
     return min((each for each in distribution.choices if _is_size(each)), key=lambda each: abs(math.log(each / value)))
 
 
-def _rounded_within(distribution: BaseDistribution, value: Any) -> Any:
+def _rounded_within(distribution: BaseDistribution, value: Any) -> object:
     if not isinstance(distribution, FloatDistribution) or distribution.step is not None:
         return _nearest(distribution, value)
     low, high = distribution.low, distribution.high
@@ -230,11 +237,7 @@ def _plain_prior(runs: Sequence[Run]) -> SurfacePrior:
 
 
 def require_minimizing(study: Study, who: str) -> None:
-    """Refuses a study in which the least value is not the best.
-
-    Args:
-        study: to be looked at.
-        who: refuses.
+    """Refuses, for whoever that is, a study in which the least value is not the best.
 
     Raises:
         ValueError: it has several objectives, or maximises.
@@ -243,34 +246,36 @@ def require_minimizing(study: Study, who: str) -> None:
         raise ValueError(f'{who} needs a study whose one value is a time: create_study(direction="minimize")')
 
 
-def _require_batch_sizes(name: str, distribution: BaseDistribution) -> None:
-    choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else ()
-    if not isinstance(distribution, IntDistribution) and not (choices and all(_is_size(each) for each in choices)):
-        raise ValueError(f'{name} is no batch size: suggest_categorical("{name}", [16, 32, ...]) or suggest_int')
-    if isinstance(distribution, IntDistribution) and distribution.low < 1:
-        raise ValueError(f"{name} is no batch size: it must be at least 1")
-
-
 def _is_size(choice: object) -> TypeGuard[int]:
     return isinstance(choice, int) and not isinstance(choice, bool) and choice >= 1
 
 
-def _require_rates(name: str, distribution: BaseDistribution) -> None:
+def _batch_sizes(name: str, distribution: BaseDistribution) -> Array:
+    """The sizes of a parameter to consider.
+
+    Raises:
+        ValueError: it is no batch size.
+    """
+    if isinstance(distribution, IntDistribution) and distribution.low >= 1:
+        low, high, step = distribution.low, distribution.high, distribution.step
+        half_octaves = 2.0 ** (np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 2)
+        snapped = low + np.round((np.concatenate([half_octaves, [low, high]]) - low) / step) * step
+        return np.unique(np.clip(snapped, low, high))
+    choices = distribution.choices if isinstance(distribution, CategoricalDistribution) else ()
+    if choices and all(_is_size(each) for each in choices):
+        return np.array(choices, dtype=float)
+    usual = f'suggest_categorical("{name}", [16, 32, ...]) or suggest_int'
+    is_int = isinstance(distribution, IntDistribution)
+    raise ValueError(f"{name} is no batch size: {'it must be at least 1' if is_int else usual}")
+
+
+def _log10_rates(name: str, distribution: BaseDistribution) -> Array:
+    """The logarithms of a parameter's learning rates to consider.
+
+    Raises:
+        ValueError: it is no learning rate.
+    """
     if not isinstance(distribution, FloatDistribution) or distribution.low <= 0:
         raise ValueError(f'{name} is no learning rate: suggest_float("{name}", 1e-5, 1.0, log=True), above 0')
-
-
-def _batch_sizes(distribution: BaseDistribution) -> Array:
-    if isinstance(distribution, CategoricalDistribution):
-        return np.array([float(choice) for choice in distribution.choices if _is_size(choice)])
-    assert isinstance(distribution, IntDistribution)  # noqa: S101 - looked at before
-    low, high, step = distribution.low, distribution.high, distribution.step
-    half_octaves = 2.0 ** (np.arange(math.ceil(2 * math.log2(low)), math.floor(2 * math.log2(high)) + 1) / 2)
-    snapped = low + np.round((np.concatenate([half_octaves, [low, high]]) - low) / step) * step
-    return np.unique(np.clip(snapped, low, high))
-
-
-def _log10_rates(distribution: BaseDistribution) -> Array:
-    assert isinstance(distribution, FloatDistribution)  # noqa: S101
     low, high = math.log10(distribution.low), math.log10(distribution.high)
     return np.linspace(low, high, max(2, round((high - low) / _RATE_STEP) + 1)) if high > low else np.array([low])

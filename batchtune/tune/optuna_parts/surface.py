@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchtune.document import Landscape
+
 Array = npt.NDArray[np.float64]
 PARTICLES = 1024
 TEMPERATURES = 10
@@ -25,6 +27,9 @@ MOVES = 3
 _NOISE, _NOISE_SPREAD = 0.2, 0.4  # of log T between seeds, and how far off (its logarithm) that may be
 _MISFIT = 0.1  # of log T: how far the law is off a configuration's mean
 _OUTLIER_SCALE = 4.0  # degrees of freedom of the Student t that keeps one odd run from bending the surface
+_RATES = 25
+_BAND = 0.9
+_DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +77,7 @@ _LOG_T, _LOG_SATURATION, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_BELOW, _LOG_ABOVE
 class Surface:
     """The posterior over surfaces, as a cloud of particles moved there by tempered Monte Carlo (Del Moral 2006).
 
-    Args:
-        prior: the belief before the runs.
-        runs: what was measured; at least one.
-        seed: makes the cloud reproducible.
+    It takes at least one run; the same seed makes the same cloud.
     """
 
     def __init__(self, prior: SurfacePrior, runs: Sequence[Run], seed: int) -> None:
@@ -120,8 +122,11 @@ class Surface:
                 found[index] += off * _MISFIT**2 / (_MISFIT**2 + noise**2 / same.sum())
         return found
 
-    def expected_improvement(self, batch_sizes: Array, log10_rates: Array) -> Array:
+    def expected_improvement(self, batch_sizes: Array, log10_rates: Array, under_way: Sequence[Run] = ()) -> Array:
         """How much lower log T is than at the configuration that would be the answer now, in the mean; shape [n].
+
+        With runs under way, what they may turn out to be is taken into account: each particle says what they will
+        show, and only what is better than the best of them counts, so that runs side by side are chosen jointly.
 
         What a configuration takes on average counts, not the luck of its one run (the noise between seeds is a part of
         the belief): Frazier et al. 2009 on noisy observations. The answer is the one believed best of those that
@@ -130,6 +135,10 @@ class Surface:
         tried = self.predict(self._batch, self._x)
         believed = np.where(self._censored & ~self._censored.all(), np.inf, tried.mean(axis=0))
         answer = tried[:, int(believed.argmin())]
+        if under_way:
+            sizes = np.array([run.batch_size for run in under_way], dtype=float)
+            rates = np.log10(np.array([run.learning_rate for run in under_way], dtype=float))
+            answer = np.minimum(answer, self.predict(sizes, rates).min(axis=1))
         return np.asarray(np.maximum(answer[:, None] - self.predict(batch_sizes, log10_rates), 0).mean(axis=0))
 
     def _belief(self) -> tuple[Array, Array]:
@@ -188,3 +197,33 @@ def _correlated_noise(theta: Array, random: np.random.Generator) -> Array:
     off = theta - theta.mean(axis=0)
     covariance = np.einsum("pi,pj->ij", off, off) / len(theta) + 1e-9 * np.eye(theta.shape[1])
     return np.asarray(np.einsum("pj,ij->pi", random.standard_normal(theta.shape), np.linalg.cholesky(covariance)))
+
+
+def landscape(
+    prior: SurfacePrior, runs: Sequence[Run], batch_sizes: Sequence[int], rates: tuple[float, float], *, seed: int
+) -> Landscape | None:
+    """The surface as a grid for a figure, over ascending batch sizes and from the least to the largest learning rate.
+
+    Returns:
+        Medians and the bounds of the belief about the time that a configuration takes on average; None where no run
+        has reached the target, since the surface then knows lower bounds only.
+    """
+    if all(run.censored for run in runs):
+        return None
+    learning_rates = np.geomspace(*rates, _RATES if rates[1] > rates[0] else 1)
+    batch, rate = np.meshgrid(np.asarray(batch_sizes, dtype=float), np.log10(learning_rates), indexing="ij")
+    seconds = np.exp(Surface(prior, runs, seed).predict(batch.ravel(), rate.ravel()))
+    low, median, high = np.quantile(seconds, [(1 - _BAND) / 2, 0.5, (1 + _BAND) / 2], axis=0)
+    return Landscape(
+        batch_sizes=list(batch_sizes),
+        learning_rates=_rounded(learning_rates),
+        median_seconds=[_rounded(row) for row in median.reshape(batch.shape)],
+        low_seconds=[_rounded(row) for row in low.reshape(batch.shape)],
+        high_seconds=[_rounded(row) for row in high.reshape(batch.shape)],
+        band=_BAND,
+        runs=len(runs),
+    )
+
+
+def _rounded(values: Array) -> list[float]:
+    return [float(f"{value:.{_DIGITS}g}") for value in values]

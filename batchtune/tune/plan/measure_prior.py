@@ -5,18 +5,37 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from batchtune.config.schema import Config
-from batchtune.document import NoiseScale, Prior, ProbeResult, RangeTest
-from batchtune.errors import BatchtuneError, DeviceError, UsageError, UserCodeError
+from batchtune.document import Attempt, NoiseScale, Prior, ProbeResult, RangeTest
+from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
+from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
+from batchtune.probe.runner import Probe
+from batchtune.probe.timing import MAX_POINTS
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
-from batchtune.tune.plan.prior import Candidates, candidate_batch_sizes, rate_belief, start_batch_size
-from batchtune.tune.plan.space import argument_distributions, clipping_distribution, rates_to_search
-from batchtune.tune.plan.steps import fastest_split, splits_to_time, step_seconds, with_loading
+from batchtune.tune.plan.open_task import multiple_of
+from batchtune.tune.plan.prior import (
+    Candidates,
+    as_one_device,
+    candidate_batch_sizes,
+    fastest_split,
+    rate_belief,
+    splits_to_time,
+    start_batch_size,
+    step_seconds,
+    with_loading,
+)
+from batchtune.tune.plan.space import Plan, rates_to_search
+from batchtune.tune.plan.warm_start import DECADES, WarmStart
 
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
+MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
+VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
+MAX_EVALUATION_BATCH = 1024  # samples in a forward pass of the default evaluation
+_LEAST_TIMING_SECONDS = 0.1  # of each size
 PRIOR_SHARE = 0.1  # of budget.total, and no more than one run: what range test and noise scale may take together
 STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
 LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise scale
@@ -26,36 +45,57 @@ _LOADER_SECONDS = 0.1  # loading alone
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
 
 
-def require(config: Config, opened: Opened) -> None:
-    """Refuses what this task or this device cannot do, before anything runs.
+def study_probe(
+    config: Config, opened: Opened, worker: Worker, observer: Observer, earlier: Iterable[Mapping[str, object]]
+) -> Probe:
+    """The probe of a study, which goes on from the attempts of earlier starts."""
+    precision = opened.precision[0][0]
+    about = {"precision": precision, "purpose": "search"}.items()
+    limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
+    known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
+    return Probe(worker, _probe_options(config), precision, observer, known)
 
-    Raises:
-        DeviceError: the objective is energy, and the device does not count it.
-        UsageError: an argument under `space` cannot be searched as asked, or the data set is smaller than the batch,
-            or than any that may be searched.
+
+def _probe_options(config: Config) -> ProbeOptions:
+    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer.
+
+    Its sizes are of each rank.
     """
-    if config.objective.kind == "energy_to_target" and not opened.counts_energy:
-        raise DeviceError(
-            f"objective.kind energy_to_target: {opened.device_name} has no energy counter that NVML reads; "
-            "use time_to_target, or an NVIDIA GPU from Volta on"
-        )
-    argument_distributions(config, opened.optimizer_defaults)
-    if config.gradient_clipping is not None and config.gradient_clipping.searched is not None:
-        clipping_distribution(config, opened.gradient_clipping)
-    data_size, base = opened.train_size, config.baseline.batch_size
-    if data_size is not None and base > data_size:
-        key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
-        raise UsageError(f"{key} {base} is more than the {data_size} samples of train_dataset")
-    sizes, unit = config.batch_size, _multiple_of(config)
-    least = -(-sizes.min // unit) * unit
-    if data_size is not None and least > data_size:
-        multiple = f"multiple_of {unit}: {least}, the least multiple from min {sizes.min} on,"
-        which = multiple if unit > 1 else f"min {least}"
-        raise UsageError(f"batch_size.{which} is more than the {data_size} samples of train_dataset")
+    sizes, total, ranks = config.batch_size, config.budget.total, config.ranks.per_trial
+    unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
+    return ProbeOptions(
+        minimum=unit,
+        maximum=None if most is None else most // ranks,
+        multiple_of=unit,
+        verify_timeout=LONG_SILENCE_SECONDS,
+        max_step_seconds=config.budget.run / MIN_STEPS,
+        useful_size=USEFUL_FACTOR * config.baseline.batch_size // ranks,
+        evaluation_batch_size=MAX_EVALUATION_BATCH,
+        verify_seconds=VERIFY_SHARE * total,
+        timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
+        flops=False,
+    )
 
 
-def candidates(config: Config, probe: ProbeResult, data_size: int | None, *, accumulates: bool = True) -> Candidates:
-    """The global batch sizes to choose from."""
+def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) -> Plan:
+    """The plan of a study whose task was opened, probed and measured; `Plan` says what is what."""
+    return Plan(
+        config=config,
+        probe=of_the_study(probe, prior.loader_seconds_per_sample, opened),
+        prior=prior,
+        precisions=[name for name, _ in opened.precision],
+        gradient_clipping=opened.gradient_clipping,
+        optimizer_defaults=opened.optimizer_defaults,
+        has_schedule=opened.optimizer_settings.scheduler is not None,
+    )
+
+
+def of_the_study(probe: ProbeResult, loader_seconds: float | None, opened: Opened) -> ProbeResult:
+    """The probe as runs have it: with the time to load, and of all ranks together."""
+    return as_one_device(with_loading(probe, loader_seconds, opened.device), opened.world_size)
+
+
+def _candidates(config: Config, probe: ProbeResult, opened: Opened) -> Candidates:
     sizes = config.batch_size
     if sizes.global_ is not None:
         return Candidates((sizes.global_,), f"batch_size.global {sizes.global_} is kept")
@@ -64,36 +104,40 @@ def candidates(config: Config, probe: ProbeResult, data_size: int | None, *, acc
         minimum=sizes.min,
         maximum=None if sizes.max == "auto" else sizes.max,
         baseline=config.baseline.batch_size,
-        multiple_of=_multiple_of(config),
-        data_size=data_size,
-        accumulates=accumulates,
+        multiple_of=multiple_of(config),
+        data_size=opened.train_size,
+        accumulates=opened.accumulates,
     )
 
 
-def _multiple_of(config: Config) -> int:
-    unit = config.batch_size.multiple_of
-    return 1 if unit == "auto" else unit
+def measure_prior(
+    config: Config,
+    probe: ProbeResult,
+    opened: Opened,
+    worker: Worker,
+    observer: Observer,
+    warm_start: WarmStart | None = None,
+) -> Prior:
+    """Measures what the search starts from, as far as an earlier study does not tell it.
 
-
-def measure_prior(config: Config, probe: ProbeResult, opened: Opened, worker: Worker, observer: Observer) -> Prior:
-    """Measures what the search starts from; what cannot be measured is left out, and the reason says so.
-
-    Args:
-        config: the configuration.
-        probe: the largest micro-batch and the step times.
-        opened: what the child said of the task.
-        worker: the child that measures.
-        observer: told of what was found.
+    What cannot be measured is left out, and the reason says so.
     """
     started = time.perf_counter()
     micro, micro_reason = _split(config, probe, worker)
     loading = _loader_seconds(config, probe, worker)
-    probe = with_loading(probe, loading, opened.device)
-    chosen, base = candidates(config, probe, opened.train_size, accumulates=opened.accumulates), config.baseline
-    noise, test, start, skipped = _measure(config, probe, opened, worker, chosen.batch_sizes)
-    rate, decades, why = rate_belief(
-        optimizer=opened.optimizer, rate_today=base.learning_rate, batch_size=start, range_test=test
-    )
+    probe = of_the_study(probe, loading, opened)
+    chosen, base = _candidates(config, probe, opened), config.baseline
+    skipped: str | None = None
+    if warm_start is not None:
+        noise, tests, start = warm_start.noise_scale, list(warm_start.range_tests), warm_start.batch_size
+        start = _nearest(start, chosen.batch_sizes)
+        rate, decades, why = warm_start.learning_rate, DECADES, f"where study {warm_start.run} ended"
+    else:
+        noise, test, start, skipped = _measure(config, probe, opened, worker, chosen.batch_sizes)
+        tests = [test] if test else []
+        rate, decades, why = rate_belief(
+            optimizer=opened.optimizer, baseline_rate=base.learning_rate, batch_size=start, range_test=test
+        )
     lowest, highest = rates_to_search(config)
     if not lowest <= rate <= highest:
         rate, why = min(max(rate, lowest), highest), f"{why}; kept within {lowest:g} to {highest:g}, what is searched"
@@ -107,21 +151,21 @@ def measure_prior(config: Config, probe: ProbeResult, opened: Opened, worker: Wo
         micro_batch_size=micro,
         micro_batch_reason=micro_reason,
         loader_seconds_per_sample=loading,
-        range_tests=[test] if test else [],
+        range_tests=tests,
         noise_scale=noise,
         seconds=round(time.perf_counter() - started, 3),
     )
     observer.note(f"batch sizes {', '.join(map(str, chosen.batch_sizes))}: {chosen.reason}")
     if micro_reason:
-        observer.note(f"micro-batch {micro}: {micro_reason}")
+        observer.note(f"micro-batch {micro:,}: {micro_reason}")
     believed = f"learning rate {rate:.2g} give or take {decades:.1f} decades"
-    observer.note(f"start: batch {start}, {believed}: {prior.learning_rate_reason}")
+    observer.note(f"start: batch {start:,}, {believed}: {prior.learning_rate_reason}")
     return prior
 
 
 def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float | None:
     """What it takes to load a sample, as runs do it; None where the loader fails by itself."""
-    size = min(config.baseline.batch_size, probe.max_batch_size or 1)
+    size = min(config.baseline.batch_size // config.ranks.per_trial, probe.max_batch_size or 1)
     try:
         command = TimeLoader(batch_size=size, num_workers=0, pin_memory=False, seconds=_LOADER_SECONDS)
         rate = worker.call(command, timeout=LONG_SILENCE_SECONDS).samples_per_second
@@ -132,12 +176,12 @@ def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float
 
 def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | None, str | None]:
     """The micro-batch size for a fixed global batch, and why; nothing where the batch is searched."""
-    fixed = config.batch_size.global_
+    fixed, ranks = config.batch_size.global_, config.ranks.per_trial
     if fixed is None:
         return None, None
-    sizes = splits_to_time(fixed, probe)
+    sizes = splits_to_time(fixed // ranks, probe)
     if len(sizes) == 1:
-        return sizes[0], f"global batch {fixed} is kept, and {sizes[0]} is its largest divisor that trains"
+        return sizes[0], f"global batch {fixed:,} is kept, and {sizes[0]:,} is its largest divisor that trains"
     timed = []
     for size in sizes:
         with contextlib.suppress(WorkerDied):  # what dies while it is timed is no candidate
@@ -145,12 +189,12 @@ def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | No
                 batch_size=size,
                 precision=probe.precision,
                 seconds=_SPLIT_SECONDS,
-                accumulation_steps=fixed // size,
+                accumulation_steps=fixed // ranks // size,
             )
             timed.append(worker.call(command, timeout=LONG_SILENCE_SECONDS))
     if not timed:
-        return max(sizes), f"global batch {fixed} is kept, and none of its divisors could be timed"
-    return fastest_split(fixed, timed)
+        return max(sizes), f"global batch {fixed:,} is kept, and none of its divisors could be timed"
+    return fastest_split(fixed, timed, ranks)
 
 
 def _measure(
@@ -159,26 +203,14 @@ def _measure(
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
     base, skipped = config.baseline, []
     budget = min(PRIOR_SHARE * config.budget.total, config.budget.run)  # a search without them takes some runs more
-    noise, test, start = None, None, start_batch_size(probe, batch_sizes, None)
-    precision, seconds = probe.precision, budget
+    noise, test, start, seconds = None, None, start_batch_size(probe, batch_sizes, None), budget
     try:
-        planned = affordable_noise_scale(base.batch_size, probe, budget)
-        if opened.steps_by_itself:
-            planned = "no noise scale, since a train_step takes its gradients by itself"
-        if isinstance(planned, str):
-            skipped.append(planned)
+        measured = _noise_scale(config, probe, opened, worker, budget)
+        if isinstance(measured, str):
+            skipped.append(measured)
         else:
-            measure = MeasureNoiseScale(
-                small=planned[0],
-                large=planned[1],
-                precision=precision,
-                learning_rate=base.learning_rate,
-                warm_up_steps=WARM_UP_STEPS,
-                draws=DRAWS,
-                seconds=seconds,
-            )
-            noise = worker.call(measure, timeout=LONG_SILENCE_SECONDS)
-            budget -= planned[2]
+            noise, needed = measured
+            budget -= needed
         start = start_batch_size(probe, batch_sizes, noise)
         lowest, highest = rates_to_search(config)
         rates = max(base.learning_rate, lowest), highest
@@ -187,8 +219,8 @@ def _measure(
             skipped.append(steps)
         else:
             rise = RunRangeTest(
-                batch_size=start,
-                precision=precision,
+                batch_size=start // opened.world_size,
+                precision=probe.precision,
                 lowest_rate=rates[0],
                 highest_rate=rates[1],
                 steps=steps,
@@ -198,36 +230,75 @@ def _measure(
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
         skipped.append(f"not all was measured: {error}")
     if test is None or test.lowest_loss_learning_rate is None:
-        # today's batch or the nearest to it: there today's learning rate is known to train
-        start = min(batch_sizes, key=lambda size: abs(math.log(size / base.batch_size)))
+        # the baseline's batch or the nearest to it: there the baseline's learning rate is known to train
+        start = _nearest(base.batch_size, batch_sizes)
     return noise, test, start, "; ".join(skipped) or None
 
 
-def affordable_noise_scale(batch_size: int, probe: ProbeResult, seconds: float) -> tuple[int, int, float] | str:
-    """The two micro-batch sizes and the seconds of a noise scale that stays within so many, or why there is none.
+def _nearest(batch_size: int, batch_sizes: Sequence[int]) -> int:
+    return min(batch_sizes, key=lambda size: abs(math.log(size / batch_size)))
 
-    Args:
-        batch_size: of the baseline; the smaller size, or what of it fits.
-        probe: the largest micro-batch and the fitted step time.
-        seconds: that may be spent.
+
+def _noise_scale(
+    config: Config, probe: ProbeResult, opened: Opened, worker: Worker, seconds: float
+) -> tuple[NoiseScale, float] | str:
+    """The noise scale and the seconds that were set aside for it, or why there is none."""
+    if opened.steps_by_itself:
+        return "no noise scale, since a train_step takes its gradients by itself"
+    ranks, apart = opened.world_size, opened.strategy == "ddp"
+    planned = affordable_noise_scale(config.baseline.batch_size, probe, seconds, ranks_apart=apart)
+    if isinstance(planned, str):
+        return planned
+    small, large, draws, needed = planned
+    command = MeasureNoiseScale(
+        small=small // ranks,
+        large=large // ranks,
+        ranks_apart=apart,
+        precision=probe.precision,
+        learning_rate=config.baseline.learning_rate,
+        warm_up_steps=WARM_UP_STEPS,
+        draws=draws,
+        seconds=seconds,
+    )
+    return worker.call(command, timeout=LONG_SILENCE_SECONDS), needed
+
+
+def affordable_noise_scale(
+    batch_size: int, probe: ProbeResult, seconds: float, *, ranks_apart: bool = False
+) -> tuple[int, int, int, float] | str:
+    """The two batch sizes, the draws and the seconds of a noise scale that stays within so many, or why there is none.
+
+    The smaller size is the baseline's `batch_size`, or what of it fits. Where the gradients of several ranks are seen
+    apart, it is for warming up alone: a pass of the larger one tells what a rank's share of it does, too.
     """
     fit, largest = probe.throughput_fit, probe.max_batch_size or 1
     if fit is None:
         return "no noise scale, since steps were not timed"
     small = min(batch_size, largest)
     large = min(LARGE_FACTOR * small, largest)
+    warm_up = WARM_UP_STEPS * step_seconds(fit, small)
+    if ranks_apart:
+        draws = math.ceil(DRAWS * (SMALL_PER_LARGE * small / large + 1))  # of as many samples as below
+        needed = warm_up + draws * step_seconds(fit, large) * FORWARD_SHARE
+        told = f"a noise scale of the ranks' gradients at batch {large:,}"
+        return _too_long(told, needed, seconds) or (small, large, draws, needed)
     if large < LEAST_FACTOR * small:
         return f"no noise scale, since {largest}, the largest batch to train at once, is not {LEAST_FACTOR} of today's"
     gradients = DRAWS * (SMALL_PER_LARGE * step_seconds(fit, small) + step_seconds(fit, large)) * FORWARD_SHARE
-    needed = WARM_UP_STEPS * step_seconds(fit, small) + gradients
-    return _too_long(f"a noise scale at batch {small} and {large}", needed, seconds) or (small, large, needed)
+    needed = warm_up + gradients
+    return _too_long(f"a noise scale at batch {small:,} and {large:,}", needed, seconds) or (
+        small,
+        large,
+        DRAWS,
+        needed,
+    )
 
 
 def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: ProbeResult, seconds: float) -> int | str:
     """The steps of a range test at a batch size that stays within so many seconds, or why there is none.
 
-    It starts at today's learning rate, with which training is known to go well: below it there is nothing to find; or
-    at the user's least rate, where that is higher.
+    It starts at the baseline's learning rate, with which training is known to go well: below it there is nothing to
+    find; or at the user's least rate, where that is higher.
     """
     fit, largest = probe.throughput_fit, probe.max_batch_size or 1
     if rates[0] > rates[1]:
@@ -235,9 +306,9 @@ def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: Pr
     if fit is None:
         return "no range test, since steps were not timed"
     if batch_size > largest:
-        return f"no range test, since batch {batch_size} must be accumulated"
+        return f"no range test, since batch {batch_size:,} must be accumulated"
     steps = max(FEWEST_STEPS, math.ceil(STEPS_PER_DECADE * math.log10(rates[1] / rates[0])))
-    what = f"{steps} steps of a range test at batch {batch_size}"
+    what = f"{steps} steps of a range test at batch {batch_size:,}"
     return _too_long(what, steps * step_seconds(fit, batch_size), seconds) or steps
 
 

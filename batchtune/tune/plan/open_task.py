@@ -1,26 +1,130 @@
-"""What a study's configuration says of how its task is opened and probed."""
+"""The task of a study: its configuration, what must not change under it, how it is opened and probed."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from batchtune.config.schema import Config, Parameter
+from batchtune.config.checks import SOLVED
+from batchtune.config.load import config_of_task, default_name, load_config
+from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
-from batchtune.probe.options import ProbeOptions
-from batchtune.probe.timing.throughput import MAX_POINTS, SECONDS_PER_POINT
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
+from batchtune.processes.pool import WorkerPool, launcher_of
+from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
-from batchtune.tune.plan.measure_prior import require
+from batchtune.run_folder import write_atomically
+from batchtune.task.spec import file_hash, names_task, task_name
+from batchtune.tune.plan.space import argument_distributions, clipping_distribution
 
-USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
-MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
-VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
-MAX_EVALUATION_BATCH = 1024  # samples in a forward pass of the default evaluation
-_LEAST_TIMING_SECONDS = 0.1  # of each size
+_FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
+# More of the same may be measured under these.
+_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
+
+
+def configure(
+    given: str | os.PathLike[str] | Config,
+    options: Mapping[str, Any],
+    observer: Observer,
+    save_config: str | os.PathLike[str] | None = None,
+) -> Config:
+    """The configuration of a study.
+
+    Args:
+        given: a YAML file, or a task; what a task does not say by itself must be among the options; or the record.
+        options: those of `batchtune.tune`, and `overrides`: texts such as `baseline.batch_size=32`, laid over them.
+        observer: told where the baseline was read.
+        save_config: the file that it is written to.
+
+    Raises:
+        UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be written.
+    """
+    texts = options.get("overrides") or ()
+    overrides = [*_overrides_of(options), *([texts] if isinstance(texts, str) else texts)]
+    if not isinstance(given, Config):
+        config, told = _read(os.fspath(given), overrides, observer)
+    elif overrides:
+        raise UsageError(f"{overrides[0]}: a Config is complete; change it by its model_copy(update=...)")
+    else:
+        config, told = given, []
+    if not config.name:
+        config = config.model_copy(update={"name": default_name(Path(f"{task_name(config.task)}.py"))})
+    if save_config is not None:
+        try:
+            write_atomically(Path(save_config), _as_file(config, told))
+        except OSError as error:
+            raise UsageError(f"--save-config {save_config}: cannot be written: {error.strerror}") from None
+    return config
+
+
+def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:
+    """The configuration of a file or a task, and sentences on where its baseline was read."""
+    if not names_task(source):
+        return load_config(source, overrides), []
+    name = task_name(source)
+    config = config_of_task(source, name, overrides)
+    missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
+    if not missing:
+        return config, []
+    with Worker(worker_settings(config).but(asks_for_current_settings=True), LocalLauncher(observer.printed)) as worker:
+        found = {key: value for key, value in _start(worker).current_settings if value}
+    unknown = [key for key in missing if key not in found]
+    if unknown:
+        what = " and ".join(key.replace("_", " ") for key in unknown)
+        raise UsageError(f"{source}: does not say its {what}; add {' '.join(_FLAGS[key] for key in unknown)}")
+    read = [f"baseline.{key}={found[key][0]!r}" for key in missing]
+    config = config_of_task(source, name, [*read, *overrides])
+    size, rate = (f" ({found[key][1]})" if key in missing else "" for key in _FLAGS)
+    told = f"baseline: batch {config.baseline.batch_size}{size}, learning rate {config.baseline.learning_rate:g}{rate}"
+    observer.announce(told)
+    return config, [told]
+
+
+def _start(worker: Worker) -> Opened:
+    """What the child says of the task; errors name settings as the configuration does."""
+    try:
+        return worker.start()
+    except (DeviceError, UsageError) as error:
+        raise error.in_configuration() from None
+
+
+def _overrides_of(options: Mapping[str, Any]) -> list[str]:
+    """What options of the command line say, as texts that are laid over a configuration."""
+    keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
+    keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy"}
+    given = [f"{key}={options[name]!r}" for name, key in keys.items() if options.get(name) is not None]
+    if found := SOLVED.fullmatch(options.get("target") or ""):
+        metric, sign, value = found.groups()
+        goal = "minimize" if sign == "<" else "maximize"
+        given += [f"objective.metric={metric}", f"objective.goal={goal}", f"objective.target={value}"]
+    return given
+
+
+def _as_file(config: Config, told: Sequence[str]) -> str:
+    """A configuration as a file to keep, which goes on with the study of whoever wrote it."""
+    head = ["batchtune tune FILE    goes on with this study; more keys: batchtune schema config", *told]
+    return "".join(f"# {line}\n" for line in head) + config.to_yaml(only_given=True)
+
+
+def identity_of(config: Config) -> dict[str, object]:
+    """What must not change under a study: the task and every key that gives a measurement its meaning."""
+    flat: dict[str, object] = {"task": config.task, "the task's code": file_hash(config.task)}
+    for key, value in config.model_dump(mode="json").items():
+        if key == "budget":
+            flat["budget.run"] = value["run"]
+            continue
+        if key == "space":
+            flat["the arguments under space"] = sorted(value)  # one that comes or goes is a change, too
+        if key not in _FREE_TO_CHANGE:
+            whole = key == "gradient_clipping" or not isinstance(value, dict)  # one that comes or goes is a change
+            sections = {"": value} if whole else value
+            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
+    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
 
 
 def require_executor(executor: Literal["local", "ray"]) -> None:
@@ -36,8 +140,22 @@ def require_executor(executor: Literal["local", "ray"]) -> None:
 def check(config: Config, observer: Observer) -> dict[str, Any]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     require_executor(config.executor)
-    with Worker(worker_settings(config), LocalLauncher(observer.printed)) as worker:
+    with Worker(worker_settings(config), launcher_of(config.ranks, observer)) as worker:
         return open_task(worker, config).model_dump(exclude_unset=True)
+
+
+def open_pool(config: Config, observer: Observer, attempts: Iterable[Mapping[str, object]]) -> WorkerPool:
+    """The workers of a study; within the memory limit of earlier starts' attempts, since what fitted did so in that."""
+    settings = worker_settings(config)
+    limits = [entry.get("memory_limit_bytes") for entry in attempts]
+    known = next((limit for limit in limits if isinstance(limit, int)), None)
+    if known is not None and settings.memory_limit is None:
+        settings = settings.but(memory_limit=known)
+    if config.executor == "local":
+        return WorkerPool(settings, config.workers, observer, config.ranks)
+    from batchtune.processes.ray import RayPool  # Ray is an extra
+
+    return RayPool(settings, config.workers, observer, config.ray)
 
 
 def open_task(worker: Worker, config: Config) -> Opened:
@@ -46,17 +164,47 @@ def open_task(worker: Worker, config: Config) -> Opened:
     Raises:
         BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
     """
-    try:
-        opened = worker.start()
-    except (DeviceError, UsageError) as error:
-        raise error.in_configuration() from None
+    opened = _start(worker)
     require(config, opened)
     return opened
 
 
+def require(config: Config, opened: Opened) -> None:
+    """Refuses what this task or this device cannot do, before anything runs.
+
+    Raises:
+        DeviceError: the objective is energy, and the device does not count it.
+        UsageError: an argument under `space` cannot be searched as asked, or the data set is smaller than the batch.
+    """
+    if config.objective.kind == "energy_to_target" and not opened.counts_energy:
+        raise DeviceError(
+            f"objective.kind energy_to_target: {opened.device_name} has no energy counter that NVML reads; "
+            "use time_to_target, or an NVIDIA GPU from Volta on"
+        )
+    argument_distributions(config, opened.optimizer_defaults)
+    if config.gradient_clipping is not None and config.gradient_clipping.searched is not None:
+        clipping_distribution(config, opened.gradient_clipping)
+    data_size, base = opened.train_size, config.baseline.batch_size
+    if data_size is not None and base > data_size:
+        key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
+        raise UsageError(f"{key} {base:,} is more than the {data_size:,} samples of train_dataset")
+    sizes, unit = config.batch_size, multiple_of(config)
+    least = -(-sizes.min // unit) * unit
+    if data_size is not None and least > data_size:
+        multiple = f"multiple_of {unit}: {least}, the least multiple from min {sizes.min} on,"
+        multiple = multiple if sizes.multiple_of != "auto" else f"min {sizes.min}: {least}, the least for all ranks,"
+        which = multiple if unit > 1 else f"min {least}"
+        raise UsageError(f"batch_size.{which} is more than the {data_size:,} samples of train_dataset")
+
+
+def multiple_of(config: Config) -> int:
+    """Only multiples of this are batch sizes, which all ranks can share."""
+    unit = config.batch_size.multiple_of
+    return math.lcm(config.ranks.per_trial, 1 if unit == "auto" else unit)
+
+
 def worker_settings(config: Config) -> OpenTask:
     """What every worker of the study opens."""
-    clipping = config.gradient_clipping
     precision = [config.precision] if isinstance(config.precision, str) else config.precision
     return OpenTask(
         task=config.task,
@@ -66,47 +214,24 @@ def worker_settings(config: Config) -> OpenTask:
         margin=config.memory.margin,
         precision=tuple(precision),
         optimizer_arguments=tuple(config.space),
-        gradient_clipping=clipping.of(clipping.given)
-        if clipping and not isinstance(clipping.given, Parameter)
-        else None,
+        gradient_clipping=config.gradient_clipping.fixed if config.gradient_clipping else None,
         metric=config.objective.metric,
     )
 
 
-def probe_options(config: Config) -> ProbeOptions:
-    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer."""
-    sizes, total = config.batch_size, config.budget.total
-    unit = 1 if sizes.multiple_of == "auto" else sizes.multiple_of
-    return ProbeOptions(
-        minimum=unit,
-        maximum=sizes.global_ or (None if sizes.max == "auto" else sizes.max),
-        multiple_of=unit,
-        verify_timeout=LONG_SILENCE_SECONDS,
-        max_step_seconds=config.budget.run / MIN_STEPS,
-        useful_size=USEFUL_FACTOR * config.baseline.batch_size,
-        evaluation_batch_size=MAX_EVALUATION_BATCH,
-        verify_seconds=VERIFY_SHARE * total,
-        timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
-        flops=False,
-    )
-
-
 def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
-    """What a dry run has found, in sentences.
-
-    Args:
-        config: the configuration.
-        facts: as `check` returns them.
-    """
+    """What a dry run has found, in sentences; `facts` are as `check` returns them."""
     samples, device = facts.get("train_size"), facts.get("device", config.device)
     data = f"{samples:,} training samples" if samples else "training data of unknown size"
     precisions = ", ".join(name for name, _ in facts.get("precision", ()))
-    today, sizes, rates = config.baseline, config.batch_size, config.learning_rate
+    base, sizes, rates = config.baseline, config.batch_size, config.learning_rate
+    if config.ranks.per_trial > 1:
+        device = f"{config.ranks.per_trial} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}"
     told = [f"nothing is wrong, and nothing was trained: {config.task} on {device} at {precisions}, {data}"]
-    if sizes.max != "auto" and not sizes.min <= today.batch_size <= sizes.max:
-        size = f"baseline.batch_size {today.batch_size}"
+    if sizes.max != "auto" and not sizes.min <= base.batch_size <= sizes.max:
+        size = f"baseline.batch_size {base.batch_size:,}"
         told.append(f"{size} is outside of batch_size: it is measured, and not searched")
-    if {"min", "max"} & rates.model_fields_set and not rates.min <= today.learning_rate <= rates.max:
-        rate = f"baseline.learning_rate {today.learning_rate:g}"
+    if {"min", "max"} & rates.model_fields_set and not rates.min <= base.learning_rate <= rates.max:
+        rate = f"baseline.learning_rate {base.learning_rate:g}"
         told.append(f"{rate} is outside of learning_rate: it is measured, and not searched")
     return told

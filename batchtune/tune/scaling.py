@@ -13,29 +13,23 @@ import math
 from collections.abc import Sequence
 
 from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
-from batchtune.tune.objective.records import FAILED_FOR_GOOD
-from batchtune.tune.plan.steps import split_batch
-from batchtune.tune.verdict.intervals import median_interval
-from batchtune.tune.verdict.recommend import TIED, Configuration, Expected, config_of
+from batchtune.observer import Observer
+from batchtune.probe.timing import time_group
+from batchtune.protocol.commands import Opened
+from batchtune.tune.plan.open_task import worker_settings
+from batchtune.tune.plan.prior import split_batch, step_seconds
+from batchtune.tune.recommend import TIED
+from batchtune.tune.scores import SECONDS, Configuration, Expected, config_of, median_interval
+from batchtune.tune.study import TuneStudy
+from batchtune.vocabulary import FAILED_FOR_GOOD
 
 WORLD_SIZES = (1, 2, 4, 8)
 
 
 def split(batch_size: int, world_size: int, largest: int) -> tuple[int, int] | None:
-    """Micro-batch and accumulation steps of each rank at a global batch size.
-
-    Args:
-        batch_size: of all ranks and accumulation steps together.
-        world_size: number of ranks.
-        largest: micro-batch that fits.
-
-    Returns:
-        Those with the fewest steps; None where the batch does not divide.
-    """
+    """The largest micro-batch up to `largest`, and steps, of each rank; None where the global batch does not divide."""
     each, rest = divmod(batch_size, world_size)
-    if rest or not each:
-        return None
-    return split_batch(each, largest)
+    return None if rest or not each else split_batch(each, largest)
 
 
 def can_scale(found: Recommendation, probe: ProbeResult) -> bool:
@@ -55,31 +49,24 @@ def scaling(
 
     Another than the recommended one is named where its estimate is better by more than can be told apart. What was not
     run on fresh seeds counts with what all runs together tell of it, for the least of many single runs was lucky.
-
-    Args:
-        trials: of the study.
-        found: the recommendation for one device.
-        probe: with the fitted step time and the largest micro-batch of one device.
-        measured: a group of ranks that ran.
-        expected: see `recommend`; None: each run counts as it was.
-
-    Returns:
-        None where no time to target is known, or steps were not timed.
+    `probe` and the recommendation that was `found` are of one device, `measured` of a group of ranks that ran; see
+    `recommend` for `expected`. None where no time to target is known, or steps were not timed.
     """
     if not can_scale(found, probe):
         return None
-    times = _times(trials, found, expected)
+    arguments = tuple(sorted(found.optimizer_arguments.items()))
+    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping
+    times = _times(trials, found.time_to_target_seconds, ours, expected)
     step = _Step(probe, measured)
-    points = []
-    for world_size in WORLD_SIZES:
-        options = [each for config in times if (each := _point(config, times[config], world_size, step)) is not None]
-        ours = next((each for each in options if _is(each, found)), None)
-        best = min(options, key=lambda each: each.time_to_target_seconds.median, default=None)
-        if world_size == 1:
-            points += [_as_recommended(found, step)]
-        elif best is not None:
-            is_better = ours is None or best.time_to_target_seconds.median * TIED < ours.time_to_target_seconds.median
-            points += [best if is_better else ours or best]
+    points = [_as_recommended(found, step)]
+    for world_size in WORLD_SIZES[1:]:
+        every = {config: _point(config, each, world_size, step) for config, each in times.items()}
+        options = {config: point for config, point in every.items() if point is not None}
+        if options:
+            best = min(options.values(), key=lambda each: each.time_to_target_seconds.median)
+            same = options.get(ours, best)
+            is_better = best.time_to_target_seconds.median * TIED < same.time_to_target_seconds.median
+            points.append(best if is_better else same)
     return Scaling(measured=measured, points=points)
 
 
@@ -97,25 +84,19 @@ class _Step:
         apart, alone = measured.step_seconds_without_communication, measured.step_seconds_alone
         slower = max(0.0, apart / alone - 1) if apart and alone else 0.0
         self._slower_each = slower / (measured.world_size - 1)
-        errors = [abs(self._micro(point.batch_size) / point.step_seconds - 1) for point in probe.throughput]
+        errors = [abs(step_seconds(self._fit, each.batch_size) / each.step_seconds - 1) for each in probe.throughput]
         self.error = max(errors, default=0.0)
-
-    def _micro(self, batch_size: int) -> float:
-        return self._fit.alpha_seconds + self._fit.beta_seconds_per_sample * batch_size
 
     def seconds(self, micro_batch_size: int, accumulation_steps: int, world_size: int) -> float:
         """Of one optimizer step."""
-        computing = accumulation_steps * self._micro(micro_batch_size) * (1 + self._slower_each * (world_size - 1))
-        return computing + self._communication(world_size)
-
-    def _communication(self, world_size: int) -> float:
-        ran = self._measured.world_size
+        slower, ran = 1 + self._slower_each * (world_size - 1), self._measured.world_size
         share = ((world_size - 1) / world_size) / ((ran - 1) / ran)
-        return (self._measured.communication_seconds or 0.0) * share
+        communication = (self._measured.communication_seconds or 0.0) * share
+        return accumulation_steps * step_seconds(self._fit, micro_batch_size) * slower + communication
 
 
 def _times(
-    trials: Sequence[Trial], found: Recommendation, expected: Expected | None
+    trials: Sequence[Trial], recommended: Interval | None, ours: Configuration, expected: Expected | None
 ) -> dict[Configuration, list[float]]:
     """Seconds to the target of each configuration that may be named.
 
@@ -124,18 +105,15 @@ def _times(
     """
     ended: dict[str, dict[Configuration, list[float | None]]] = {"confirm": {}, "search": {}}
     for trial in trials:
-        counts = trial.state in {"complete", "pruned"} or trial.outcome in FAILED_FOR_GOOD
-        if counts:
+        if trial.state in {"complete", "pruned"} or trial.outcome in FAILED_FOR_GOOD:
             role = "confirm" if trial.role == "confirm" else "search"
             ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
-    arguments = tuple(sorted(found.optimizer_arguments.items()))
-    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping
     times: dict[Configuration, list[float]] = {}
     for config, each in (ended["search"] | ended["confirm"]).items():
         reached = [seconds for seconds in each if seconds is not None]
         if reached and (config not in ended["confirm"] or 2 * len(reached) > len(each)):
             times[config] = reached
-    one = times.get(ours) or ([found.time_to_target_seconds.median] if found.time_to_target_seconds else [])
+    one = times.get(ours) or ([recommended.median] if recommended else [])
     told = expected or {}
     for config in times.keys() - ended["confirm"].keys() - {ours}:
         if {ours, config} <= told.keys():
@@ -169,12 +147,6 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
     )
 
 
-def _is(point: ScalingPoint, found: Recommendation) -> bool:
-    """Whether it is the recommended configuration."""
-    names = ("global_batch_size", "learning_rate", "precision", "optimizer_arguments", "gradient_clipping")
-    return all(getattr(point, name) == getattr(found, name) for name in names)
-
-
 def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
     """The recommendation, which ran, on the one rank that it ran on."""
     micro, accumulation = found.micro_batch_size, found.gradient_accumulation_steps
@@ -192,3 +164,37 @@ def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
         time_to_target_seconds=found.time_to_target_seconds,
         is_estimate=False,
     )
+
+
+def scale(
+    study: TuneStudy,
+    opened: Opened,
+    probe: ProbeResult,
+    found: Recommendation,
+    earlier: Scaling | None,
+    observer: Observer,
+) -> Scaling | None:
+    """Times as many ranks as the configuration asks for, unless an earlier start has; see `scaling`.
+
+    None where only one is asked for, where runs trained on several already, or no time of one device is known.
+    """
+    config, count = study.parts.plan.config, study.parts.plan.config.world_size
+    if config.ranks.per_trial > 1:
+        return None
+    if count == "auto":
+        is_here = config.executor == "local" and not opened.device.startswith("cpu")
+        count = opened.device_count if is_here else 1
+    if count == 1 or not can_scale(found, probe):
+        return None
+    sizes = split(found.global_batch_size, count, probe.max_batch_size or 1)
+    if sizes is None:
+        observer.note(f"batch {found.global_batch_size} cannot be split among {count} ranks: none was timed")
+        return None
+    measured = earlier.measured if earlier else None
+    if measured is None or (measured.world_size, measured.global_batch_size) != (count, found.global_batch_size):
+        observer.stage(f"timing {count} ranks")
+        kind = opened.device.partition(":")[0]
+        settings = worker_settings(config).but(device=kind, metric=None)
+        measured = time_group(settings, count, *sizes, found.precision, observer)
+    expected = study.belief.expected() if study.parts.cost is SECONDS else None
+    return scaling(study.records(), found, probe, measured, expected) if measured else None

@@ -1,0 +1,228 @@
+"""What a trial comes to: what it cost, its score, and how sure a median over a few seeds is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from batchtune.document import CurvePoint, GradientClipping, Interval, Trial, Value
+from batchtune.vocabulary import FAILED, Goal, Kind
+
+IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
+WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
+Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None]
+Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
+CONFIDENCE = 0.9
+STEADY = 1.05  # times as long, or less, is no sign of other programs
+_RESAMPLES = 4000
+_MAX_ENUMERATED = 5**5
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A quantity that grows along a run, of which a study wants the least until the target.
+
+    Attributes:
+        field: of a curve's point.
+        attribute: of a trial that reached the target: what it took.
+        adverb: how something that costs less gets to the target.
+        gain: of a recommendation: how much less it costs than the baseline.
+        step: what one of the whole-numbered steps is worth at which a trial reports to Optuna.
+    """
+
+    field: Literal["seconds", "joules"]
+    attribute: Literal["time_to_target_seconds", "energy_to_target_joules"]
+    adverb: str
+    gain: Literal["speedup_over_baseline", "energy_saving_over_baseline"]
+    step: float
+
+    def at(self, point: CurvePoint) -> float:
+        """What the run had cost at a point of its curve."""
+        value: float | None = getattr(point, self.field)
+        return value or 0.0
+
+    def of(self, trial: Trial) -> float | None:
+        """What the target cost a trial; None where it did not get there."""
+        value: float | None = getattr(trial, self.attribute)
+        return value
+
+    def spent(self, trial: Trial) -> float | None:
+        """What a trial cost in all."""
+        return self.at(trial.curve[-1]) if trial.curve else None if self.field == "joules" else trial.training_seconds
+
+
+SECONDS = Cost("seconds", "time_to_target_seconds", "fast", "speedup_over_baseline", step=1e-3)
+JOULES = Cost("joules", "energy_to_target_joules", "sparingly, in joules,", "energy_saving_over_baseline", step=1.0)
+
+
+def cost_of(kind: Kind) -> Cost | None:
+    """What an objective counts; None for the best metric, which has no target."""
+    return {"time_to_target": SECONDS, "energy_to_target": JOULES, "best_metric": None}[kind]
+
+
+def config_of(trial: Trial) -> Configuration:
+    """What makes two trials the same configuration, whatever their seed."""
+    arguments = tuple(sorted(trial.optimizer_arguments.items()))
+    return trial.batch_size, trial.learning_rate, trial.precision, arguments, trial.gradient_clipping
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the trials of an objective compare: lower is better.
+
+    Attributes:
+        kind: the objective: what the target costs, or the metric itself.
+        goal: the direction of the metric.
+        expected: what each configuration costs by all runs together; None: each run counts as it was.
+    """
+
+    kind: Kind
+    goal: Goal
+    expected: Expected | None = None
+
+    @property
+    def cost(self) -> Cost | None:
+        """What the target costs; None where there is no target."""
+        return cost_of(self.kind)
+
+    def of(self, trial: Trial) -> float | None:
+        """A trial's result; None where it has none."""
+        if self.cost is not None:
+            return self.cost.of(trial)
+        if trial.value is None or trial.outcome in WORTHLESS:
+            return None
+        return trial.value if self.goal == "minimize" else -trial.value
+
+    def worth(self, trial: Trial) -> float:
+        """What orders configurations: what all runs tell of this one, or else its own run's score."""
+        if self.expected is not None:
+            return self.expected.get(config_of(trial), math.inf)
+        value = self.of(trial)
+        return math.inf if value is None else value
+
+    def missed(self, group: Iterable[Trial]) -> int:
+        """How many of these runs came to no result."""
+        return sum(1 for trial in group if self.of(trial) is None)
+
+
+def finalists(
+    trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal, expected: Expected | None = None
+) -> list[Trial]:
+    """The best `top` configurations of the search, the baseline's own left out; see `recommend`.
+
+    Where all runs together tell what each takes, the best of every batch size within `IN_REACH` comes first: learning
+    rates next to one another at the same size are nearly the same answer, and to confirm both tells little.
+    """
+    scoring = Scoring(kind, goal, expected)
+    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    best: dict[Configuration, Trial] = {}
+    for trial in trials:
+        value, config = scoring.of(trial), config_of(trial)
+        if trial.role != "search" or trial.state != "complete" or value is None or config == base:
+            continue
+        if config not in best or value < (scoring.of(best[config]) or 0.0):
+            best[config] = trial
+    ranked = sorted(best.values(), key=scoring.worth)
+    if expected is None:
+        return ranked[:top]
+    near = [trial for trial in ranked if scoring.worth(trial) <= scoring.worth(ranked[0]) + math.log(IN_REACH)]
+    leaders = {trial.batch_size: trial.number for trial in reversed(near)}.values()
+    return sorted(ranked, key=lambda trial: (trial.number not in leaders, scoring.worth(trial)))[:top]
+
+
+def slowdown(trials: Sequence[Trial]) -> float:
+    """How many times as long training took as it counts, since other programs slowed it down."""
+    counted = sum(each.training_seconds or 0.0 for each in trials)
+    took = sum(each.measured_training_seconds or each.training_seconds or 0.0 for each in trials)
+    return took / counted if counted else 1.0
+
+
+def is_disturbed(trials: Sequence[Trial]) -> bool:
+    """Whether other programs had a part in how long runs took: by their clocks, or as equal steps took unlike long."""
+    paces = defaultdict[Configuration, list[float]](list)
+    for trial in trials:
+        seconds, last = trial.measured_training_seconds or trial.training_seconds, trial.curve[-1:]
+        if seconds and last and last[0].samples:
+            paces[config_of(trial)].append(seconds / last[0].samples)
+    return slowdown(trials) > STEADY or any(max(each) > STEADY * min(each) for each in paces.values())
+
+
+def comparable_paces(rounds: Sequence[Sequence[float]], known: Sequence[float | None]) -> list[float]:
+    """Seconds of a step of several configurations that compare with one another, of steps that were timed in turn.
+
+    The quieter half of the rounds counts. Where runs have shown that the machine can be faster, all are as much faster:
+    by the one of which that is known best.
+
+    Args:
+        rounds: seconds of a step of each.
+        known: seconds of a step of each in its runs; None where none ran.
+    """
+    least = [min(each) for each in zip(*rounds, strict=True)]
+    noise = [sum(taken / best for taken, best in zip(each, least, strict=True)) for each in rounds]
+    quiet = [rounds[index] for index in sorted(range(len(rounds)), key=noise.__getitem__)[: -(-len(rounds) // 2)]]
+    paces = [statistics.fmean(each) for each in zip(*quiet, strict=True)]
+    faster = [before / now for before, now in zip(known, paces, strict=True) if before is not None]
+    return [min([1.0, *faster]) * each for each in paces]
+
+
+def at_pace(trial: Trial, step_seconds: float) -> Trial:
+    """The trial as if each of its optimizer steps had taken so long."""
+
+    def seconds(samples: float) -> float:
+        return samples / trial.batch_size * step_seconds
+
+    curve = [replace(at, seconds=seconds(at.samples)) for at in trial.curve]
+    changes: dict[str, object] = {"curve": curve}
+    if curve:
+        changes |= {"training_seconds": curve[-1].seconds, "measured_training_seconds": None}
+    if trial.samples_to_target is not None:
+        changes[SECONDS.attribute] = seconds(trial.samples_to_target)
+    return trial.model_copy(update=changes)
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of a few runs with its bootstrap interval."""
+    return _interval(statistics.median(values), [statistics.median(each) for each in _resamples(values)])
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """The ratio of two medians with its bootstrap interval over both."""
+    return _compared(numerators, denominators, operator.truediv)
+
+
+def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """By how much one median exceeds another, with its bootstrap interval over both."""
+    return _compared(values, others, operator.sub)
+
+
+def _compared(values: Sequence[float], others: Sequence[float], compare: Callable[[float, float], float]) -> Interval:
+    left = [statistics.median(each) for each in _resamples(values)]
+    right = [statistics.median(each) for each in _resamples(others)]
+    generator = random.Random(0)
+    pairs = (
+        list(itertools.product(left, right))
+        if len(left) * len(right) <= _MAX_ENUMERATED
+        else [(generator.choice(left), generator.choice(right)) for _ in range(_RESAMPLES)]
+    )
+    return _interval(compare(statistics.median(values), statistics.median(others)), [compare(*pair) for pair in pairs])
+
+
+def _resamples(values: Sequence[float]) -> list[tuple[float, ...]]:
+    """Every resample where they can be counted out, else a fixed number drawn with a fixed seed."""
+    if len(values) ** len(values) <= _MAX_ENUMERATED:
+        return list(itertools.product(values, repeat=len(values)))
+    generator = random.Random(0)
+    return [tuple(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+
+
+def _interval(median: float, resampled: list[float]) -> Interval:
+    ordered = sorted(resampled)
+    cut = int((1 - CONFIDENCE) / 2 * len(ordered))
+    return Interval(median=median, low=min(median, ordered[cut]), high=max(median, ordered[-1 - cut]))

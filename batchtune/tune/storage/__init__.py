@@ -1,1 +1,0 @@
-"""Where a study is kept, and how several machines share one."""

@@ -1,0 +1,151 @@
+"""The study from start to finish: baseline and target, search, confirmation on fresh seeds, and resuming all that."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import optuna
+from optuna.pruners import BasePruner, NopPruner
+from optuna.storages import BaseStorage
+
+from batchtune.document import Recommendation, Target, Trial
+from batchtune.observer import Observer
+from batchtune.processes.pool import WorkerPool
+from batchtune.tune.budget import CAP_FACTOR, Clock, StudyParts
+from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
+from batchtune.tune.plan.space import Plan
+from batchtune.tune.recommend import recommend
+from batchtune.tune.scores import SECONDS, cost_of
+from batchtune.tune.search import Belief, Confirmation, Search, make_sampler
+from batchtune.tune.trials import Trials
+
+
+class TuneStudy:
+    """The Optuna study of one run; see `StudyBudget` for `clock` and `opening_seconds`.
+
+    Attributes:
+        parts: what its phases share.
+        trials: runs them.
+        belief: what all runs together tell.
+        search: the runs that the sampler chooses.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pool: WorkerPool,
+        storage: BaseStorage,
+        observer: Observer,
+        clock: Clock = time.perf_counter,
+        opening_seconds: float = 0.0,
+    ) -> None:
+        config, cost = plan.config, cost_of(plan.config.objective.kind)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        study = optuna.create_study(
+            study_name=config.name,
+            storage=storage,
+            pruner=_pruner(plan),
+            direction="minimize" if cost else config.objective.goal,
+            load_if_exists=True,
+        )
+        if study.metric_names is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([f"{cost.field} to target" if cost else config.objective.metric])
+        self.parts = StudyParts(plan, study, pool, observer, clock, opening_seconds)
+        study.sampler = make_sampler(plan, self.parts.space)
+        self.trials = Trials(self.parts)
+        self.belief = Belief(self.parts)
+        self.search = Search(self.parts, self.trials, self.belief)
+        self._confirmation = Confirmation(self.parts, self.trials, self.belief)
+        if "prior" not in study.user_attrs:
+            study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
+        self.trials.revive()
+
+    def run(self) -> None:
+        """Baseline, search and confirmation, each from where an earlier start left it.
+
+        Raises:
+            UserCodeError: the user's code raised in the baseline run, or its metric is no number.
+            NothingFitsError: the baseline cannot be trained, so there is nothing to compare with.
+        """
+        parts = self.parts
+        if not parts.has_searched:
+            parts.pool.warm_up()
+            if parts.plan.config.budget.given_total is not None:
+                parts.tell_budget()
+        if not self._opens_with_the_search():
+            self._run_baseline()
+        self.trials.drain()  # what an earlier start left
+        if not parts.has_searched:  # another machine may have, meanwhile
+            parts.observer.stage("searching")
+            if self._opens_with_the_search() and len(parts.pool) > 1:
+                self.search.open_side_by_side()
+            else:
+                self.search.open()
+                if self._opens_with_the_search():
+                    parts.tell_budget()
+                if parts.history.best_cost() is None:  # then its time is what there is to go by
+                    self._run_baseline()
+            self.search.run()
+        if parts.budget.seconds_left() > 0:
+            self._run_baseline()
+        if parts.plan.config.confirm.seeds:
+            parts.observer.stage("confirming")
+            self._confirmation.run()
+
+    def _opens_with_the_search(self) -> bool:
+        """Whether a first run can do without the baseline's: there is a target, and a range test says where to start.
+
+        A baseline is slow, or nobody would tune it: whatever runs after a good configuration can be cut sooner.
+        """
+        targets = self.parts.targets
+        has_target = targets.current.value is not None and not targets.is_automatic
+        return has_target and bool(self.parts.plan.prior.range_tests)
+
+    def _run_baseline(self) -> None:
+        parts = self.parts
+        if not parts.history.finished("baseline"):
+            parts.observer.stage("baseline")
+            self.trials.add_baseline()
+            self.trials.drain(awaited="baseline")
+            parts.targets.check()
+            if not parts.has_searched:
+                parts.tell_budget()
+        parts.targets.check()
+
+    @property
+    def target(self) -> Target:
+        """The target as far as it is known."""
+        return self.parts.targets.current
+
+    def records(self) -> list[Trial]:
+        """All trials, in the form of the result document."""
+        return self.parts.history.records()
+
+    def recommendation(self) -> tuple[Recommendation | None, Recommendation | None]:
+        """What to train with by the trials so far, and what the baseline came to; see `recommend`."""
+        objective = self.parts.plan.config.objective
+        if self.parts.targets.met_at_start():
+            return None, None
+        records = self.records()
+        trials = self._confirmation.as_timed_in_turn(records)
+        found, baseline = recommend(trials, kind=objective.kind, goal=objective.goal, expected=self.belief.expected())
+        if found is not None and trials != records:
+            reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was busy"
+            found = found.model_copy(update={"reason": reason})
+        return found, baseline
+
+    def why_nothing(self) -> str:
+        """Why there is no recommendation though all has run."""
+        return self.parts.targets.unmet(self.parts.budget.enough())
+
+
+def _pruner(plan: Plan) -> BasePruner:
+    objective, cost = plan.config.objective, cost_of(plan.config.objective.kind)
+    if cost is None:
+        return NopPruner()
+    target = None if objective.target == "auto" else objective.target
+    longest = plan.config.budget.run if cost is SECONDS else None
+    return TimeToValuePruner(objective.goal, target=target, longest=longest, cap=CAP_FACTOR, step=cost.step)

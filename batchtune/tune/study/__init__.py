@@ -1,1 +1,0 @@
-"""The study itself: its trials, their limits, and what it believes on the way."""

@@ -1,0 +1,286 @@
+"""One trial of a study from the question to the answer: what is asked for, what is trained, and what is told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import Trial, TrialState
+
+from batchtune.config.schema import Ranks
+from batchtune.document import CurvePoint, Value
+from batchtune.document import Trial as TrialRecord
+from batchtune.errors import UserCodeError
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, Worker, WorkerDied
+from batchtune.protocol.commands import TimeInTurn, Train
+from batchtune.protocol.messages import Json, RunEnd, RunSpec
+from batchtune.tune.budget import CAP_FACTOR, Limits, StudyParts
+from batchtune.tune.history import CUT_OFF, Role, curve_attribute, over, to_record
+from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
+from batchtune.tune.scores import SECONDS
+from batchtune.tune.storage import requeue
+from batchtune.tune.targets import levelled_off, measured
+from batchtune.vocabulary import FAILED
+
+IN_TURN_ROUNDS = 100  # in which steps are timed in turn: the quieter half of them counts
+MOST_RETRIES = 2  # of a run whose place was lost
+_LOOK_SECONDS = 0.5  # between two looks at what other machines do
+
+
+class Trials:
+    """Runs the trials of one study.
+
+    Attributes:
+        raised: by the user's code in runs of the search, since this start.
+    """
+
+    def __init__(self, parts: StudyParts) -> None:
+        self._parts, self._study, self._cost = parts, parts.study, parts.cost
+        self._limits = Limits(parts.plan, parts.space, parts.history)
+        self.raised: list[UserCodeError] = []
+
+    def add(self, params: dict[str, Value], role: Role, seed: int) -> None:
+        """Has a configuration run next that is not for the sampler to choose."""
+        self._study.enqueue_trial(params, user_attrs={"role": role, "seed": seed})
+
+    def add_baseline(self) -> None:
+        """Has the baseline run next, unless it is queued already, runs or has run."""
+        parts, under_way = self._parts, (TrialState.WAITING, TrialState.RUNNING)
+        if not parts.history.finished("baseline") and not parts.has(*under_way, role="baseline"):
+            self.add(parts.space.baseline, "baseline", parts.plan.config.seed)
+
+    def revive(self) -> None:
+        """Trials that a killed start left running are queued again as they were; those that had ended are told.
+
+        Where other machines are in the study, they may be theirs: they are taken over when nobody is heard of them.
+        """
+        if self._parts.machines.several:
+            return
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "outcome" in trial.user_attrs:
+                self._close(trial.number, trial.user_attrs)
+                continue
+            self._study.tell(trial.number, state=TrialState.FAIL)
+            requeue(self._study, trial)
+
+    def drain(self, awaited: Role | None = None) -> None:
+        """Runs whatever is queued, and waits for other machines' runs of the `awaited` role, or takes them over."""
+        parts = self._parts
+
+        def run_queued(worker: Worker) -> bool:
+            parts.machines.take_over()
+            if self.run_next(worker, lambda: parts.has(TrialState.WAITING)):
+                return True
+            if awaited is None or not parts.machines.several or parts.budget.seconds_left() <= 0:
+                return False
+            time.sleep(_LOOK_SECONDS)
+            return parts.has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
+
+        parts.pool.work(run_queued)
+
+    def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
+        """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
+
+        Returns:
+            Whether there was one; `is_wanted` is asked at the moment of asking for it.
+        """
+        parts = self._parts
+        with parts.pool.lock:  # what one worker asks for depends on what the others run
+            if not is_wanted():
+                return False
+            trial = self._study.ask(parts.space.distributions)
+            parts.machines.announce(trial)
+            role: Role = trial.user_attrs.get("role", "search")
+            spec = self.spec(trial.params, role, trial.user_attrs.get("seed", parts.plan.config.seed + trial.number))
+            for key, value in _about(spec, role, parts.plan.config.ranks).items():
+                trial.set_user_attr(key, value)
+        record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
+        parts.observer.trial_started(record, best_seconds=parts.history.best_seconds())
+        race = _Race(parts, trial, record)
+        try:
+            with parts.machines.sign_of_life(trial):
+                run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
+            outcome = "finished" if race.has_shown_enough and run.outcome == "pruned" else run.outcome
+            with parts.pool.lock:
+                self._tell(trial, replace(run, outcome=outcome), spec, role, no_time_left=race.no_time_left)
+                if role == "search" and run.error is not None:
+                    self.raised.append(run.error)
+                parts.targets.check_start()
+        except UpdateFinishedTrialError:
+            parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
+        except NodeLost as lost:
+            with parts.pool.lock:
+                self._give_back(trial, lost)
+        else:
+            records = {each.number: each for each in parts.history.records()}  # once: a database is asked several times
+            done = sum(1 for each in records.values() if over(each))
+            parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
+        return True
+
+    def spec(self, params: Mapping[str, Value], role: Role, seed: int) -> RunSpec:
+        """What a run of these parameters is to do, as things stand."""
+        parts = self._parts
+        target = None if role == "baseline" and parts.targets.is_automatic else parts.targets.current.value
+        spec = self._limits.spec(params, role, seed, target)
+        return replace(spec, wall_seconds=max(0.0, parts.budget.seconds_left()))
+
+    def time_in_turn(self, specs: tuple[RunSpec, ...], seconds: float) -> tuple[tuple[float, ...], ...]:
+        """Seconds of a step of such runs, timed in turn for so long, round by round; nothing where that cannot be.
+
+        All are in memory at once, and what trains alone need not fit beside others.
+        """
+        if specs and specs[0].world_size > 1:  # not tried in groups yet
+            return ()
+        stretch = seconds / IN_TURN_ROUNDS / len(specs)
+        command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
+        self._parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
+        try:
+            return self._parts.pool.first.call(command, timeout=LONG_SILENCE_SECONDS)
+        except (WorkerDied, NodeLost, UserCodeError) as error:
+            self._parts.observer.note(f"they could not be, so that what each run took counts: {error}")
+            return ()
+
+    def _give_back(self, trial: Trial, lost: NodeLost) -> None:
+        """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
+        retries, number = 0, trial.user_attrs.get("retry_of")
+        trials = self._study.get_trials(deepcopy=False)
+        while number is not None:
+            retries, number = retries + 1, trials[number].user_attrs.get("retry_of")
+        trial.set_user_attr("message", str(lost))
+        if retries == MOST_RETRIES:
+            trial.set_user_attr("outcome", "crash")
+        self._study.tell(trial.number, state=TrialState.FAIL)
+        if retries < MOST_RETRIES:
+            requeue(self._study, trials[trial.number])
+            self._parts.observer.note(f"run {trial.number} is requeued: {lost}")
+
+    def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
+        """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""
+        outcome, cost, targets = run.outcome, self._cost, self._parts.targets
+        if role == "baseline" and outcome not in FAILED and not no_time_left:
+            targets.derive(run.curve, diverged=outcome == "diverged")
+        capped = self._limits.is_capped(spec, run.curve[-1].seconds if run.curve else 0.0)
+        if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
+            outcome = "capped"
+        attributes: Json = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
+        found = {
+            "message": run.message,
+            "total_steps": run.total_steps,
+            "optimizer": run.optimizer,
+            "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
+        }
+        attributes |= {key: value for key, value in found.items() if value}
+        if cost is not None:
+            best = self._parts.history.best_cost() if outcome == "pruned" else None
+            attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0
+        if no_time_left and (role == "confirm" or (role == "baseline" and targets.is_automatic)):
+            attributes |= CUT_OFF
+        attributes |= measured(run.curve, outcome, targets.current)
+        for key, each in attributes.items():
+            trial.set_user_attr(key, each)
+        self._close(trial.number, {"role": role} | attributes)
+
+    def _close(self, number: int, attributes: Json) -> None:
+        """Tells a trial that has run to the study, by the attributes it was given."""
+        outcome, cost = attributes["outcome"], self._cost
+        value = attributes.get(cost.attribute if cost else "best_value")
+        if outcome in FAILED or ("cut_off" in attributes and outcome != "reached"):
+            self._study.tell(number, state=TrialState.FAIL)
+        elif value is None or not math.isfinite(value) or (outcome == "diverged" and cost is None):
+            # without a value: `tell` would take the last metric, for a trial in no time at all
+            storage, trial = self._study._storage, self._study.get_trials(deepcopy=False)[number]  # noqa: SLF001
+            storage.set_trial_state_values(trial._trial_id, TrialState.PRUNED)  # noqa: SLF001
+        else:
+            self._study.tell(number, value)
+
+
+class _Race:
+    """A run under way against those before it: its curve so far, and whether it is worth going on."""
+
+    def __init__(self, parts: StudyParts, trial: Trial, record: TrialRecord) -> None:
+        self.curve: list[CurvePoint] = []
+        self.no_time_left = self.has_shown_enough = False
+        self._parts, self._trial, self._record = parts, trial, record
+        self._cost = parts.cost or SECONDS
+        self._last_step, self._left_before = -1, parts.budget.seconds_left()
+
+    def goes_on(self, point: CurvePoint) -> bool:
+        """Takes in the next point of the curve; returns whether there is a reason to train on."""
+        self.curve.append(point)
+        parts, role = self._parts, self._record.role
+        parts.observer.trial_evaluated(self._record, point)
+        if parts.budget.seconds_left() <= 0:
+            self.no_time_left = True
+            return False
+        if parts.budget.foresees(point.seconds, self._left_before - parts.budget.seconds_left()):
+            parts.observer.announce(parts.budget.outlook())
+        if point.value is None:
+            return True
+        self._last_step = max(self._last_step + 1, round(self._cost.at(point) / self._cost.step))
+        self._trial.report(point.value, self._last_step)
+        if role == "baseline" and parts.budget.is_open:
+            level = levelled_off(self.curve, parts.plan.config.objective.goal)
+            self.has_shown_enough = level or point.seconds >= parts.budget.longest
+            return not self.has_shown_enough
+        return not (role == "search" and self._trial.should_prune())
+
+
+def _about(spec: RunSpec, role: Role, ranks: Ranks) -> Json:
+    """What a trial's attributes say before it runs."""
+    group = {"world_size": ranks.per_trial, "strategy": ranks.strategy} if ranks.per_trial > 1 else {}
+    return {
+        **group,
+        "role": role,
+        "seed": spec.seed,
+        "micro_batch_size": spec.micro_batch_size,
+        "gradient_accumulation_steps": spec.accumulation_steps,
+        "precision": spec.precision,
+        "gradient_clipping": spec.gradient_clipping.model_dump(exclude_none=True),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRun(RunEnd):
+    """What one trial came to; `wall_seconds` count evaluation, too, and `error` is of the user's code."""
+
+    curve: list[CurvePoint]
+    wall_seconds: float
+    message: str | None = None
+    error: UserCodeError | None = None
+
+
+def run_trial(
+    worker: Worker, spec: RunSpec, on_point: Callable[[CurvePoint], bool], *, tolerant: bool = False
+) -> TrialRun:
+    """Trains one configuration; `on_point` is told of each evaluation and answers whether to go on.
+
+    A child that dies or runs out of memory is an outcome of the trial, not an error of the study; where `tolerant`, so
+    is an exception of the user's code.
+    """
+    curve: list[CurvePoint] = []
+    started = time.perf_counter()
+
+    def on_event(point: CurvePoint) -> bool:
+        curve.append(point)
+        return on_point(point)
+
+    failure: WorkerDied | UserCodeError | None = None
+    try:
+        timeout = max(LONG_SILENCE_SECONDS, 2 * spec.limit_seconds)
+        end = worker.call(Train(spec=spec), timeout=timeout, on_event=on_event)
+    except WorkerDied as lost:
+        end, failure = RunEnd(lost.outcome), lost
+    except UserCodeError as error:
+        if not tolerant:
+            raise
+        end, failure = RunEnd("user_error"), error
+    return TrialRun(
+        **vars(end),
+        curve=curve,
+        wall_seconds=time.perf_counter() - started,
+        message=None if failure is None else str(failure),
+        error=failure if isinstance(failure, UserCodeError) else None,
+    )
