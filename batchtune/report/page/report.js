@@ -1,6 +1,5 @@
 "use strict";
 (() => {
-  const read = (name) => JSON.parse(document.getElementById(`data-${name}`).textContent);
   const make = (name, text, attributes = {}) => {
     const element = document.createElement(name);
     element.textContent = text;
@@ -8,43 +7,23 @@
     return element;
   };
 
-  // figures: drawn in the light colours, which are exchanged by value where the screen is dark
-  const theme = read("theme");
-  const figures = read("figures");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const coarse = matchMedia("(pointer: coarse)");
-  const exchange = new Map(Object.keys(theme.light).map((name) => [theme.light[name], theme.dark[name]]));
-  const recoloured = (part) => {
-    if (Array.isArray(part)) return part.map(recoloured);
-    if (part && typeof part === "object") {
-      return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, recoloured(value)]));
-    }
-    return typeof part === "string" && exchange.has(part) ? exchange.get(part) : part;
-  };
-  const places = [...document.querySelectorAll("[data-figure]")];
-  const print = matchMedia("print");
-  const draw = (paper) => {
-    if (typeof Plotly === "undefined") return;
-    for (const place of places) {
-      const plain = figures[place.dataset.figure];
-      const printed = paper || print.matches;
-      const figure = dark.matches && !printed ? recoloured(plain) : structuredClone(plain);
-      figure.layout.autosize = !printed;
-      if (printed) figure.layout.width = 680; // fits A4 and letter
-      if (coarse.matches) figure.layout.dragmode = false; // a finger scrolls the page
-      Plotly.react(place, figure.data, figure.layout, {
-        ...figure.config,
-        responsive: true,
-        displayModeBar: !coarse.matches,
-        toImageButtonOptions: { format: "svg", filename: `batchtune-${place.dataset.figure}` },
-      });
-    }
-  };
-  draw(false);
-  dark.addEventListener("change", () => draw(false));
-  print.addEventListener("change", () => draw(false));
-  addEventListener("beforeprint", () => draw(true));
-  addEventListener("afterprint", () => draw(false));
+  // a run that goes on: its page is looked for anew, but not under somebody who is at work in it
+  const { refresh } = document.documentElement.dataset;
+  if (refresh) setInterval(() => { if (document.activeElement === document.body) location.reload(); }, 1000 * refresh);
+
+  // figures: what a browser tells about a point after a while, at once and under a finger, too
+  const tip = make("div", "", { class: "tip", role: "tooltip", hidden: "" });
+  document.body.append(tip);
+  for (const title of document.querySelectorAll(".drawing title")) {
+    title.parentNode.dataset.tip = title.textContent;
+    title.remove();
+  }
+  addEventListener("pointerover", ({ target, clientX, clientY }) => {
+    tip.textContent = target.dataset?.tip ?? "";
+    tip.hidden = tip.textContent === "";
+    tip.style.left = `${Math.max(4, Math.min(clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${Math.max(4, Math.min(clientY + 14, innerHeight - tip.offsetHeight - 8))}px`;
+  });
 
   // what scrolls can be reached by key, and nothing else that only shows text
   const reach = () => {

@@ -1,18 +1,30 @@
-"""What a report shows of an estimate: its answer, and the tables of GPUs, of memory and of what holds it."""
+"""What a report shows of an estimate: its answer, its tables, and the points of its figures."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from batchtune.document import Estimate, MemoryDetail
-from batchtune.report.view.columns import byte_sizes, counts, numbers, table, words
-from batchtune.report.view.model import Column, Fact, Headline, Section, Table
-from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, held_most
+from batchtune.device.gpus import COMMON
+from batchtune.document import Document, Estimate, MemoryDetail
+from batchtune.report.view.figure import Axis, Mark, Plot, Series
+from batchtune.report.view.model import (
+    Column,
+    Fact,
+    Headline,
+    Section,
+    Table,
+    byte_sizes,
+    counts,
+    facts,
+    numbers,
+    table,
+)
+from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, gist, held_most
 from batchtune.units import aligned, bytes_unit, number, size
 
-_MOST_GPUS = 12
-_ABOUT = 1.3  # times as much memory is another size
+_REFUSED = "refused"  # the confidence where there is no estimate
+MOST_ROWS = 10
+"""Of estimates, on one screen."""
 _PHASES = {
     "peak": "peak_allocated_bytes",
     "parameters": "parameters_bytes",
@@ -22,6 +34,8 @@ _PHASES = {
     "temporary": "temporaries_bytes",
 }
 
+_MOST_BARS = 24
+
 
 def headline(estimates: Sequence[Estimate]) -> Headline | None:
     """The largest batch on the GPU asked about, or on how many of several it trains."""
@@ -30,10 +44,9 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         return Headline("0", f"GPUs asked about could {_verb(estimates)} it") if estimates else None
     if len(estimates) == 1:
         (row,) = rows
-        facts = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
-        facts |= {"confidence": row.confidence or "-"}
-        choice = [Fact(name, text) for name, text in facts.items() if text != "-"]
-        reason = "Calculated, not measured: 'probe' on this GPU gives the size that runs."
+        known = {"expected": estimated(row, row.max_batch_size), "GPU": row.gpu, "precision": row.precision}
+        choice = facts(known | {"confidence": row.confidence})
+        reason = "calculated, not measured"
         safe = estimated_safe(row) if row.safe_max_batch_size else "none"
         return Headline(safe, f"is the largest safe {_batch(rows)} size, error band included", choice, reason)
     count = len({row.gpu for row in rows})
@@ -42,8 +55,18 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         for name, row in (("least memory", rows[0]), ("most memory", rows[-1]))
     ]
     choice.append(Fact("precision", ", ".join(dict.fromkeys(row.precision for row in rows))))
-    reason = "Calculated, not measured: 'probe' on a GPU gives the size that runs there."
-    return Headline(str(count), f"{'GPUs' if count > 1 else 'GPU'} could {_verb(rows)} it", choice, reason)
+    asked = len({row.gpu for row in estimates})
+    return Headline(
+        str(count), f"of {asked} GPUs could {_verb(rows)} it", choice, "calculated, not measured", repeats=True
+    )
+
+
+def lines(estimates: Sequence[Estimate]) -> list[Fact]:
+    """Of how many GPUs nothing could be said, and why."""
+    refused = [row for row in estimates if row.confidence == _REFUSED and row.notes]
+    if not refused or len(refused) == len(estimates):  # else that is the error
+        return []
+    return [Fact(_REFUSED, f"{len({row.gpu for row in refused})} of them: {gist(refused[0].notes[0])}")]
 
 
 def _batch(rows: Sequence[Estimate]) -> str:
@@ -57,54 +80,47 @@ def _verb(rows: Sequence[Estimate]) -> str:
 def section(estimates: Sequence[Estimate]) -> Section:
     """Largest batches by calculation, how sure each is, and what to know about them; nothing here was measured."""
     rows = sorted(estimates, key=lambda row: (row.memory_bytes, row.gpu))
-    shown, count = _one_of_each_size(rows), len({row.gpu for row in rows})
+    shown, count = _common(rows), len({row.gpu for row in rows})
     if len(shown) == len(rows):
         return Section("Estimates", [_table(rows, "each GPU", summary=True)], list(estimate_notes(estimates)))
     tables = [
-        _table(shown, "one GPU of about each memory size", summary=True),
+        _table(shown, f"{len({row.gpu for row in shown})} of {count} GPUs", summary=True),
         _table(rows, f"each of {count} GPUs", folded=True),
     ]
-    part = f"{len({row.gpu for row in shown})} of {count} GPUs are shown: -v shows all, --gpu NAME those that you name"
-    return Section("Estimates", tables, [part, *estimate_notes(estimates)])
+    return Section("Estimates", tables, list(estimate_notes(estimates)))
 
 
-def _one_of_each_size(rows: Sequence[Estimate]) -> list[Estimate]:
-    """Of many GPUs, by their memory, one of about each size: the fastest of those with the most common size."""
-    if len({row.gpu for row in rows}) <= _MOST_GPUS:
-        return list(rows)
-    groups: list[list[Estimate]] = []
-    for row in rows:
-        if not groups or row.memory_bytes > _ABOUT * groups[-1][0].memory_bytes:
-            groups.append([])
-        groups[-1].append(row)
-    names = set()
-    for group in groups:
-        count = Counter(size(row.memory_bytes) for row in group)
-        names.add(max(group, key=lambda row: (count[size(row.memory_bytes)], row.samples_per_second or 0.0)).gpu)
-    return [row for row in rows if row.gpu in names]
+def _common(rows: Sequence[Estimate]) -> list[Estimate]:
+    """Of many rows those of the most common GPUs, in the same order."""
+    names = {row.gpu: None for row in rows}
+    answered = {row.gpu for row in rows if row.max_batch_size}
+    ranks = {name: rank for rank, name in enumerate(COMMON)}
+    first = sorted(names, key=lambda name: (name not in answered, ranks.get(name, len(ranks))))
+    kept = first[: max(1, MOST_ROWS * len(names) // len(rows))]
+    return [row for row in rows if row.gpu in kept]
 
 
-def _table(rows: Sequence[Estimate], which: str, **more: bool) -> Table:
-    def largest(name: str, key: str, **how: int) -> Column:
+def _table(rows: Sequence[Estimate], which: str, *, summary: bool = False, folded: bool = False) -> Table:
+    def largest(name: str, key: str, spare: int = 0) -> Column:
         values = [getattr(row, key) for row in rows]
-        return counts(name, values, cells=[*map(estimated, rows, values)], **how)
+        return counts(name, values, cells=[*map(estimated, rows, values)], spare=spare)
 
     precisions = list(dict.fromkeys(row.precision for row in rows))
     one = f" at {precisions[0]}" if len(precisions) == 1 else ""
     columns = [
-        words("GPU", [row.gpu for row in rows], wraps=True),
+        Column("GPU", [row.gpu for row in rows], wraps=True),
         byte_sizes("memory", [row.memory_bytes for row in rows], spare=3),
-        words("precision", ["" if one else row.precision for row in rows], spare=1),
+        Column("precision", ["" if one else row.precision for row in rows], spare=1),
         counts("safe", [row.safe_max_batch_size for row in rows], cells=[*map(estimated_safe, rows)]),
         largest("largest", "max_batch_size"),
         largest("expandable segments", "expandable_segments_max_batch_size", spare=5),
         byte_sizes("peak", [row.peak_bytes for row in rows], detail=True),
         numbers("samples/s at most", [row.samples_per_second for row in rows], digits=2, detail=True),
         numbers("samples/J at most", [row.samples_per_joule for row in rows], digits=2, detail=True),
-        words("confidence", [_confidence(row) for row in rows], spare=1),
+        Column("confidence", [_confidence(row) for row in rows], spare=1),
     ]
     title = f"{_batch(rows)} on {which}{one}, estimated, not measured; ± is of memory"
-    return table(title, columns, **more)
+    return table(title, columns, summary=summary, folded=folded)
 
 
 def _confidence(row: Estimate) -> str:
@@ -126,10 +142,10 @@ def memory(details: Sequence[MemoryDetail]) -> Section:
         return Column(name=name, cells=[*map(size, values)], values=values, lined_up=lined_up, spare=spare)
 
     columns = [
-        words("precision", [row.precision for row in details], spare=2),
+        Column("precision", [row.precision for row in details], spare=2),
         counts("batch", [row.batch_size for row in details]),
         *(held(name, key) for name, key in _PHASES.items()),
-        words("peak in", [row.peak_moment for row in details], spare=4),
+        Column("peak in", [row.peak_moment for row in details], spare=4),
     ]
     tables = [table("what memory is for at its peak, estimated", columns, unit=unit)]
     known = [row for row in details if row.holders]
@@ -139,9 +155,116 @@ def memory(details: Sequence[MemoryDetail]) -> Section:
 def _holders(found: MemoryDetail) -> Table:
     """The modules and lines whose activations are alive at the peak, largest first."""
     columns = [
-        words("module", [each.module for each in found.holders]),
-        words("line", [each.line or "-" for each in found.holders]),
+        Column("module", [each.module for each in found.holders]),
+        Column("line", [each.line or "-" for each in found.holders]),
         byte_sizes("activations", [each.activation_bytes for each in found.holders]),
     ]
     title = f"what holds activations at the peak, at {found.precision} and batch {found.batch_size:,}, estimated"
-    return table(title, columns, detail=True)
+    return table(title, columns)
+
+
+def largest_plot(result: Document) -> Plot | None:
+    """The largest batch on each GPU as calculated, with the part of it that is safe inside."""
+    known = [row for row in result.estimates or [] if row.max_batch_size is not None]
+    if not known:
+        return None
+    groups = _alike(sorted(known, key=lambda row: (row.memory_bytes, row.max_batch_size or 0)))
+    several = len({row.precision for row in known}) > 1
+    bars: list[tuple[Mark, str, str]] = [
+        ("bar", "max_batch_size", "expected"),
+        ("inner bar", "safe_max_batch_size", "safe, error band included"),
+    ]
+    series = []
+    for mark, key, meaning in bars:
+        sizes = [(getattr(group[0], key), float(at), group) for at, group in enumerate(groups)]
+        shown = [(largest, at, group) for largest, at, group in sizes if largest is not None]
+        hover = [_about(group, f"{meaning}: {largest:,}") for largest, _, group in shown]
+        series.append(Series(mark, meaning, [(largest, at) for largest, at, _ in shown], hover))
+    return Plot(
+        "Largest batch on each GPU, estimated",
+        Axis("largest micro-batch size", from_zero=True, whole=True),
+        Axis("", ticks={at: _names(group, several=several) for at, group in enumerate(groups)}),
+        [each for each in series if each.points],
+    )
+
+
+def _alike(rows: list[Estimate]) -> list[list[Estimate]]:
+    """GPUs and precisions with one and the same answer share a bar where there are too many for a bar each."""
+    if len(rows) <= _MOST_BARS:
+        return [[row] for row in rows]
+    groups: dict[tuple[object, ...], list[Estimate]] = {}
+    for row in rows:
+        groups.setdefault((row.memory_bytes, row.max_batch_size, row.safe_max_batch_size), []).append(row)
+    return list(groups.values())
+
+
+def _names(group: list[Estimate], *, several: bool) -> str:
+    """What stands beside a bar; all its GPUs are named where the pointer rests on it."""
+    more = len({each.gpu for each in group}) - 1
+    parts = [group[0].gpu, *([f"+{more}"] if more else [])]
+    return " ".join(parts + (["/".join(dict.fromkeys(each.precision for each in group))] if several else []))
+
+
+def _about(group: list[Estimate], answer: str) -> list[str]:
+    gpus, precisions = (", ".join(dict.fromkeys(getattr(row, key) for row in group)) for key in ("gpu", "precision"))
+    confidence = f"confidence: {group[0].confidence or 'not stated'}"
+    return [gpus, answer, f"{size(group[0].memory_bytes)}, {precisions}", confidence]
+
+
+def efficiency_plot(result: Document) -> Plot | None:
+    """Samples per joule over samples per second, a point for each GPU; those that none beats in both are named."""
+    rates = [
+        (row, row.samples_per_second, row.samples_per_joule)
+        for row in result.estimates or []
+        if row.samples_per_second and row.samples_per_joule
+    ]
+    if not rates:
+        return None
+    best = _unbeaten([(speed, lean) for _, speed, lean in rates])
+    precisions = list(dict.fromkeys(row.precision for row, *_ in rates))
+    series = []
+    for group, precision in enumerate(precisions):
+        shown = [(row, (speed, lean)) for row, speed, lean in rates if row.precision == precision]
+        hover = [
+            (
+                row.gpu,
+                f"{number(speed)} samples/s",
+                f"{number(lean)} samples/J",
+                f"largest batch {estimated(row, row.max_batch_size)}",
+            )
+            for row, (speed, lean) in shown
+        ]
+        labels = [row.gpu if point in best else "" for row, point in shown]
+        name = precision if len(precisions) > 1 else ""
+        series.append(Series("gpu", name, [point for _, point in shown], hover, group, labels))
+    title = "Speed and energy on each GPU, estimated (roofline at full board power)"
+    return Plot(title, Axis("samples per second", log=True), Axis("samples per joule", log=True), series)
+
+
+def _unbeaten(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those than which no other is faster without being less lean, or leaner without being slower."""
+
+    def beats(other: tuple[float, float], point: tuple[float, float]) -> bool:
+        return other != point and other[0] >= point[0] and other[1] >= point[1]
+
+    return [point for point in points if not any(beats(other, point) for other in points)]
+
+
+def step_plot(result: Document) -> Plot | None:
+    """Allocated bytes over two training steps at the estimated batch of the first precision, from phase to phase."""
+    detail = next((each for each in result.details or [] if each.curve), None)
+    if detail is None:
+        return None
+    unit, scale = bytes_unit(detail.peak_allocated_bytes)
+    points = [(float(at), point.allocated_bytes / scale) for at, point in enumerate(detail.curve)]
+    moments = [point.moment for point in detail.curve]
+    starts = {float(at): moment for at, moment in enumerate(moments) if at == 0 or moment != moments[at - 1]}
+    peak = max(points, key=lambda point: point[1])
+    held = [(moment, f"{number(value, 4)} {unit}") for moment, (_, value) in zip(moments, points, strict=True)]
+    most = f"peak: {size(detail.peak_allocated_bytes)} in {moments[int(peak[0])]}"
+    return Plot(
+        f"Memory over two steps at batch {detail.batch_size:,}, {detail.precision}, estimated",
+        Axis("", ticks=starts),
+        Axis(f"allocated, {unit}", from_zero=True),
+        [Series("area", "", points, held), Series("peak", "", [peak], [(most,)])],
+    )

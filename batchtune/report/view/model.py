@@ -4,87 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
+
+from batchtune.report.view.figure import Plot
+from batchtune.units import aligned, duration, number, size, sizes, times
 
 Tone = Literal["good", "bad", "caution", ""]
-Mark = Literal[
-    "fit", "checked", "oom", "failed", "limit", "curve", "measured", "knee", "reading", "other", "today", "recommended",
-    "target", "open", "broken", "scored", "prior", "edge", "ring today", "ring recommended", "bar", "inner bar", "gpu",
-    "area", "peak",
-]  # fmt: skip
-"""What the points of a figure are; each renderer has a sign, a line or a bar for those that it draws."""
-Point = tuple[float, float]
+
+Values = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name and what is known under it; `about` is what a figure is of, in a few words."""
+    """A name and what is known under it."""
 
     name: str
     text: str
-    about: str = ""
+    about: str = ""  # what a figure is of, in a few words, or why it is that
+    detail: bool = False  # only for renderers that have room for everything
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        name: its heading, without a unit.
-        cells: a text for each row, figures with their unit; '-' where nothing was measured.
-        values: of a column of figures, what to sort its rows by.
-        unit: one that suits all figures of the column.
-        lined_up: the figures in that unit, their decimal points under one another.
-        spare: 0 is always shown; of the others, the highest goes first where room is short.
-        detail: only for renderers that have room for everything.
-        wraps: its words may go on in a second line.
-        drawn: shares of one, which may be drawn as bars.
-        tones: one for each row.
-    """
-
-    name: str
-    cells: Sequence[str]
-    values: Sequence[float | None] = ()
-    unit: str = ""
-    lined_up: Sequence[str] = ()
-    spare: int = 0
-    detail: bool = False
-    wraps: bool = False
-    drawn: bool = False
+    name: str  # its heading, without a unit
+    cells: Sequence[str]  # a text for each row, figures with their unit; '-' where nothing was measured
+    values: Sequence[float | None] = ()  # of a column of figures, what to sort its rows by
+    unit: str = ""  # one that suits all figures of the column
+    lined_up: Sequence[str] = ()  # the figures in that unit, their decimal points under one another
+    spare: int = 0  # 0 is always shown; of the others, the highest goes first where room is short
+    detail: bool = False  # only for renderers that have room for everything
+    wraps: bool = False  # its words may go on in a second line
+    drawn: bool = False  # shares of one, which may be drawn as bars
     tones: Sequence[Tone] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows under a title.
+    """Rows under a title."""
 
-    Attributes:
-        title: what the rows are.
-        columns: from left to right, those in which something is known.
-        marked: the rows that stand out.
-        unit: of all figures that have none of their own, in columns whose figures are lined up.
-        detail: only for renderers that have room for everything.
-        summary: a summary has it, too.
-        folded: row by row what another one sums up: only for those who ask.
-    """
-
-    title: str
+    title: str  # what the rows are
     columns: Sequence[Column]
     marked: Collection[int] = ()
-    unit: str = ""
-    detail: bool = False
-    summary: bool = False
-    folded: bool = False
+    unit: str = ""  # of all figures that have none of their own, in columns whose figures are lined up
+    summary: bool = False  # a summary has it, too
+    folded: bool = False  # row by row what another one sums up: only for those who ask
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The answer in one figure, what it is, what to choose for it, and why."""
+    """The answer in one figure, what it is, what to choose for it, and why.
+
+    `repeats`: the reason says the same in more words.
+    """
 
     figure: str
     words: str
     choice: Sequence[Fact] = ()
     reason: str = ""
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,134 +102,96 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What belongs together: tables, then sentences; `detail` as of a table."""
+    """What belongs together: tables, then sentences."""
 
     title: str
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    detail: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What shades stand for: its title, texts at some of the values, and whether the least is the best."""
-
-    title: str
-    ticks: Mapping[float, str]
-    least_is_best: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Points of a figure that are drawn and named alike; later ones cover earlier ones.
-
-    Attributes:
-        mark: what they are.
-        name: what the legend calls them; '' where they are not in the legend.
-        points: (x, y), None between two lines; of a limit, the first alone counts.
-        hover: lines about each point; none: the points say nothing.
-        group: which of several precisions they are of.
-        labels: a text beside each point.
-        spread: each y may be so many times as much, or as little.
-        shades: a figure for each point, told by its colour.
-        scale: of the shades.
-    """
-
-    mark: Mark
-    name: str
-    points: Sequence[Point | None]
-    hover: Sequence[Sequence[str]] = ()
-    group: int = 0
-    labels: Sequence[str] = ()
-    spread: float | None = None
-    shades: Sequence[float] = ()
-    scale: Scale | None = None
-
-    @property
-    def drawn(self) -> list[Point]:
-        """The points alone."""
-        return [point for point in self.points if point is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """What is predicted over a plane: `z` and lines about it, a row for each y; it is drawn at every `step`."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    z: Sequence[Sequence[float]]
-    hover: Sequence[Sequence[Sequence[str]]]
-    start: float
-    end: float
-    step: float
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """What an axis is called, its unit included, and how it runs.
-
-    Attributes:
-        log: equal distances are equal ratios.
-        from_zero: begins at 0 where all values are positive.
-        whole: its values are whole numbers, and so are its labels; where it is logarithmic, powers of two.
-        end: where it ends, if not at the last point.
-        ticks: texts at some of its values instead of figures.
-    """
-
-    title: str
-    log: bool = False
-    from_zero: bool = False
-    whole: bool = False
-    end: float | None = None
-    ticks: Mapping[float, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A figure; its note says what is too far off to be drawn, and those `below` share its x axis."""
-
-    title: str
-    x: Axis
-    y: Axis
-    series: Sequence[Series]
-    note: str = ""
-    field: Field | None = None
-    below: Sequence[Plot] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A result as every report shows it, in the order in which it reads.
-
-    Attributes:
-        problem: why it is not complete.
-        about: when and where it was measured.
-        comparison: the recommended configuration beside today's; `bars` draws the same.
-        certificates: one for each precision probed.
-        plots: the small figures of the probe that stands for the result.
-        lines: what else belongs to the answer.
-        sections: the evidence.
-        settings: what to paste, by the library that takes it.
-        notes: what its reader must know besides, by the same names.
-        version: of the batchtune that measured.
-    """
+    """A result as every report shows it, in the order in which it reads."""
 
     kind: str
     title: str
     status: str
-    problem: str
-    about: Sequence[str]
+    problem: str  # why it is not complete
+    about: Sequence[str]  # when and where it was measured
     headline: Headline | None
-    comparison: Table | None
+    comparison: Table | None  # the recommended configuration beside today's; `bars` draws the same
     bars: Sequence[Bars]
-    certificates: Sequence[Certificate]
-    plots: Sequence[Plot]
-    lines: Sequence[Fact]
+    overview: Table | None  # a row for each of several answers
+    certificates: Sequence[Certificate]  # one for each precision probed
+    plots: Sequence[Plot]  # the small figures of the probe that stands for the result
+    lines: Sequence[Fact]  # what else belongs to the answer
+    commands: Sequence[Fact]
     sections: Sequence[Section]
-    settings: Mapping[str, str]
-    notes: Mapping[str, Sequence[str]]
+    settings: Mapping[str, str]  # what to paste, by the library that takes it
+    notes: Mapping[str, Sequence[str]]  # what its reader must know besides, by the same names
     warnings: Sequence[str]
     measured_on: str
     environment: Sequence[Fact]
-    version: str
+    version: str  # of the batchtune that measured
+
+
+class _Look(TypedDict, total=False):
+    """What may be said of any column; see `Column`."""
+
+    spare: int
+    detail: bool
+    wraps: bool
+    drawn: bool
+    tones: Sequence[Tone]
+
+
+class _Use(TypedDict, total=False):
+    """What may be said of any table; see `Table`."""
+
+    marked: Collection[int]
+    unit: str
+    summary: bool
+    folded: bool
+
+
+def facts(texts: Mapping[str, str | None], *, detail: bool = False) -> list[Fact]:
+    """What is known, each under its name."""
+    return [Fact(name, text, detail=detail) for name, text in texts.items() if text and text != "-"]
+
+
+def table(title: str, columns: Sequence[Column], **more: Unpack[_Use]) -> Table:
+    """A table of those columns in which something is known."""
+    known = [column for column in columns if any(cell not in {"", "-"} for cell in column.cells)]
+    return Table(title=title, columns=known, **more)
+
+
+def byte_sizes(name: str, values: Values, *, least: float = 0, **more: Unpack[_Look]) -> Column:
+    """A column of bytes, of which less than the least cannot be told."""
+    unit, lined_up = sizes(values, least)
+    cells = [size(value, least) for value in values]
+    return Column(name, cells, values, unit=unit, lined_up=lined_up, **more)
+
+
+def seconds(name: str, values: Values, **more: Unpack[_Look]) -> Column:
+    """A column of times."""
+    unit, lined_up = times(values)
+    return Column(name, [*map(duration, values)], values, unit=unit, lined_up=lined_up, **more)
+
+
+def counts(name: str, values: Values, cells: Sequence[str] = (), **more: Unpack[_Look]) -> Column:
+    """A column of whole numbers; `cells` says them otherwise."""
+    cells = cells or ["-" if value is None else f"{value:,.0f}" for value in values]
+    return Column(name, cells, values, lined_up=cells, **more)
+
+
+def shares(name: str, values: Values, *, digits: int = 0, **more: Unpack[_Look]) -> Column:
+    """A column of shares of one, as per cent."""
+    cells = ["-" if value is None else f"{value:.{digits}%}" for value in values]
+    return Column(name, cells, values, lined_up=cells, **more)
+
+
+def numbers(name: str, values: Values, *, unit: str = "", digits: int = 3, **more: Unpack[_Look]) -> Column:
+    """A column of plain figures, all in one unit."""
+    plain = [number(value, digits) for value in values]
+    cells = [text if text == "-" or not unit else f"{text} {unit}" for text in plain]
+    return Column(name, cells, values, unit=unit, lined_up=aligned(plain), **more)

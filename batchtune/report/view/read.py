@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from batchtune.document import Document
-from batchtune.report.export.settings import pytorch, recommendation_json
-from batchtune.report.export.trainers import EXPORTS
-from batchtune.report.view import configurations, estimate, probe, tune
-from batchtune.report.view.model import Fact, Headline, Section, View
-from batchtune.report.view.plots import memory, throughput
+from batchtune.report.view import estimate, lengths, probe, study
+from batchtune.report.view.figure import Plot
+from batchtune.report.view.model import Fact, Headline, Section, View, facts
 from batchtune.report.view.select import chosen_probe, probes_of
+from batchtune.report.view.settings import pytorch, recommendation_json
+from batchtune.report.view.study_plots import bars, curves, landscape
+from batchtune.report.view.trainers import EXPORTS
 from batchtune.report.view.words import machine, start_of_search, target_text
 from batchtune.units import size
+
+_PLOTS: dict[str, Callable[[Document], Plot | None]] = {
+    "estimates": estimate.largest_plot,
+    "efficiency": estimate.efficiency_plot,
+    "step": estimate.step_plot,
+    "curves": curves,
+    "landscape": landscape,
+    "memory": lambda result: probe.memory_plot(probes_of(result)),
+    "lengths": lambda result: lengths.lengths_plot(probes_of(result)),
+    "throughput": lambda result: probe.throughput_plot(probes_of(result)),
+    "sensors": lambda result: probe.sensors_plot(chosen) if (chosen := chosen_probe(result)) else None,
+}
+
+
+def plot_of(result: Document, name: str) -> Plot | None:
+    """One figure; None where the result has no measurements for it."""
+    return _PLOTS[name](result)
+
+
+def plots_of(result: Document) -> dict[str, Plot]:
+    """Every figure that the result has the measurements for, by name, in reading order."""
+    return {name: plot for name in _PLOTS if (plot := plot_of(result, name)) is not None}
 
 
 def view_of(result: Document) -> View:
     """What every report shows of a result."""
     probes, chosen, where, found = probes_of(result), chosen_probe(result), result.environment, result.recommendation
+    sections, alone = list(_sections(result)), [chosen] if chosen else []
     about = [
         _moment(result.created_at),
         where.device if where else "",
@@ -31,12 +56,18 @@ def view_of(result: Document) -> View:
         problem=result.error.message if result.error else "",
         about=[each for each in about if each],
         headline=_headline(result),
-        comparison=tune.comparison(result, found) if found else None,
-        bars=tune.bars(result, found) if found else [],
+        comparison=study.comparison(result, found) if found else None,
+        bars=bars(result, found) if found else [],
+        overview=sections[0].tables[0] if _is_of_several(result) else None,
         certificates=[probe.certified(each) for each in probes],
-        plots=[plot for plot in (memory([chosen]), throughput([chosen])) if plot] if chosen else [],
+        plots=[
+            each
+            for each in (lengths.lengths_plot(alone), probe.memory_plot(alone), probe.throughput_plot(alone))
+            if each
+        ],
         lines=_lines(result),
-        sections=list(_sections(result)),
+        commands=_commands(result),
+        sections=sections,
         settings=(settings := _settings(result)),
         notes={each.title: each.said_beside(result) for each in EXPORTS.values() if each.title in settings},
         warnings=result.warnings,
@@ -46,10 +77,17 @@ def view_of(result: Document) -> View:
     )
 
 
+def _is_of_several(result: Document) -> bool:
+    """Whether there are several answers, which the first table of the report has."""
+    probes = probes_of(result)
+    of_lengths = result.kind == "probe" and any(each.lengths for each in probes)
+    return len(probes) > 1 or len(result.estimates or []) > 1 or of_lengths
+
+
 def _headline(result: Document) -> Headline | None:
     """The recommendation of a study, the largest batch of a probe or of an estimate; None where there is none."""
     if result.recommendation is not None:
-        return tune.headline(result.recommendation)
+        return study.headline(result, result.recommendation)
     if result.kind == "estimate":
         return estimate.headline(result.estimates or [])
     chosen = chosen_probe(result)
@@ -57,16 +95,36 @@ def _headline(result: Document) -> Headline | None:
 
 
 def _lines(result: Document) -> list[Fact]:
-    target, chosen, found = result.target, chosen_probe(result), result.recommendation
-    said = [Fact("to confirm", found.confirm_command)] if found is not None and found.confirm_command else []
-    said += [Fact("target", target_text(target))] if target is not None and target.value is not None else []
-    said += probe.lines(chosen) if chosen else []
+    target, chosen = result.target, chosen_probe(result)
+    said = [Fact("target", target_text(target), target.reason)] if target and target.value is not None else []
+    said += [*lengths.lengths_lines(chosen), *probe.lines(chosen)] if chosen else estimate.lines(result.estimates or [])
     return said + (start_of_search(result.prior) if result.prior else [])
 
 
+def _commands(result: Document) -> list[Fact]:
+    """What to run next, for each of what it is good for."""
+    found, task = result.recommendation, shlex.quote(result.task.path)
+    if found is not None and found.confirm_command:
+        return [Fact("to confirm", found.confirm_command)]
+    if found is not None:
+        return [
+            Fact("next", f"batchtune report {shlex.quote(result.name)} --format hf", "or lightning, deepspeed, env")
+        ]
+    if result.kind == "estimate" and any(row.max_batch_size for row in result.estimates or []):
+        count = len({row.gpu for row in result.estimates or []})
+        of_inference = " --inference" if any(row.inference for row in result.estimates or []) else ""
+        more = Fact("next", f"batchtune estimate {task} --gpu A100-80GB", f"one of them; -v: all {count}")
+        return [more] * (count > estimate.MOST_ROWS) + [
+            Fact("next", f"batchtune probe {task}{of_inference}", "there: what really runs")
+        ]
+    if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
+        return [Fact("next", f"batchtune tune {task}", "the learning rate, too")]
+    return []
+
+
 def _sections(result: Document) -> Iterator[Section]:
-    """The evidence; a study's is its runs, and what its probe tried is a detail of it."""
-    probes, detail = probes_of(result), result.kind != "probe"
+    """The evidence; a study's is its runs, then what its probe tried."""
+    probes = probes_of(result)
     if len(probes) > 1:
         yield Section("Precisions", [probe.precisions(probes, chosen_probe(result))])
     if result.estimates:
@@ -74,16 +132,15 @@ def _sections(result: Document) -> Iterator[Section]:
     if result.details:
         yield estimate.memory(result.details)
     if result.recommendation is not None and result.recommendation.scaling is not None:
-        yield tune.scaling(result.recommendation.scaling)
+        yield study.scaling(result.recommendation.scaling)
     if result.trials:
-        yield Section("Runs", [configurations.table_of(result), tune.runs(result)])
-    timed = [probe.throughput(each) for each in probes if each.throughput]
-    tried = [probe.attempts(each) for each in probes if each.attempts]
-    yield from (
-        Section(title, tables, detail=detail)
-        for title, tables in (("Throughput", timed), ("Attempts", tried))
-        if tables
-    )
+        yield Section("Runs", [study.configurations(result), study.runs(result)])
+    if found := [lengths.lengths_table(each) for each in probes if each.lengths]:
+        yield Section("Lengths", found)
+    if timed := [probe.throughput(each) for each in probes if each.throughput]:
+        yield Section("Throughput", timed)
+    if tried := [probe.attempts(each) for each in probes if each.attempts]:
+        yield Section("Attempts", tried)
 
 
 def _settings(result: Document) -> dict[str, str]:
@@ -95,17 +152,16 @@ def _settings(result: Document) -> dict[str, str]:
 
 def _environment(result: Document) -> list[Fact]:
     where, digest = result.environment, result.task.sha256
-    facts = {}
+    known = {}
     for key, value in (where.model_dump(exclude_none=True) if where else {}).items():
         if key.endswith("_bytes"):
-            facts[key.removesuffix("_bytes").replace("_", " ")] = size(value)
+            known[key.removesuffix("_bytes").replace("_", " ")] = size(value)
         elif isinstance(value, str | int | float):
-            facts[key.replace("_", " ")] = str(value)
+            known[key.replace("_", " ")] = str(value)
     others = (where.other_processes if where else None) or []
-    facts["memory held by others"] = ", ".join(f"process {each.pid}: {size(each.memory_bytes)}" for each in others)
-    facts["task"], facts["sha256 of the task"] = result.task.path, f"{digest[:16]}…" if digest else ""
-    facts |= {"batchtune": result.batchtune_version, "measured at": _moment(result.created_at)}
-    return [Fact(name, text) for name, text in facts.items() if text not in {"", "-"}]
+    known["memory held by others"] = ", ".join(f"process {each.pid}: {size(each.memory_bytes)}" for each in others)
+    known["task"], known["sha256 of the task"] = result.task.path, f"{digest[:16]}…" if digest else ""
+    return facts(known | {"batchtune": result.batchtune_version, "measured at": _moment(result.created_at)})
 
 
 def _moment(text: str) -> str:

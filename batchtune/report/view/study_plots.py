@@ -1,4 +1,4 @@
-"""The points of a study's figures: its runs over time, and its search space with what the surface predicts."""
+"""A study's figures: the answer against what runs today, its runs over time, and where in its space they lie."""
 
 from __future__ import annotations
 
@@ -8,15 +8,44 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial
-from batchtune.report.export.settings import is_of
-from batchtune.report.view.model import Axis, Field, Mark, Plot, Point, Scale, Series
-from batchtune.report.view.select import SECONDS, VALUE, is_broken, metric_of, ran, score
-from batchtune.units import duration, number, time_interval, time_unit
+from batchtune.report.view.figure import Axis, Field, Mark, Plot, Point, Scale, Series
+from batchtune.report.view.model import Bar, Bars
+from batchtune.report.view.select import JOULES, SECONDS, VALUE, is_broken, is_of, metric_of, objective, ran, score
+from batchtune.report.view.words import batch_text
+from batchtune.units import bounds, duration, number, time_interval, time_unit
 
 _LOG_FROM = 8  # a quantity that spans so many times its smallest value is drawn on a logarithmic axis
 _LINES = 8  # of equal predicted time, at most
 _FAR = 4.0  # times the predicted best: beyond it, nobody asks how slow
 _TODAY = "what you run today"
+
+
+def bars(result: Document, found: Recommendation) -> list[Bars]:
+    """Recommendation and baseline side by side for all that is known of the first, the study's objective first."""
+    titles = {SECONDS: "Time to target", JOULES: "Energy to target", VALUE: f"{metric_of(result)} reached"}
+    shown = [found] if result.baseline is None else [found, result.baseline]
+    made = []
+    for key in sorted(titles, key=lambda each: each != objective(result)):
+        values = [(each, getattr(each, key)) for each in shown if getattr(each, key) is not None]
+        if getattr(found, key) is not None:
+            made.append(Bars(titles[key], _drawn(values, found, key)))
+    return made
+
+
+def _drawn(values: list[tuple[Recommendation, Interval]], found: Recommendation, key: str) -> list[Bar]:
+    longest = max(value.high for _, value in values)
+    drawable = longest > 0 and all(value.low >= 0 for _, value in values) and len(values) > 1
+    unit = " J" if key == JOULES else ""
+    made = []
+    for each, value in values:
+        ends = (value.low, value.median, value.high)
+        low, median, high = (duration(end) if key == SECONDS else f"{number(end, 4)}{unit}" for end in ends)
+        text, between = (f"≥ {low}", "cut off") if value.at_least else (median, bounds(low, high))
+        shares = (value.low / longest, value.median / longest, value.high / longest) if drawable else None
+        ours = each is found
+        about = f"{batch_text(each)} @ {number(each.learning_rate)}"
+        made.append(Bar("recommended" if ours else "today", about, text, between, shares, ours))
+    return made
 
 
 def curves(result: Document) -> Plot | None:

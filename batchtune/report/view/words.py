@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
 
 from batchtune.document import (
     DataParallel,
@@ -18,7 +20,7 @@ from batchtune.document import (
     ThroughputFit,
     Value,
 )
-from batchtune.report.view.model import Fact, Tone
+from batchtune.report.view.model import Fact, Tone, facts
 from batchtune.units import LEAST_PEAK, duration, number, share, size
 
 OUTCOMES = {
@@ -37,6 +39,8 @@ _LIMITED_BY = {
 _TONES: dict[str, Tone] = dict.fromkeys(("fit", "reached", "finished", "complete"), "good")
 _TONES |= dict.fromkeys((*OUTCOMES, "diverged", "fail"), "bad")
 _NAMED = 3  # GPUs before a note
+_LONGEST_GIST = 150
+_GIST = re.compile(rf".{{20,{_LONGEST_GIST}}}?(?=: |; |\. | \(|$)")
 
 
 def tone(outcome: str) -> Tone:
@@ -52,6 +56,12 @@ def sentence(text: str) -> str:
 def stopped(text: str) -> str:
     """A text with a full stop."""
     return text if text.endswith((".", "!", "?")) or not text else f"{text}."
+
+
+def gist(text: str) -> str:
+    """What a text begins with: as far as its reason, its remedy or its second sentence."""
+    found = _GIST.match(text)
+    return found[0] if found else shorten(text, _LONGEST_GIST, placeholder=" …")
 
 
 def counted(count: int, name: str) -> str:
@@ -77,11 +87,6 @@ def largest_batch(probe: ProbeResult) -> str:
     return f"nothing {nothing_does(probe)}" if probe.max_batch_size is None else f"{probe.max_batch_size:,}"
 
 
-def batch_name(probe: ProbeResult) -> str:
-    """What the sizes of a probe are: those of inference are never to be taken for a batch to train with."""
-    return "inference batch" if probe.inference else "batch"
-
-
 def nothing_does(probe: ProbeResult) -> str:
     """What no batch size does, where there is no largest."""
     if any(each.purpose == "verify" for each in probe.attempts):
@@ -92,9 +97,9 @@ def nothing_does(probe: ProbeResult) -> str:
 
 def batch_text(recommendation: Recommendation) -> str:
     """A batch size with how it is made up, where it is more than one micro-batch."""
-    text = str(recommendation.global_batch_size)
+    text = f"{recommendation.global_batch_size:,}"
     if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
-        text += f" = {recommendation.micro_batch_size} × {recommendation.gradient_accumulation_steps} accumulated"
+        text += f" = {recommendation.micro_batch_size:,} × {recommendation.gradient_accumulation_steps} accumulated"
         text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""
     return text
 
@@ -132,7 +137,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
     checked = f"ran {probe.verify_steps} {ran} in a fresh process"
     of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit and peak >= LEAST_PEAK else ""
     failures = sum(not attempt.fits for attempt in probe.attempts)
-    facts = {
+    known = {
         "precision": probe.precision,
         "of": "inference: forward passes without gradients" if probe.inference else None,
         "largest that fits": largest_batch(probe),
@@ -148,7 +153,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
         "attempts": f"{len(probe.attempts)}, of which {failures} failed" if probe.attempts else None,
         "took": duration(probe.seconds) if probe.seconds else None,
     }
-    return [Fact(name, text) for name, text in facts.items() if text and text != "-"]
+    return facts(known)
 
 
 def ranks(found: DataParallel) -> str:
@@ -185,21 +190,16 @@ def step_time(fit: ThroughputFit) -> str:
 
 
 def target_text(target: Target) -> str:
-    """What counts as solved, and why."""
-    sign = "at most" if target.goal == "minimize" else "at least"
-    return f"{target.metric} {sign} {number(target.value, 4)}" + (f": {target.reason}" if target.reason else "")
+    """What counts as solved."""
+    return f"{target.metric} {'at most' if target.goal == 'minimize' else 'at least'} {number(target.value, 4)}"
 
 
 def start_of_search(prior: Prior) -> list[Fact]:
     """Why the search looked where it did."""
-    at = f" at batch {prior.start_batch_size}" if prior.start_batch_size else ""
+    at = f" at batch {prior.start_batch_size:,}" if prior.start_batch_size else ""
     about = f"about {prior.learning_rate:.2g}{at}, give or take {prior.learning_rate_decades:.1f} decades"
-    reasons = {
-        "why these batch sizes": prior.batch_sizes_reason,
-        "why this micro-batch": prior.micro_batch_reason,
-        "why these learning rates": f"{about}: {prior.learning_rate_reason}",
-    }
-    return [Fact(name, why) for name, why in reasons.items() if why]
+    reasons = {"why these batch sizes": prior.batch_sizes_reason, "why this micro-batch": prior.micro_batch_reason}
+    return facts(reasons | {"why these learning rates": f"{about}: {prior.learning_rate_reason}"}, detail=True)
 
 
 def estimated(row: Estimate, largest: int | None, *, down: bool = False) -> str:

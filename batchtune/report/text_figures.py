@@ -1,59 +1,53 @@
-"""Figures drawn with characters: where on a small grid of cells a number lies, and which labels find room beside it."""
+"""Figures drawn with characters, side by side where there is room."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from textwrap import wrap
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from batchtune.report.view.model import Axis, Series
+from batchtune.report.view.figure import Axis, AxisScale, Plot, Series, drawable, tick_text
 
 MIN_WIDTH = 20
 """Columns below which there is no figure: its labels alone would fill it."""
 
 _SIGNS = {
-    "fit": "●",
-    "checked": "◉",
-    "oom": "×",
-    "failed": "!",
-    "limit": "╌",
-    "curve": "⠒",
-    "measured": "●",
-    "knee": "◉",
+    "fit": ("●", "green"),
+    "checked": ("◉", "bold green"),
+    "oom": ("×", "red"),
+    "failed": ("!", "red"),
+    "limit": ("╌", "red"),
+    "curve": ("⠒", "cyan"),
+    "measured": ("●", "green"),
+    "knee": ("◉", "bold green"),
 }
-_STYLES = {"fit": "green", "checked": "bold green", "oom": "red", "failed": "red", "limit": "red", "curve": "cyan"}
-_STYLES |= {"measured": "green", "knee": "bold green"}
+"""A character for each mark, and its style."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # a Braille cell's dots, by row and column
 _BLANK_DOTS = 0x2800
 _MOST_TICKS = 12
-_MOST_STEPS = 2**53  # from 0 to a tick; beyond it, floats cannot count
 _Cell = tuple[str, str]  # a character and its style
+_GAP = 3
+_SIDE_BY_SIDE = 72  # columns from which two figures stand beside one another
+_WIDEST = 72  # of one figure; wider, the eye no longer compares
+_ROWS = 6
 
 
 def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, height: int = 6) -> list[Text]:
-    """Draws layers over one another.
+    """Layers over one another, as lines no wider than that; none where there is no point, or no room.
 
-    Args:
-        layers: what to draw.
-        x_axis: the axis below.
-        y_axis: the axis to the left; its title stands above.
-        width: columns that no line exceeds.
-        height: rows of the grid; axis, labels and legend come on top.
-
-    Returns:
-        The lines from top to bottom; none where there is no point, or no room.
+    The title of the y axis stands above; `height` counts the rows of the grid, without axis, labels and legend.
     """
-    layers = [Series(each.mark, each.name, _drawable(each.drawn, x_axis, y_axis)) for each in layers]
+    layers = [Series(each.mark, each.name, drawable(each.drawn, x_axis, y_axis)) for each in layers]
     layers = [each for each in layers if each.points]
     if not layers or width < MIN_WIDTH:
         return []
     points = [point for each in layers for point in each.drawn]
-    xs, ys = _Scale.over([x for x, _ in points], x_axis), _Scale.over([y for _, y in points], y_axis)
+    xs, ys = AxisScale.over([x for x, _ in points], x_axis), AxisScale.over([y for _, y in points], y_axis)
     labels = {row: label for label, row in _labels_beside(ys, height)}
     gutter = max(map(len, labels.values()))
     columns = width - gutter - 2
@@ -72,74 +66,17 @@ def draw(layers: Sequence[Series], x_axis: Axis, y_axis: Axis, *, width: int, he
     return lines + [Text(margin).append(line) for line in _legend(layers, x_axis.title, columns)]
 
 
-def _drawable(points: Iterable[tuple[float, float]], x_axis: Axis, y_axis: Axis) -> list[tuple[float, float]]:
-    def known(value: float, axis: Axis) -> bool:
-        return math.isfinite(value) and (value > 0 or not axis.log)
-
-    return [(x, y) for x, y in points if known(x, x_axis) and known(y, y_axis)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Maps values of an axis to shares of its length, 0 to 1."""
-
-    low: float
-    high: float
-    axis: Axis
-
-    @classmethod
-    def over(cls, values: Sequence[float], axis: Axis) -> _Scale:
-        low = min(values)
-        return cls(min(low, 0.0) if axis.from_zero and not axis.log else low, max(values), axis)
-
-    def share(self, value: float) -> float:
-        low, at, high = (math.log2(each) if self.axis.log else each / 2 for each in (self.low, value, self.high))
-        room = high - low  # of halves: the difference of two large numbers may be infinite
-        return min(1.0, max(0.0, (at - low) / room)) if room > 0 else 0.5
-
-    def round_values(self, most: int) -> list[float]:
-        """Round values within the scale, ascending: powers of two where it is logarithmic; at least one value."""
-        if not self.axis.log:
-            return _round_values(self.low, self.high, most, least_step=float(self.axis.whole))
-        first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
-        step = max(1, math.ceil((last - first + 1) / most))
-        powers = [2.0**power for power in range(first, min(last + 1, sys.float_info.max_exp), step)]
-        return powers or [self.low]
-
-
-def _round_values(low: float, high: float, most: int, *, least_step: float = 0.0) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between two values; the values themselves where there are none."""
-    spread = high / 2 - low / 2
-    if not spread / most > 0:
-        return [low, high]
-    power = 10.0 ** math.floor(math.log10(spread / most))
-    for step in (max(power * factor, least_step) for factor in (1, 2, 5, 10, 20, 50)):
-        if not 0 < step < math.inf or max(abs(low / step), abs(high / step)) > _MOST_STEPS:
-            break
-        first, last = math.ceil(low / step), math.floor(high / step)
-        if last - first < most:
-            return [multiple * step for multiple in range(first, last + 1)] or [low, high]
-    return [low, high]
-
-
-def _number(value: float) -> str:
-    """A short label."""
-    if value == 0 or 1e-4 <= abs(value) < 1e3:  # noqa: PLR2004
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"  # noqa: PLR2004
-
-
-def _labels_beside(scale: _Scale, height: int) -> Iterator[tuple[str, int]]:
+def _labels_beside(scale: AxisScale, height: int) -> Iterator[tuple[str, int]]:
     """Labels of the left axis with their rows, at most one for every other row."""
     for value in scale.round_values(max(2, height // 2)):
-        yield _number(value), height - 1 - round(scale.share(value) * (height - 1))
+        yield tick_text(value), height - 1 - round(scale.share(value) * (height - 1))
 
 
-def _labels_below(scale: _Scale, columns: int) -> tuple[str, set[int]]:
+def _labels_below(scale: AxisScale, columns: int) -> tuple[str, set[int]]:
     """The line of labels under the axis, and the columns that have one; those without room are left out."""
     line, ticks = "", set()
     for value in scale.round_values(min(_MOST_TICKS, max(2, columns // 8))):
-        label = _number(value)
+        label = tick_text(value)
         column = round(scale.share(value) * (columns - 1))
         start = min(max(0, column - (len(label) - 1) // 2), columns - len(label))
         if start >= (len(line) + 1 if line else 0):  # a label longer than the line would start before it
@@ -162,7 +99,7 @@ class _Grid:
             for start, end in itertools.pairwise(shares) if len(shares) > 1 else [(shares[0], shares[0])]:
                 self._draw_line(start, end)
             return
-        sign = _SIGNS[layer.mark], _STYLES[layer.mark]
+        sign = _SIGNS[layer.mark]
         for across, up in shares[:1] if layer.mark == "limit" else shares:
             row = self._rows - 1 - round(up * (self._rows - 1))
             column = round(across * (self._columns - 1))
@@ -186,7 +123,7 @@ class _Grid:
 
     def _curve(self, row: int, column: int) -> _Cell:
         dots = self._dots.get((row, column))
-        return (" ", "") if dots is None else (chr(dots), _STYLES["curve"])
+        return (" ", "") if dots is None else (chr(dots), _SIGNS["curve"][1])
 
 
 def _legend(layers: Sequence[Series], x_title: str, width: int) -> Iterator[Text]:
@@ -195,11 +132,12 @@ def _legend(layers: Sequence[Series], x_title: str, width: int) -> Iterator[Text
     yield from (Text(line, style="dim") for line in before)
     line = Text.assemble((last, "dim"))
     for each in layers:
-        first, *rest = wrap(f"{_SIGNS[each.mark]} {each.name}", width) if each.name else [""]
+        sign, style = _SIGNS[each.mark]
+        first, *rest = wrap(f"{sign} {each.name}", width) if each.name else [""]
         if line and line.cell_len + 2 + len(first) > width:
             yield line
             line = Text()
-        line.append("  " if line and first else "").append(first[:1], style=_STYLES[each.mark]).append(first[1:])
+        line.append("  " if line and first else "").append(first[:1], style=style).append(first[1:])
         for more in rest:
             yield line
             line = Text(more)
@@ -213,3 +151,34 @@ def _line(cells: Iterable[_Cell]) -> Text:
         line.append("".join(text for text, _ in run), style=style or None)
     line.rstrip()
     return line
+
+
+class Figures:
+    """Plots, two of which share the width where it is enough for both."""
+
+    def __init__(self, plots: Sequence[Plot]) -> None:
+        self._plots = plots
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        beside = len(self._plots) > 1 and width >= max(_SIDE_BY_SIDE, 2 * MIN_WIDTH + _GAP)
+        each = min(_WIDEST, (width - _GAP) // 2 if beside else width)
+        drawn = [_lines(plot, each) for plot in self._plots]
+        if not beside:
+            yield from (line for lines in drawn for line in lines)
+            return
+        for left, right in itertools.zip_longest(*drawn):
+            line = Text(no_wrap=True).append(left or "")
+            yield line.append(" " * (each + _GAP - line.cell_len)).append(right or "")
+
+
+def _lines(plot: Plot, width: int) -> list[Text]:
+    """A figure under its title, which names the limit; what failed stands in a row above it."""
+    limit = next((f"╌ {each.name}" for each in plot.series if each.mark == "limit"), plot.note)
+    title = f"{plot.y.title} ({limit})" if limit else plot.y.title
+    series = []
+    for each in sorted(plot.series, key=lambda each: each.mark != "limit"):
+        lift = (_ROWS - 1) / (_ROWS - 2) if each.mark in {"oom", "failed"} else 1.0
+        name = "" if each.mark == "limit" else each.name
+        series.append(replace(each, name=name, points=[(x, lift * y) for x, y in each.drawn]))
+    return draw(series, plot.x, replace(plot.y, title=title), width=width, height=_ROWS)

@@ -2,141 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import yaml
+from collections.abc import Mapping
 
 from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
-from batchtune.report.export.optimizers import (
-    hf_optimizer,
-    hf_optimizer_notes,
-    made_with,
-    optimizer_notes,
-    optimizer_of,
-)
-from batchtune.report.export.settings import UNCHECKED, is_checked, to_train_with
+from batchtune.report.view.lengths import fairseq, has_lengths, lhotse, lhotse_notes
+from batchtune.report.view.settings import Export, Values, as_json, as_variables, as_yaml, launched
 
-Values = dict[str, Any]
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
-_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-
-@dataclass(frozen=True)
-class Export:
-    """How one library takes the settings.
-
-    Attributes:
-        title: the library's name, for a reader.
-        values: its fields (a dot goes one level down) with their values; None where there is nothing to say.
-        words: the result document's names of what some of these fields are, for `--set`.
-        write: the fields as the text that the library loads.
-        notes: what a reader must know and no field can say, in sentences.
-        takes_comments: whether the text has the notes, too, each behind a '#'.
-    """
-
-    title: str
-    values: Callable[[Recommendation, Document], Values]
-    words: Mapping[str, str]
-    write: Callable[[Values], str]
-    notes: Callable[[Recommendation, Document], list[str]] = lambda *_: []
-    takes_comments: bool = False
-
-    def text(self, result: Document, renames: Sequence[str] = ()) -> str:
-        """The settings of a result as this library loads them.
-
-        Args:
-            result: a study's result, or a probe's (then without a learning rate).
-            renames: texts `field=name`: the field of this name, ours or the library's, is called otherwise.
-
-        Raises:
-            UsageError: the result has no settings that ran, the library cannot train so, or a rename is wrong.
-        """
-        found = _settings(result)
-        values = {name: value for name, value in self.values(found, result).items() if value is not None}
-        comments = [f"# {note}" for note in self.said_beside(result)] if self.takes_comments else []
-        return "\n".join([*comments, self.write(_renamed(values, self.words, renames))])
-
-    def said_beside(self, result: Document) -> list[str]:
-        """What a reader of `text` must know besides it, in sentences."""
-        found = _settings(result)
-        return [*([] if is_checked(result) else [UNCHECKED]), *self.notes(found, result)]
-
-    def snippet(self, result: Document) -> str:
-        """The same text for a page that shows what there is: '' instead of an error."""
-        try:
-            return self.text(result)
-        except UsageError:
-            return ""
-
-
-def _settings(result: Document) -> Recommendation:
-    found = to_train_with(result)
-    if found is None:
-        if result.kind == "tune":
-            raise UsageError(f"this tune is {result.status}: it has no recommendation; 'batchtune report' says why")
-        if result.probe is not None and result.probe.inference:
-            raise UsageError("this probe is of inference: it has no batch to train with; probe without --inference")
-        why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
-        raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
-    if found.precision not in _PRECISIONS:
-        raise UsageError(f"precision {found.precision!r} is none of {', '.join(_PRECISIONS)}; measure again")
-    return found
+_HF_OPTIMIZERS = {
+    "AdamW": ("adamw_torch", {"weight_decay": "weight_decay", "eps": "adam_epsilon"}, ()),
+    "SGD": ("sgd", {"weight_decay": "weight_decay"}, ("momentum", "dampening", "nesterov")),
+    "Adagrad": ("adagrad", {"weight_decay": "weight_decay"}, ("lr_decay", "eps")),
+    "RMSprop": ("rmsprop", {"weight_decay": "weight_decay"}, ("momentum", "alpha", "eps", "centered")),
+}
+"""Of torch's optimizers that the Trainer has: its `optim`, the fields of their settings, and those in `optim_args`."""
 
 
 def _device(result: Document) -> str | None:
     return result.environment.device_type if result.environment else None
-
-
-def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
-    names = {name: name for name in values}
-    for rename in renames:
-        field, _, name = (part.strip() for part in rename.partition("="))
-        target = words.get(field, field)
-        if not field or not name:
-            raise UsageError(f"--set {rename}: not of the form field=name, for example --set {next(iter(values))}=name")
-        if target not in values:
-            ours = [word for word, theirs in words.items() if theirs in values and word not in values]
-            raise UsageError(f"--set {rename}: no field {field!r} here; there are {', '.join([*values, *ours])}")
-        names[target] = name
-    taken = list(names.values())
-    for name in taken:
-        if taken.count(name) > 1 or any(other.startswith(f"{name}.") for other in taken):
-            raise UsageError(f"--set: two fields would be called {name!r}; give each a name of its own")
-    return {names[field]: value for field, value in values.items()}
-
-
-def _nested(values: Values) -> Values:
-    """Dotted names as sections."""
-    document: Values = {}
-    for name, value in values.items():
-        *sections, leaf = name.split(".")
-        section = document
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[leaf] = value
-    return document
-
-
-def _json(values: Values) -> str:
-    return json.dumps(_nested(values), indent=2)
-
-
-def _yaml(values: Values) -> str:
-    return yaml.safe_dump(_nested(values), sort_keys=False).rstrip()
-
-
-def _shell(values: Values) -> str:
-    wrong = [name for name in values if not _VARIABLE.fullmatch(name)]
-    if wrong:
-        raise UsageError(f"--set: {wrong[0]!r} cannot name a variable; use letters, digits and '_'")
-    return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
 def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Document) -> None:
@@ -153,11 +38,83 @@ def _schedule_notes(found: Recommendation, result: Document, field: str) -> list
     return [f"measured with a learning-rate schedule over {found.total_steps} steps{made}; {field} would say so"]
 
 
+def _rank_notes(found: Recommendation, command: str = "torchrun --nproc-per-node") -> list[str]:
+    """How the ranks are started, where there are several."""
+    return [launched(found, command)] if found.world_size > 1 else []
+
+
 def _clipped(found: Recommendation) -> Mapping[str, float | None]:
     """Norm and value of gradient clipping, 0 where it is known that there is none of the kind."""
     if found.gradient_clipping is None:
         return {"norm": None, "value": None}
     return {"norm": found.gradient_clipping.norm or 0.0, "value": found.gradient_clipping.value or 0.0}
+
+
+def optimizer_of(found: Recommendation, result: Document) -> str | None:
+    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
+    return found.optimizer or result.task.optimizer
+
+
+def made_with(found: Recommendation, result: Document) -> Values:
+    """All that is known of how the recommended optimizer is made, its learning rate left out."""
+    known = result.task.optimizer_settings
+    same = found.optimizer in {None, result.task.optimizer}
+    searched = Values(found.optimizer_arguments)
+    return known.values | searched if known and same and found.learning_rate is not None else searched
+
+
+def optimizer_notes(found: Recommendation, result: Document) -> list[str]:
+    """What of the optimizer no export can say."""
+    known, optimizer = result.task.optimizer_settings, optimizer_of(found, result)
+    if found.learning_rate is None:
+        return []
+    if known is None or found.optimizer not in {None, result.task.optimizer}:
+        return [f"what else {optimizer or 'your optimizer'} was made with is not known: add it yourself"]
+    if not known.differing:
+        return []
+    names = ", ".join(known.differing)
+    return [f"groups of parameters differ in {names} here: set those as your build_optimizer does"]
+
+
+def hf_optimizer(found: Recommendation, result: Document) -> Values:
+    """The optimizer and, where the task has none, the constant schedule: the Trainer's own would be linear.
+
+    Raises:
+        UsageError: the Trainer has no such optimizer; the learning rate is worth nothing with another.
+    """
+    if found.learning_rate is None:
+        return {}
+    optimizer, known = optimizer_of(found, result), result.task.optimizer_settings
+    if optimizer is not None and optimizer not in _HF_OPTIMIZERS:
+        raise UsageError(
+            f"the learning rate is one for {optimizer}, which TrainingArguments cannot name; take --format env, and "
+            "give your own to the Trainer: Trainer(..., optimizers=(build_optimizer(model, lr), None))"
+        )
+    name, fields, arguments = _HF_OPTIMIZERS[optimizer or "AdamW"]
+    made = made_with(found, result)
+    betas = made.get("betas")
+    first, second = betas[:2] if isinstance(betas, list | tuple) else (None, None)
+    return {
+        "optim": name if optimizer else None,
+        **{theirs: made.get(ours) for ours, theirs in fields.items()},
+        "adam_beta1": first,
+        "adam_beta2": second,
+        "optim_args": ",".join(f"{each}={made[each]}" for each in arguments if each in made) or None,
+        "lr_scheduler_type": "constant" if known and not known.scheduler and found.total_steps is None else None,
+    }
+
+
+def hf_optimizer_notes(found: Recommendation, result: Document) -> list[str]:
+    """What the Trainer does otherwise than it was measured, or cannot be told."""
+    notes = optimizer_notes(found, result)
+    _, fields, arguments = _HF_OPTIMIZERS.get(optimizer_of(found, result) or "AdamW", ("", {}, ()))
+    made = made_with(found, result)
+    for name, value in made.items():
+        if value is not False and name not in {*fields, *arguments, "betas"}:
+            notes.append(f"no field says {name}={value!r}: give it to your optimizer")
+    if made.get("weight_decay"):
+        notes.append("the Trainer decays no biases and no norms; what was measured decays what build_optimizer says")
+    return notes
 
 
 def _hf(found: Recommendation, result: Document) -> Values:
@@ -172,6 +129,8 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "fp16": found.precision == "fp16",
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
         "use_cpu": True if _device(result) == "cpu" else None,
+        "fsdp": "full_shard auto_wrap" if found.strategy == "fsdp" else None,
+        "train_sampling_strategy": "group_by_length" if has_lengths(result) else None,
         **hf_optimizer(found, result),
     }
 
@@ -180,7 +139,9 @@ def _hf_notes(found: Recommendation, result: Document) -> list[str]:
     notes = hf_optimizer_notes(found, result)
     if clipped := _clipped(found)["value"]:
         notes.append(f"no field says that each gradient is clipped at {clipped:g}: do so before the optimizer's step")
-    return notes + _schedule_notes(found, result, "max_steps")
+    if has_lengths(result):
+        notes.append("the Trainer has one batch size for all lengths; batchtune.LengthBatchSampler has one for each")
+    return notes + _schedule_notes(found, result, "max_steps") + _rank_notes(found)
 
 
 def _lightning(found: Recommendation, result: Document) -> Values:
@@ -189,6 +150,7 @@ def _lightning(found: Recommendation, result: Document) -> Values:
     return {
         "trainer.accelerator": "cpu" if _device(result) == "cpu" else None,
         "trainer.devices": found.world_size,
+        "trainer.strategy": found.strategy,
         "trainer.precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(found.precision, "32-true"),
         "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
         "trainer.gradient_clip_val": _clipped(found)["norm"] or _clipped(found)["value"],
@@ -202,14 +164,14 @@ def _lightning(found: Recommendation, result: Document) -> Values:
 def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
     """The module makes its own optimizer, and names its arguments as it likes."""
     made, optimizer = made_with(found, result), optimizer_of(found, result)
-    notes = _tf32_notes(found, result) + optimizer_notes(found, result)
+    notes = _tf32_notes(found) + optimizer_notes(found, result)
     if optimizer and found.learning_rate is not None:
         arguments = ", ".join(["lr", *(f"{name}={value!r}" for name, value in made.items())])
         notes.append(f"measured with {optimizer}({arguments}), as your configure_optimizers should make it")
     return notes + _schedule_notes(found, result, "trainer.max_steps")
 
 
-def _tf32_notes(found: Recommendation, result: Document) -> list[str]:  # noqa: ARG001 - one signature for all
+def _tf32_notes(found: Recommendation) -> list[str]:
     if found.precision != "tf32":
         return []
     return ["no field says tf32: call torch.set_float32_matmul_precision('high') before training"]
@@ -227,6 +189,7 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "gradient_clipping": _clipped(found)["norm"],
+        "zero_optimization.stage": 3 if found.strategy == "fsdp" else None,  # both shard all there is
         "optimizer.type": optimizer_of(found, result) if found.learning_rate is not None else None,
         "optimizer.params.lr": found.learning_rate,
         "optimizer.params.adam_w_mode": False if optimizer_of(found, result) == "Adam" else None,  # its own default
@@ -237,7 +200,7 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
 
 
 def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
-    notes = _tf32_notes(found, result)
+    notes = _tf32_notes(found)
     if found.precision in {"bf16", "fp16"}:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
     if clipped := _clipped(found)["value"]:
@@ -246,29 +209,29 @@ def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
         if optimizer_of(found, result) is None:
             notes.append("the optimizer's type is not known: add it yourself")
         notes += optimizer_notes(found, result)
-    return notes + _schedule_notes(found, result, "total_num_steps of its 'scheduler'")
-
-
-def _listed(value: Any) -> Any:
-    return ",".join(map(str, value)) if isinstance(value, list) else value
+    notes += _schedule_notes(found, result, "total_num_steps of its 'scheduler'")
+    return notes + _rank_notes(found, "deepspeed --num_gpus")
 
 
 def _env(found: Recommendation, result: Document) -> Values:
+    made = made_with(found, result).items()
     return {
         "BATCH_SIZE": found.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
         "OPTIMIZER": optimizer_of(found, result) if found.learning_rate is not None else None,
-        **{name.upper(): _listed(value) for name, value in made_with(found, result).items()},
+        **{name.upper(): ",".join(map(str, each)) if isinstance(each, list) else each for name, each in made},
         "GRADIENT_CLIPPING_NORM": _clipped(found)["norm"] or None,
         "GRADIENT_CLIPPING_VALUE": _clipped(found)["value"] or None,
         "TOTAL_STEPS": found.total_steps,
+        "NPROC_PER_NODE": found.world_size if found.world_size > 1 else None,  # WORLD_SIZE is the launcher's own
+        "STRATEGY": found.strategy,
         "PRECISION": found.precision,
     }
 
 
 EXPORTS: dict[str, Export] = {
-    "hf": Export("HF TrainingArguments", _hf, {_MICRO: "per_device_train_batch_size"}, _json, _hf_notes),
+    "hf": Export("HF TrainingArguments", _hf, {_MICRO: "per_device_train_batch_size"}, as_json, _hf_notes),
     "lightning": Export(
         "Lightning",
         _lightning,
@@ -279,7 +242,7 @@ EXPORTS: dict[str, Export] = {
             "precision": "trainer.precision",
             "world_size": "trainer.devices",
         },
-        _yaml,
+        as_yaml,
         _lightning_notes,
         takes_comments=True,
     ),
@@ -291,7 +254,7 @@ EXPORTS: dict[str, Export] = {
             _RATE: "optimizer.params.lr",
             "global_batch_size": "train_batch_size",
         },
-        _json,
+        as_json,
         _deepspeed_notes,
     ),
     "env": Export(
@@ -303,9 +266,11 @@ EXPORTS: dict[str, Export] = {
             _RATE: "LEARNING_RATE",
             "precision": "PRECISION",
         },
-        _shell,
-        optimizer_notes,
+        as_variables,
+        lambda found, result: optimizer_notes(found, result) + _rank_notes(found),
         takes_comments=True,
     ),
+    "lhotse": Export("lhotse", lhotse, {}, as_yaml, lhotse_notes, takes_comments=True),
+    "fairseq": Export("fairseq", fairseq, {}, as_yaml, takes_comments=True),
 }
 """What `report --format` writes for another program to train with; `--set` renames its fields."""

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from batchtune.document import Document, Trial
 from batchtune.errors import UsageError
-from batchtune.report.export.settings import is_of
+from batchtune.report.view.select import is_of
 
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
+    "world_size", "strategy",
 )  # fmt: skip
 _FIGURES = (
     "time_to_target_seconds", "energy_to_target_joules", "samples_to_target", "training_seconds", "value",
@@ -44,7 +44,7 @@ class Run:
 
     id: str
     name: str
-    parameters: dict[str, Any]
+    parameters: dict[str, object]
     figures: dict[str, float]
     texts: dict[str, str]
     points: list[Point]
@@ -154,10 +154,10 @@ def _to_tensorboard(study: Study) -> tuple[int, str]:
     for folder, run in new.items():
         writer = EventFileWriter(str(folder))
 
-        def add(summary: Any, seconds: float = 0.0, step: int = 0, writer: Any = writer) -> None:
-            writer.add_event(Event(wall_time=study.began + seconds, step=step, summary=summary))
+        def add(summary: Summary, seconds: float = 0.0, step: int = 0, to: EventFileWriter = writer) -> None:
+            to.add_event(Event(wall_time=study.began + seconds, step=step, summary=summary))
 
-        def scalars(figures: dict[str, float]) -> Any:
+        def scalars(figures: dict[str, float]) -> Summary:
             return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()])
 
         add(hparams_pb(run.parameters, trial_id=run.name, start_time_secs=study.began))
@@ -184,7 +184,7 @@ def _to_wandb(study: Study) -> tuple[int, str]:
             group=study.name,
             name=run.name,
             id=run.id,
-            job_type=run.parameters["role"],
+            job_type=str(run.parameters["role"]),
             notes=run.summary,
             tags=["recommended"] if "recommended" in run.texts else None,
             config=run.parameters,
@@ -213,16 +213,11 @@ TRACKERS: dict[str, Callable[[Study], tuple[int, str]]] = {
 """What `report --log-to` can log to, each through its own client, which is named as its package is."""
 
 
-def log_to(tracker: str, result: Document, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+def log_to(tracker: str, result: Document, files: Mapping[str, str] | None = None) -> dict[str, object]:
     """Logs the trials of a study that the tracker does not have yet.
 
-    Args:
-        tracker: its name.
-        result: the study's.
-        files: the report, by the names of its files; it goes with a run of the recommendation.
-
-    Returns:
-        How many were logged, of how many, and where they are.
+    Files (texts by their names) go with a run of the recommendation. Returned is how many trials were logged, of how
+    many, and where they are.
 
     Raises:
         UsageError: nothing to log, the client is not installed, or it refused.

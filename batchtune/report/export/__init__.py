@@ -1,1 +1,0 @@
-"""A result in other programs: trainers' settings, experiment trackers."""

@@ -1,1 +1,0 @@
-"""The figures of a result, as plotly draws them."""

@@ -1,1 +1,0 @@
-"""The report as one HTML page, and the answer in a notebook."""

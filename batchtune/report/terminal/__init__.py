@@ -1,1 +1,0 @@
-"""The report in a terminal, and a run drawn as it goes."""

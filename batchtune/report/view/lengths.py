@@ -1,0 +1,176 @@
+"""Inputs of many lengths: the batches that were measured, in the words of libraries that batch by length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from batchtune.document import Document, Length, LengthPoint, ProbeResult, Recommendation
+from batchtune.errors import UsageError
+from batchtune.report.view.figure import Axis, Plot, Series
+from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares, table
+from batchtune.report.view.settings import Values
+from batchtune.units import LEAST_PEAK
+from batchtune.vocabulary import covers, length_text, order
+
+
+def has_lengths(result: Document) -> bool:
+    """Whether the largest batch of more than one length was measured."""
+    return result.probe is not None and bool(result.probe.lengths)
+
+
+def _largest_batches(result: Document) -> dict[Length, int]:
+    """The largest batch of each length, shortest first."""
+    points = result.probe.lengths if result.probe else ()
+    if not points:
+        raise UsageError(f"this {result.kind} has no lengths; run 'batchtune probe {result.task.path} --lengths auto'")
+    return {point.length: point.max_batch_size for point in points}
+
+
+def lhotse(_: Recommendation, result: Document) -> Values:
+    """Fields of the data loaders that NeMo makes with lhotse's bucketing, by one number of a sample or two.
+
+    Raises:
+        UsageError: the result has no lengths.
+    """
+    batches = _largest_batches(result)
+    bins = [length if isinstance(length, int) else list(length) for length in batches]
+    return {
+        "use_bucketing": True,
+        "num_buckets": len(bins),
+        "bucket_duration_bins": bins,
+        "bucket_batch_size": list(batches.values()),
+    }
+
+
+def lhotse_notes(*_: object) -> list[str]:
+    """What else its configuration must say, or not."""
+    return [
+        "the bins are in the unit of your lengths; lhotse counts seconds of audio, or tokens of text",
+        "take batch_size, batch_duration and quadratic_duration out of your configuration",
+    ]
+
+
+def fairseq(_: Recommendation, result: Document) -> Values:
+    """Batches by their number of tokens, the longest sample times how many, as fairseq and those after it count.
+
+    Raises:
+        UsageError: the result has no lengths, those of several numbers, or too few of them in between.
+    """
+    batches = {length: batch for length, batch in _largest_batches(result).items() if isinstance(length, int)}
+    if not batches:
+        raise UsageError("max_tokens counts one length of a sample, and these have several; take --format lhotse")
+    tokens, longest = most_tokens(batches), max(batches)
+    if tokens < longest:
+        raise UsageError(
+            f"max_tokens would be {tokens} to be safe at every length, less than the longest sample, {longest}; probe "
+            "more --lengths in between"
+        )
+    return {"dataset.max_tokens": tokens, "dataset.batch_size": max(batches.values())}
+
+
+def most_tokens(batches: Mapping[int, int]) -> int:
+    """The most tokens, padding counted, of batches that fit at every length; to be used with the largest batch of all.
+
+    What was measured at a length holds for all samples up to it. The shortest of those samples, one longer than the
+    length before, is the one of which a number of tokens makes the most: it may make no more than the batch measured.
+    Lengths at which the largest batch of all fits are limited by the number of samples alone.
+
+    Args:
+        batches: the largest batch at each length.
+    """
+    lengths = sorted(batches)
+    largest = list(accumulate((batches[length] for length in reversed(lengths)), max))[::-1]
+    limits = [
+        (batch + 1) * (before + 1) - 1
+        for before, batch in zip(lengths, largest[1:], strict=False)
+        if batch < largest[0]
+    ]
+    return min(limits, default=largest[0] * lengths[-1])
+
+
+def lengths_table(probe: ProbeResult) -> Table:
+    """A row for each length: its largest batch, what failed above it, memory and speed there, and what was tried."""
+    points = probe.lengths
+    steps = [_step_seconds(point) for point in points]
+    speeds = [point.max_batch_size / step if step else None for point, step in zip(points, steps, strict=True)]
+    peaks, limit = [point.peak_reserved_bytes for point in points], probe.memory_limit_bytes
+    columns = [
+        Column("length", [length_text(point.length) for point in points], [_extent(point.length) for point in points]),
+        counts("largest batch", [point.max_batch_size for point in points]),
+        counts("fails at", [point.first_failing_batch_size for point in points], spare=1),
+        byte_sizes("peak", peaks, least=LEAST_PEAK, spare=3),
+        shares("of limit", [peak / limit if peak and limit else None for peak in peaks], digits=1, spare=4),
+        numbers("samples/s", speeds, spare=2),
+        counts("attempts", [len(point.attempts) for point in points], spare=5),
+        counts("out of memory", [sum(a.outcome == "oom" for a in point.attempts) for point in points], detail=True),
+    ]
+    return table(f"largest batch of each length at {probe.precision}", columns, summary=True)
+
+
+def lengths_lines(probe: ProbeResult) -> list[Fact]:
+    """The final check of all lengths, and what they gain over one batch size for all."""
+    said, check = [], probe.length_check
+    if check is not None:
+        made = f"; made smaller by it: {', '.join(map(length_text, check.lowered))}" if check.lowered else ""
+        said.append(Fact("all lengths", f"{check.steps} steps over them in random order, evaluation and saving{made}"))
+    gain = _gain(probe)
+    if gain is not None:
+        batch = f"{probe.lengths[-1].max_batch_size:,}"
+        said.append(Fact("gain", f"{gain:.2g} times fewer batches an epoch than with {batch} at every length"))
+    return said
+
+
+def _gain(probe: ProbeResult) -> float | None:
+    """How many times fewer batches of the shortest sufficient length there are than of the longest."""
+    needed = samples = 0.0
+    for count in probe.length_distribution if probe.lengths else ():
+        enough = [point.max_batch_size for point in probe.lengths if covers(point.length, count.length)]
+        if not enough:
+            return None
+        needed, samples = needed + count.samples / max(enough), samples + count.samples
+    return samples / probe.lengths[-1].max_batch_size / needed if needed else None
+
+
+def lengths_plot(probes: Sequence[ProbeResult]) -> Plot | None:
+    """The largest batch against length: what fitted, and what failed above it."""
+    series = []
+    probes = [probe for probe in probes if len(probe.lengths) > 1]
+    for group, probe in enumerate(probes):
+        name = f"{probe.precision} " if len(probes) > 1 else ""
+        fits = [(float(_extent(point.length)), float(point.max_batch_size)) for point in probe.lengths]
+        series.append(Series("fit", f"{name}largest batch", fits, _hover(probe.lengths, "trains"), group))
+        failed = [point for point in probe.lengths if point.first_failing_batch_size]
+        above = [(float(_extent(each.length)), float(each.first_failing_batch_size or 0)) for each in failed]
+        series.append(Series("oom", f"{name}fails", above, _hover(failed, "fails"), group))
+    if not series:
+        return None
+    several = any(not isinstance(point.length, int) for probe in probes for point in probe.lengths)
+    axis = Axis("length, product of its numbers" if several else "length", log=True, whole=True)
+    return Plot(
+        "Largest batch against length",
+        axis,
+        Axis("largest micro-batch", log=True, whole=True),
+        [each for each in series if each.points],
+    )
+
+
+def _hover(points: Sequence[LengthPoint], verb: str) -> list[tuple[str, ...]]:
+    return [
+        (f"length {length_text(each.length)}", f"batch {_side(each, verb):,} {verb}", f"{len(each.attempts)} attempts")
+        for each in points
+    ]
+
+
+def _side(point: LengthPoint, verb: str) -> int:
+    return (point.first_failing_batch_size or 0) if verb == "fails" else point.max_batch_size
+
+
+def _extent(length: Length) -> int:
+    return order(length)[0]
+
+
+def _step_seconds(point: LengthPoint) -> float | None:
+    """Of the attempt at the largest batch, which trained this length alone."""
+    found = [each for each in point.attempts if each.fits and each.batch_size == point.max_batch_size]
+    return next((each.step_seconds for each in found if each.step_seconds), None)

@@ -1,0 +1,210 @@
+"""The settings that ran: which they are, and as text to paste or to load (PyTorch, or a library's fields)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from batchtune.document import Document, Recommendation
+from batchtune.errors import UsageError
+
+Values = dict[str, object]
+_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
+"""What is said of settings of which `is_checked` is false."""
+
+
+def is_checked(result: Document) -> bool:
+    """Whether the settings ran in a fresh process, with evaluation and saving, or in a study."""
+    return result.recommendation is not None or result.probe is None or result.probe.verified_in_fresh_process
+
+
+def to_train_with(result: Document) -> Recommendation | None:
+    """The settings: those recommended, or the largest batch where only that was asked.
+
+    A probe tries no learning rates, so its settings have none; one of inference has no settings to train with.
+    """
+    probe = result.probe if result.kind == "probe" else None
+    if result.recommendation is not None or probe is None or probe.inference or probe.max_batch_size is None:
+        return result.recommendation
+    steps = probe.gradient_accumulation_steps or 1
+    group = probe.data_parallel
+    ranks = group.world_size if group else 1
+    return Recommendation(
+        micro_batch_size=probe.max_batch_size,
+        gradient_accumulation_steps=steps,
+        world_size=ranks,
+        strategy=group.strategy if group else None,
+        global_batch_size=probe.max_batch_size * steps * ranks,
+        precision=probe.precision,
+        reason="the largest batch that trains" if is_checked(result) else UNCHECKED,
+    )
+
+
+@dataclass(frozen=True)
+class Export:
+    """How one library takes the settings.
+
+    `values`: its fields (a dot goes one level down) with their values; None where there is nothing to say.
+    `notes`: what a reader must know and no field can say, in sentences.
+    """
+
+    title: str  # the library's name, for a reader
+    values: Callable[[Recommendation, Document], Values]
+    words: Mapping[str, str]  # the result document's names of what some of these fields are, for `--set`
+    write: Callable[[Values], str]  # the fields as the text that the library loads
+    notes: Callable[[Recommendation, Document], list[str]] = lambda *_: []
+    takes_comments: bool = False  # whether the text has the notes, too, each behind a '#'
+
+    def text(self, result: Document, renames: Sequence[str] = ()) -> str:
+        """The settings of a result as this library loads them.
+
+        Args:
+            result: a study's result, or a probe's (then without a learning rate).
+            renames: texts `field=name`: the field of this name, ours or the library's, is called otherwise.
+
+        Raises:
+            UsageError: the result has no settings that ran, the library cannot train so, or a rename is wrong.
+        """
+        found = _settings(result)
+        values = {name: value for name, value in self.values(found, result).items() if value is not None}
+        comments = [f"# {note}" for note in self.said_beside(result)] if self.takes_comments else []
+        return "\n".join([*comments, self.write(_renamed(values, self.words, renames))])
+
+    def said_beside(self, result: Document) -> list[str]:
+        """What a reader of `text` must know besides it, in sentences."""
+        found = _settings(result)
+        return [*([] if is_checked(result) else [UNCHECKED]), *self.notes(found, result)]
+
+    def snippet(self, result: Document) -> str:
+        """The same text for a page that shows what there is: '' instead of an error."""
+        try:
+            return self.text(result)
+        except UsageError:
+            return ""
+
+
+def _settings(result: Document) -> Recommendation:
+    found = to_train_with(result)
+    if found is None:
+        if result.kind == "tune":
+            raise UsageError(f"this tune is {result.status}: it has no recommendation; 'batchtune report' says why")
+        if result.probe is not None and result.probe.inference:
+            raise UsageError("this probe is of inference: it has no batch to train with; probe without --inference")
+        why = "an estimate is no measurement" if result.estimates else f"this {result.kind} is {result.status}"
+        raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
+    if found.precision not in _PRECISIONS:
+        raise UsageError(f"precision {found.precision!r} is none of {', '.join(_PRECISIONS)}; measure again")
+    return found
+
+
+def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
+    names = {name: name for name in values}
+    for rename in renames:
+        field, _, name = (part.strip() for part in rename.partition("="))
+        target = words.get(field, field)
+        if not field or not name:
+            raise UsageError(f"--set {rename}: not of the form field=name, for example --set {next(iter(values))}=name")
+        if target not in values:
+            ours = [word for word, theirs in words.items() if theirs in values and word not in values]
+            raise UsageError(f"--set {rename}: no field {field!r} here; there are {', '.join([*values, *ours])}")
+        names[target] = name
+    taken = list(names.values())
+    for name in taken:
+        if taken.count(name) > 1 or any(other.startswith(f"{name}.") for other in taken):
+            raise UsageError(f"--set: two fields would be called {name!r}; give each a name of its own")
+    return {names[field]: value for field, value in values.items()}
+
+
+def _nested(values: Values) -> Values:
+    """Dotted names as sections."""
+    document: Values = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        section: Values = document
+        for each in sections:
+            below = section.setdefault(each, {})
+            assert isinstance(below, dict)  # noqa: S101 - _renamed refuses a name that is another's section
+            section = below
+        section[leaf] = value
+    return document
+
+
+def as_json(values: Values) -> str:
+    """Dotted names as objects of JSON."""
+    return json.dumps(_nested(values), indent=2)
+
+
+def as_yaml(values: Values) -> str:
+    """Dotted names as sections of YAML."""
+    return yaml.safe_dump(_nested(values), sort_keys=False).rstrip()
+
+
+def as_variables(values: Values) -> str:
+    """Names as variables of a shell.
+
+    Raises:
+        UsageError: one cannot name a variable.
+    """
+    wrong = [name for name in values if not _VARIABLE.fullmatch(name)]
+    if wrong:
+        raise UsageError(f"--set: {wrong[0]!r} cannot name a variable; use letters, digits and '_'")
+    return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
+
+
+def pytorch(result: Document) -> str:
+    """The settings as lines of plain PyTorch; '' where there are none that ran."""
+    found = to_train_with(result)
+    if found is None:
+        return _evaluation_batch(result)
+    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    lines = [f"batch_size = {found.micro_batch_size}{largest}"]
+    if found.world_size > 1:
+        lines = [f"# {launched(found, 'torchrun --nproc-per-node')}", f"{lines[0]}  # of each rank"]
+    lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+    if found.learning_rate is not None:
+        lines.append(f"learning_rate = {found.learning_rate!r}")
+    lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
+    if found.learning_rate is not None and result.task.optimizer_settings and found.optimizer is None:
+        made = "".join(f", {name}={value!r}" for name, value in result.task.optimizer_settings.values.items())
+        lines.append(f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})")
+    clipping = found.gradient_clipping
+    for name, bound in [("norm", clipping.norm), ("value", clipping.value)] if clipping else []:
+        if bound is not None:
+            call = f"torch.nn.utils.clip_grad_{name}_(model.parameters(), {bound!r})"
+            lines.append(f"clip_gradients = lambda: {call}  # call it before optimizer.step()")
+    if found.total_steps is not None:
+        lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
+    types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    if found.precision in types:
+        lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
+    elif found.precision == "tf32":
+        lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
+    return "\n".join(lines)
+
+
+def launched(found: Recommendation, command: str) -> str:
+    """How many ranks the settings are for, and how they are started."""
+    how = f" with {found.strategy}" if found.strategy else ""
+    return f"for {found.world_size} ranks{how}: {command} {found.world_size}"
+
+
+def _evaluation_batch(result: Document) -> str:
+    probe = result.probe
+    if probe is None or not probe.inference or probe.max_batch_size is None:
+        return ""
+    checked = "" if is_checked(result) else ", not checked in a fresh process"
+    about = f"the largest under torch.inference_mode(){checked}; training takes more memory"
+    return f"evaluation_batch_size = {probe.max_batch_size}  # {about}"
+
+
+def recommendation_json(result: Document) -> str:
+    """The recommendation alone, for a program's configuration."""
+    found = result.recommendation
+    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)

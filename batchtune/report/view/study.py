@@ -1,0 +1,272 @@
+"""What a report shows of a study: its answer, its configurations and runs, and what several devices would take."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchtune.document import Document, Interval, Recommendation, Scaling, Trial
+from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds, table
+from batchtune.report.view.select import (
+    JOULES,
+    SECONDS,
+    VALUE,
+    best_first,
+    by_configuration,
+    is_of,
+    least_is_best,
+    metric_of,
+    score,
+)
+from batchtune.report.view.words import OUTCOMES, batch_text, clipping_text, counted, named_values, ranks, tone
+from batchtune.units import bounds, duration, interval, number, time_interval
+
+_OURS, _THEIRS = "train with", "today"
+_MOST_CONFIGURATIONS = 12
+_TIMES = {SECONDS: "times as long", JOULES: "times the energy"}
+_ENDED = OUTCOMES | {
+    "pruned": "stopped early: others were ahead",
+    "capped": "stopped: slower than the best",
+    "diverged": "diverged",
+    "finished": "did not reach the target",
+}
+
+
+def headline(result: Document, found: Recommendation) -> Headline:
+    """What is gained, and what to choose for it."""
+    parts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
+    parts |= {"optimizer": named_values(found.optimizer_arguments)}
+    parts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
+    choice = facts(parts)
+    if result.status == "running" and found.time_to_target_seconds is not None:
+        return Headline(duration(found.time_to_target_seconds.median), "to the target, best so far", choice)
+    as_today = any(is_of(trial, found) for trial in result.trials or [] if trial.role == "baseline")
+    if found.seeds_to_confirm is not None:
+        level, few = "yet, and so far no better than what you run today", "yet: too few runs to compare with today's"
+        return Headline("not confirmed", level if as_today else few, choice, found.reason, repeats=True)
+    gain, words_ = found.speedup_over_baseline, "as fast as today"
+    if gain is None:
+        gain, words_ = found.energy_saving_over_baseline, "less energy than today"
+    if gain is None and as_today and result.baseline is None:
+        alone = "configuration came to a result: this is what you run today"
+        return Headline("no other", alone, choice, found.reason, repeats=True)
+    if gain is None and as_today:
+        return Headline("no better", "than what you run today: keep it", choice, found.reason)
+    if gain is None:
+        return Headline(f"{found.global_batch_size:,}", "is the batch size to train with", choice, found.reason)
+    between = "" if gain.at_least else bounds(number(gain.low), number(gain.high))
+    seeds = sum(trial.role == "confirm" and is_of(trial, found) for trial in result.trials or [])
+    told = [between, f"over {counted(seeds, 'fresh seed')}" if seeds else ""]
+    said = f"{words_} ({' '.join(filter(None, told))})" if any(told) else words_
+    figure = f"≥ {number(gain.low)}×" if gain.at_least else f"{number(gain.median)}×"
+    return Headline(figure, said, choice, found.reason, repeats=True)
+
+
+def comparison(result: Document, found: Recommendation) -> Table:
+    """The recommended configuration and, where it is another, today's: a row for each fact known of the first.
+
+    The first row is the batch size. A metric may be called what another row is.
+    """
+    today = result.baseline
+    as_today = today is None or any(is_of(trial, found) and is_of(trial, today) for trial in result.trials or [])
+    shown = [found] if today is None or as_today else [found, today]
+    clipped = [clipping_text(each.gradient_clipping) for each in shown]
+    rows = [
+        ("batch size", [batch_text(each) for each in shown]),
+        ("ranks", [f"{each.world_size} with {each.strategy}" if each.strategy else "-" for each in shown]),
+        ("learning rate", [number(each.learning_rate) for each in shown]),
+        ("optimizer", [named_values(each.optimizer_arguments) or "-" for each in shown]),
+        ("gradient clipping", [each or "none" for each in clipped] if any(clipped) else ["-"]),
+        ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
+        ("precision", [each.precision for each in shown]),
+        ("time to target", [time_interval(each.time_to_target_seconds) for each in shown]),
+        ("energy to target", [interval(each.energy_to_target_joules, " J") for each in shown]),
+        (metric_of(result), [interval(each.value) for each in shown]),
+    ]
+    known = [(name, cells) for name, cells in rows if cells[0] != "-"]
+    columns = [Column("", [name for name, _ in known])]
+    columns += [
+        Column(name, [cells[at] for _, cells in known]) for at, name in enumerate((_OURS, _THEIRS)[: len(shown)])
+    ]
+    return table("", columns)
+
+
+def runs(result: Document) -> Table:
+    """The runs of a study, best first, those of the recommended configuration marked."""
+    shown, key = best_first(result)
+    marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
+    several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
+    outcomes = [trial.outcome or trial.state for trial in shown]
+    columns = [
+        Column("", ["●" if row in marked else "" for row in range(len(shown))]),
+        counts("run", [trial.number for trial in shown], cells=[str(trial.number) for trial in shown], spare=4),
+        Column("role", [trial.role for trial in shown], spare=2),
+        counts("batch", [trial.batch_size for trial in shown]),
+        Column("micro × acc.", [_made_up(trial) for trial in shown], detail=True),
+        numbers("learning rate", [trial.learning_rate for trial in shown]),
+        Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3),
+        Column("precision", [trial.precision if several else "" for trial in shown], spare=2),
+        seconds("to target", [trial.time_to_target_seconds for trial in shown], spare=3 if key == JOULES else 0),
+        numbers("energy", [each.energy_to_target_joules for each in shown], unit="J", spare=0 if key == JOULES else 3),
+        counts("samples", [trial.samples_to_target for trial in shown], detail=True),
+        numbers(
+            f"best {metric_of(result)}", [trial.value for trial in shown], digits=4, spare=0 if key == VALUE else 3
+        ),
+        seconds("trained", [trial.training_seconds for trial in shown], detail=True),
+        Column("outcome", outcomes, tones=[*map(tone, outcomes)], spare=1),
+        Column("note", [trial.message or "" for trial in shown], detail=True),
+    ]
+    title = "every run, best first" + ("; ● with what is recommended" if marked else "")
+    return table(title, columns, marked=marked, folded=True)
+
+
+def _made_up(trial: Trial) -> str:
+    steps, ranks = trial.gradient_accumulation_steps or 1, trial.world_size or 1
+    if steps == ranks == 1:
+        return "-"
+    return f"{trial.micro_batch_size} × {steps}" + (f" × {ranks} ranks" if ranks > 1 else "")
+
+
+def scaling(found: Scaling) -> Section:
+    """What to train with on 1, 2, 4 and 8 ranks, and which were timed for that."""
+    points = found.points
+    each_rank = [
+        f"{each.micro_batch_size:,}"
+        + (f" × {each.gradient_accumulation_steps}" if each.gradient_accumulation_steps > 1 else "")
+        for each in points
+    ]
+    columns = [
+        counts("ranks", [each.world_size for each in points]),
+        counts("batch", [each.global_batch_size for each in points]),
+        counts("of each rank", [each.micro_batch_size for each in points], cells=each_rank, spare=2),
+        numbers("learning rate", [each.learning_rate for each in points], spare=1),
+        Column("time to target", [time_interval(each.time_to_target_seconds) for each in points], wraps=True),
+        Column(" ", ["estimated" if each.is_estimate else "measured" for each in points]),
+    ]
+    return Section("Several devices", [table("on several devices", columns)], [f"ranks timed: {ranks(found.measured)}"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Configuration:
+    """All runs of one configuration, the best first."""
+
+    runs: Sequence[Trial]  # at least one
+    found: Recommendation | None  # what the study made of it, where that is the answer or what runs today
+    fresh: Sequence[Trial]  # runs on fresh seeds
+    key: str  # the figure that ranks them
+
+    @property
+    def interval(self) -> Interval | None:
+        """The median with its interval; without the study's own, the least and the most of the runs that count."""
+        told = getattr(self.found, self.key, None)
+        known = [value for each in self.fresh or self.runs if (value := score(each, self.key)) is not None]
+        if told is not None or not known:
+            return told
+        return Interval(median=statistics.median(known), low=min(known), high=max(known))
+
+    @property
+    def runs_today(self) -> bool:
+        """Whether it is the baseline."""
+        return any(run.role == "baseline" for run in self.runs)
+
+    @property
+    def first(self) -> Trial:
+        """One that has what all have in common."""
+        return self.runs[0]
+
+
+def configurations(result: Document) -> Table:
+    """A row for each configuration: the answer, those confirmed, the best of the others, and last what runs today."""
+    answer, others, today = _in_order(result)
+    ends = [each for each in (answer, today) if each is not None]
+    shown = [each for each in (answer, *others[: _MOST_CONFIGURATIONS - len(ends)], today) if each is not None]
+    intervals, key = [each.interval for each in shown], shown[0].key
+    several = len({each.first.precision for each in shown}) > 1  # else the recommendation names it
+    columns = [
+        Column("", ["●" if each is answer else "" for each in shown]),
+        counts("batch", [each.first.batch_size for each in shown]),
+        numbers("learning rate", [each.first.learning_rate for each in shown]),
+        Column("optimizer", [named_values(each.first.optimizer_arguments) for each in shown], spare=1),
+        Column("clipping", [clipping_text(each.first.gradient_clipping) for each in shown], spare=1),
+        Column("precision", [each.first.precision if several else "" for each in shown], spare=1),
+        _medians(result, key, [each.median if each else None for each in intervals]),
+        Column("interval", [_bounds(each, key) if each else "" for each in intervals], spare=1),
+        counts("seeds", [len(each.fresh) or None for each in shown], spare=1),
+        Column("why", [_verdict(result, each, answer, today) for each in shown], spare=1, wraps=True),
+    ]
+    count = len(ends) + len(others)
+    part = f", {len(shown)} of {count}" if len(shown) < count else ""
+    order = ", the recommended first" if answer else ""
+    title = f"configurations{order}{part}: medians over their seeds"
+    return table(title, columns, marked=[0] if answer else [], summary=True)
+
+
+def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configuration], _Configuration | None]:
+    """The answer, the others from the best on, those with fresh seeds before, and what runs today if another."""
+    runs, key = best_first(result)
+    answer = today = None
+    others = []
+    for group in by_configuration(runs):
+        known = [each for each in (result.recommendation, result.baseline) if is_of(group[0], each)]
+        fresh = [run for run in group if run.role == "confirm" and run.state != "running"]
+        made = _Configuration(group, known[0] if known else None, fresh, key)
+        if is_of(group[0], result.recommendation):
+            answer = made
+        elif made.runs_today or is_of(group[0], result.baseline):
+            today = made
+        else:
+            others.append(made)
+    sign = 1 if least_is_best(result, key) else -1
+    others.sort(key=lambda each: (not each.fresh, sign * each.interval.median if each.interval else math.inf))
+    return answer, others, today
+
+
+def _medians(result: Document, key: str, values: Sequence[float | None]) -> Column:
+    if key == SECONDS:
+        return seconds("to target", values)
+    if key == JOULES:
+        return numbers("energy", values, unit="J")
+    return numbers(f"best {metric_of(result)}", values, digits=4)
+
+
+def _bounds(found: Interval, key: str) -> str:
+    if found.at_least:
+        return "or more"
+    write = duration if key == SECONDS else number
+    return "" if found.low == found.high else f"{write(found.low)} to {write(found.high)}"
+
+
+def _verdict(
+    result: Document, each: _Configuration, answer: _Configuration | None, today: _Configuration | None
+) -> str:
+    """In one line why this is the answer, or why it is not."""
+    if each is answer:
+        also = ", and what you run today" if each.runs_today else ""
+        return f"recommended{also}" + ("" if each.fresh else ", not confirmed on fresh seeds")
+    why = _why_not(result, each, answer)
+    return f"what you run today: {why}" if each is today else why
+
+
+def _why_not(result: Document, each: _Configuration, answer: _Configuration | None) -> str:
+    missed = sum(score(run, each.key) is None for run in each.fresh)
+    if missed and not (each.found and each.interval):
+        return f"{missed} of {counted(len(each.fresh), 'fresh seed')} came to no result"
+    if each.interval is None:
+        outcome = each.first.outcome or each.first.state
+        return _ENDED.get(outcome, outcome)
+    if not each.fresh and not each.found:
+        return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
+    best = answer.interval if answer else None
+    return "confirmed" if best is None else _against(best, each.interval, result, each.key)
+
+
+def _against(best: Interval, other: Interval, result: Document, key: str) -> str:
+    if best.low <= other.high and other.low <= best.high:
+        return "no better beyond noise"
+    if (other.median < best.median) is least_is_best(result, key):
+        return "ahead on these seeds alone"
+    if key not in _TIMES or best.median <= 0:
+        return "worse"
+    return f"{'at least ' if other.at_least else ''}{number(other.median / best.median, 2)} {_TIMES[key]}"
