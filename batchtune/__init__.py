@@ -11,9 +11,21 @@ import sys
 from types import ModuleType
 
 from batchtune.api import check, environment, estimate, find_batch_size, load_result, probe, tune
+from batchtune.sampling.sampler import LengthBatchSampler, length_batches
 from batchtune.version import __version__
 
-__all__ = ["__version__", "check", "environment", "estimate", "find_batch_size", "load_result", "probe", "tune"]
+__all__ = [
+    "LengthBatchSampler",
+    "__version__",
+    "check",
+    "environment",
+    "estimate",
+    "find_batch_size",
+    "length_batches",
+    "load_result",
+    "probe",
+    "tune",
+]
 
 
 class _Package(ModuleType):

@@ -8,36 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from batchtune.config.options import (
-    MARGIN,
-    STEPS,
-    TIMEOUT,
-    TOLERANCE,
-    TRACE_TIMEOUT,
-    VERIFY_STEPS,
-    Accumulation,
-    Device,
-    Gpus,
-    Inference,
-    Margin,
-    Maximum,
-    MemoryLimit,
-    Minimum,
-    MultipleOf,
-    NoOom,
-    OwnAccumulation,
-    Precision,
-    Ranks,
-    Steps,
-    Strategy,
-    Throughput,
-    Timeout,
-    Tolerance,
-    TraceTimeout,
-    VerifySteps,
-    WorldSize,
-    takes_options,
-)
+from batchtune.config import options
+from batchtune.config.options import MARGIN, STEPS, TIMEOUT, TOLERANCE, TRACE_TIMEOUT, VERIFY_STEPS, takes_options
 from batchtune.version import __version__
 
 if TYPE_CHECKING:
@@ -45,30 +17,31 @@ if TYPE_CHECKING:
     from batchtune.observer import Observer
     from batchtune.result import Result
 
-Step = TypeVar("Step", bound=Callable[[int], Any])
+Step = TypeVar("Step", bound=Callable[[int], object])
 
 
 @takes_options
 def probe(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
-    precision: Precision = "auto",
-    memory_limit: MemoryLimit = None,
-    margin: Margin = MARGIN,
-    min: Minimum = 1,  # noqa: A002 - the option's name
-    max: Maximum = None,  # noqa: A002 - the option's name
-    multiple_of: MultipleOf = 1,
-    steps: Steps = STEPS,
-    device: Device = "auto",
-    tolerance: Tolerance = TOLERANCE,
-    timeout: Timeout = TIMEOUT,
-    verify_steps: VerifySteps = VERIFY_STEPS,
-    no_oom: NoOom = False,
-    throughput: Throughput = True,
-    accumulation: OwnAccumulation = None,
-    nproc_per_node: Ranks = 1,
-    strategy: Strategy = "ddp",
-    inference: Inference = False,
+    precision: options.Precision = "auto",
+    memory_limit: options.MemoryLimit = None,
+    margin: options.Margin = MARGIN,
+    min: options.Minimum = 1,  # noqa: A002 - the option's name
+    max: options.Maximum = None,  # noqa: A002 - the option's name
+    multiple_of: options.MultipleOf = 1,
+    steps: options.Steps = STEPS,
+    device: options.Device = "auto",
+    tolerance: options.Tolerance = TOLERANCE,
+    timeout: options.Timeout = TIMEOUT,
+    verify_steps: options.VerifySteps = VERIFY_STEPS,
+    no_oom: options.NoOom = False,
+    throughput: options.Throughput = True,
+    accumulation: options.OwnAccumulation = None,
+    nproc_per_node: options.Ranks = 1,
+    strategy: options.Strategy = "ddp",
+    inference: options.Inference = False,
+    lengths: options.Lengths = None,
     observer: Observer | None = None,
     run_folders: str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -81,16 +54,16 @@ def probe(  # noqa: D417 - takes_options adds them
         run_folders: keep attempts and result in a folder of this folder; None: keep nothing on disk.
 
     Returns:
-        The result document; `result.probe.max_batch_size` is the answer.
+        The result document; `result.probe.max_batch_size` is the answer, `result.probe.lengths` that of each length.
 
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.errors import UsageError, kind_of
-    from batchtune.observer import Observer
     from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
     from batchtune.protocol.commands import OpenTask
+    from batchtune.report.live import usual_observer
     from batchtune.run_folder import probe_folder
     from batchtune.task.spec import task_name
 
@@ -98,7 +71,12 @@ def probe(  # noqa: D417 - takes_options adds them
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
     path, purpose = os.fspath(task), "inference" if inference else "probe"
     name = task_name(path)
-    settings: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision, "purpose": purpose}
+    settings: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "precision": precision,
+        "lengths": lengths,
+        "purpose": purpose,
+    }
     return run_probe(
         OpenTask(task=path, device=device, margin=margin, **settings),
         ProbeOptions(
@@ -112,9 +90,10 @@ def probe(  # noqa: D417 - takes_options adds them
             no_oom=no_oom,
             throughput=throughput,
             accumulation_steps=accumulation or 0,
+            at_most_lengths=8 if lengths == "auto" else None,
         ),
         name=name,
-        observer=observer or Observer(),
+        observer=observer or usual_observer(),
         folder=probe_folder(f"{purpose}-{name}", path, Path(run_folders)) if run_folders is not None else None,
         world_size=nproc_per_node,
         strategy=strategy,
@@ -122,28 +101,24 @@ def probe(  # noqa: D417 - takes_options adds them
 
 
 @overload
-def find_batch_size(step: Callable[[int], Any], **options: Any) -> int: ...
-
-
+def find_batch_size(step: Callable[[int], object], **options: Any) -> int: ...
 @overload
 def find_batch_size(**options: Any) -> Callable[[Step], Step]: ...
-
-
 @takes_options  # type: ignore[misc]
 def find_batch_size(  # noqa: D417 - takes_options adds them
     step: Step | None = None,
     *,
-    device: Device = "auto",
-    memory_limit: MemoryLimit = None,
-    margin: Margin = MARGIN,
-    min: Minimum = 1,  # noqa: A002 - the option's name
-    max: Maximum = None,  # noqa: A002 - the option's name
-    multiple_of: MultipleOf = 1,
-    steps: Steps = STEPS,
-    tolerance: Tolerance = TOLERANCE,
-    no_oom: NoOom = False,
-    inference: Inference = False,
-    restore: Any = "auto",
+    device: options.Device = "auto",
+    memory_limit: options.MemoryLimit = None,
+    margin: options.Margin = MARGIN,
+    min: options.Minimum = 1,  # noqa: A002 - the option's name
+    max: options.Maximum = None,  # noqa: A002 - the option's name
+    multiple_of: options.MultipleOf = 1,
+    steps: options.Steps = STEPS,
+    tolerance: options.Tolerance = TOLERANCE,
+    no_oom: options.NoOom = False,
+    inference: options.Inference = False,
+    restore: object = "auto",
     observer: Observer | None = None,
 ) -> int | Callable[[Step], Step]:
     """Finds the largest batch size at which a training step of yours runs, within your own script and process.
@@ -155,9 +130,9 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 
         batch_size = batchtune.find_batch_size(step, max=4096)
 
-    Models, optimizers, schedules and scalers that `step` uses get the state back that they had before, with their
-    gradients, and so do random numbers: training after the search is training without it. What of them is found is said
-    in the first line of progress; what a step reaches on other ways is named: `restore=(model, optimizer)`.
+    What `step` uses of models, optimizers, schedules and scalers gets its state and gradients back, and so do random
+    numbers: training after the search is training without it. The first line of progress says what was found; name what
+    a step reaches on other ways: `restore=(model, optimizer)`.
 
     With options alone it decorates a step, which stays as it is and has the answer as an attribute:
 
@@ -169,11 +144,10 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     Make the batch anew in each call, and keep no reference to it, to the loss or to a gradient outside of `step`. With
     `inference=True` a step is a forward pass, which runs under `torch.inference_mode`; put the model in eval mode.
 
-    The search is that of `probe`, and so are its outcomes: what a failed attempt held is freed before the next, an
-    error that is not one of memory is told apart, and the size returned has run last, after everything that failed.
+    The search is that of `probe`, and so are its outcomes; the size returned has run last, after all that failed.
     Unlike `probe` it shares this process: a crash or a hang ends your script, and a failed CUDA kernel cannot be got
-    over. Where the limit is of the CPU's memory, it counts what comes on top of the process as it stands, holds for the
-    whole process (on Linux, as a limit on its address space) and is lifted before this returns.
+    over. A limit on the CPU's memory counts what comes on top of the process as it stands, holds for the whole process
+    (on Linux, as a limit on its address space) and is lifted before this returns.
 
     Args:
         step: does one whole training step, optimizer included, at the batch size it is given.
@@ -192,25 +166,17 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
         Exception: what `step` raised, where it raises it at every size.
     """
     from batchtune.probe.in_process import find_in_process
-    from batchtune.probe.search import Bounds
-    from batchtune.report.terminal.live import stderr_observer
+    from batchtune.probe.options import Bounds
+    from batchtune.task.state import kept_random_numbers
 
+    with kept_random_numbers("cpu"):  # rich draws some when it is imported
+        from batchtune.report.live import stderr_observer
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
-    limit: Any = memory_limit
+    how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
 
     def find(step: Step) -> int:
         with contextlib.nullcontext(observer) if observer else stderr_observer() as told:
-            return find_in_process(
-                step,
-                bounds,
-                device=device,
-                memory_limit=limit,
-                margin=margin,
-                steps=steps,
-                inference=inference,
-                restore=restore,
-                observer=told,
-            )
+            return find_in_process(step, bounds, device=device, inference=inference, observer=told, **how)
 
     def decorate(step: Step) -> Step:
         step.batch_size = find(step)  # type: ignore[attr-defined]
@@ -223,14 +189,14 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
 def estimate(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
-    gpus: Gpus = "all",
-    precision: Precision = "auto",
-    memory_limit: MemoryLimit = None,
-    accumulation_steps: Accumulation = 1,
-    strategy: Strategy = "ddp",
-    world_size: WorldSize = 1,
-    inference: Inference = False,
-    timeout: TraceTimeout = TRACE_TIMEOUT,
+    gpus: options.Gpus = "all",
+    precision: options.Precision = "auto",
+    memory_limit: options.MemoryLimit = None,
+    accumulation_steps: options.Accumulation = 1,
+    strategy: options.Strategy = "ddp",
+    world_size: options.WorldSize = 1,
+    inference: options.Inference = False,
+    timeout: options.TraceTimeout = TRACE_TIMEOUT,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
@@ -248,27 +214,26 @@ def estimate(  # noqa: D417 - takes_options adds them
             `error.result` has the rows, with what would make it fit, or why not.
         batchtune.errors.BatchtuneError: its class says whose fault it is.
     """
-    from batchtune.estimate.document import run_estimate
-    from batchtune.observer import Observer
+    from batchtune.estimate.run import run_estimate
+    from batchtune.report.live import usual_observer
 
-    limit: Any = memory_limit
-    return run_estimate(
-        os.fspath(task),
-        gpus,
-        precision,
-        memory_limit=limit,
-        accumulation_steps=accumulation_steps,
-        strategy=strategy,
-        world_size=world_size,
-        inference=inference,
-        timeout=float(timeout),
-        observer=observer or Observer(),
-    )
+    how: dict[str, Any] = {"memory_limit": memory_limit, "timeout": timeout, "accumulation_steps": accumulation_steps}
+    how |= {"strategy": strategy, "world_size": world_size, "inference": inference}
+    return run_estimate(os.fspath(task), gpus, precision, observer=observer or usual_observer(), **how)
 
 
-def tune(
+@takes_options
+def tune(  # noqa: D417 - takes_options adds them
     config: str | os.PathLike[str] | Config,
     *,
+    batch_size: options.BaselineBatchSize = None,
+    lr: options.BaselineRate = None,
+    budget: options.TotalTime = None,
+    target: options.Solved = None,
+    ranks: options.RanksOfRuns = None,
+    strategy: options.StrategyOfRuns = None,
+    warm_start: options.WarmStart = None,
+    save_config: options.SaveConfig = None,
     overrides: Sequence[str] = (),
     fresh: bool = False,
     observer: Observer | None = None,
@@ -277,8 +242,9 @@ def tune(
     """Finds the batch size and learning rate that reach the target soonest, and confirms them against the baseline.
 
     Args:
-        config: a YAML file or a `batchtune.config.schema.Config`.
-        overrides: texts such as `budget.total=5m`, laid over the file.
+        config: a YAML file, a task such as `model.py`, or a `batchtune.config.schema.Config`.
+        (options)
+        overrides: texts such as `budget.total=5m`, laid over file and options.
         fresh: start over instead of resuming what the run folder holds.
         observer: told of what happens on the way.
         run_folders: the folder that holds one folder for each run.
@@ -289,17 +255,15 @@ def tune(
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
-    from batchtune.config.load import default_name, load_config
-    from batchtune.config.schema import Config
-    from batchtune.observer import Observer
-    from batchtune.task.spec import task_name
+    from batchtune.report.live import usual_observer
+    from batchtune.tune.plan.open_task import configure
     from batchtune.tune.run import run_tune
 
-    given = [overrides] if isinstance(overrides, str) else overrides
-    loaded = config if isinstance(config, Config) else load_config(config, given)
-    if not loaded.name:
-        loaded = loaded.model_copy(update={"name": default_name(Path(f"{task_name(loaded.task)}.py"))})
-    return run_tune(loaded, fresh=fresh, observer=observer or Observer(), root=Path(run_folders))
+    observer = observer or usual_observer()
+    given: dict[str, Any] = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target, "ranks": ranks}
+    given |= {"strategy": strategy, "overrides": overrides}
+    loaded = configure(config, given, observer, save_config)
+    return run_tune(loaded, fresh=fresh, observer=observer, root=Path(run_folders), warm_start=warm_start)
 
 
 def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]:
@@ -337,6 +301,6 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     Raises:
         batchtune.errors.UsageError: there is none, it is not one, or a newer batchtune wrote it.
     """
-    from batchtune.files import load_result as load
+    from batchtune.result import load_result as load
 
     return load(path)

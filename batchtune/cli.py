@@ -9,15 +9,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from batchtune import api
-from batchtune.console import Session, one_of, with_session
+from batchtune import __version__, api
+from batchtune.cli_report import Open, report
+from batchtune.config.options import check_options
+from batchtune.console import with_session
 from batchtune.errors import RunInterrupted, UsageError
+from batchtune.session import Session
 from batchtune.task.spec import TEMPLATE
-from batchtune.version import __version__
+
+if TYPE_CHECKING:
+    from batchtune.config.schema import Config
 
 app = typer.Typer(
     name="batchtune",
@@ -29,13 +34,30 @@ app = typer.Typer(
 )
 
 
-_TEMPLATES = {"pytorch": "", "lightning": ":LitModel", "transformers": ":make_trainer"}  # what follows the file's name
-Origin: Any = one_of(*_TEMPLATES)
-Format: Any = one_of("table", "json", "markdown", "html", "csv", "hf", "lightning", "deepspeed", "env")
-Tracker: Any = one_of("mlflow", "tensorboard", "wandb")
-Executor: Any = one_of("local", "ray")
-Schema: Any = one_of("config", "result")
+Origin = Literal["pytorch", "lightning", "transformers"]
+Executor = Literal["local", "ray"]
+Schema = Literal["config", "result"]
+_TEMPLATES: dict[Origin, str] = {  # what follows the file's name
+    "pytorch": "",
+    "lightning": ":LitModel",
+    "transformers": ":make_trainer",
+}
 Task = Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")]
+
+
+def _gpus(typed: str) -> list[str]:
+    from batchtune.device.gpus import all_gpus
+
+    names = ["all", *(gpu.name.replace(" ", "-") for gpu in all_gpus())]  # a blank ends a word for shells
+    return [typed + name[len(typed) :] for name in names if name.lower().startswith(typed.lower())]
+
+
+def _keys(typed: str) -> list[str]:
+    from batchtune.config.schema import known_keys
+
+    names = list(known_keys())
+    sections = {name.rpartition(".")[0] for name in names}
+    return [f"{name}=" for name in names if name.startswith(typed) and name not in sections]
 
 
 @app.callback(invoke_without_command=True)
@@ -89,24 +111,26 @@ def init(
 
 @app.command(short_help="Find the largest batch that trains in the device's memory.")
 @partial(with_session, like=api.probe)
-def probe(session: Session, task: Task, **options: Any) -> None:
+def probe(session: Session, task: Task, open_page: Open = False, **options: Any) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
     Examples:
       batchtune probe model.py
       batchtune probe model.py --memory-limit 20GiB --precision bf16
       batchtune probe train.py:make_trainer --no-oom --json -o probe.json
+      batchtune probe model.py --lengths 128,256,512,1024
     """
-    from batchtune.processes.ranks.torchrun import rank_of_this_process
+    from batchtune.processes.ranks import rank_of_this_process
+    from batchtune.result import ROOT
 
     with session.observer() as observer:
-        result = api.probe(task, **options, observer=observer, run_folders=_run_folders())
+        result = api.probe(task, **options, observer=observer, run_folders=ROOT)
     if rank_of_this_process() == 0:
-        session.deliver(result)
+        session.deliver(result, open_page=open_page)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
-@partial(with_session, like=api.estimate)
+@partial(with_session, like=api.estimate, completions={"gpus": _gpus})
 def estimate(session: Session, task: Task, **options: Any) -> None:
     """Calculate which batch fits on which GPU, with no GPU at hand.
 
@@ -121,12 +145,17 @@ def estimate(session: Session, task: Task, **options: Any) -> None:
 
 
 @app.command(short_help="Find the batch size and learning rate that train soonest.")
-@with_session
+@partial(with_session, like=api.tune)
 def tune(
     session: Session,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG|TASK", help="The YAML configuration, or model.py and the like.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Laid over it, e.g. budget.total=5m.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Keys of the configuration, e.g. budget.total=5m.", autocompletion=_keys
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the study.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
@@ -140,92 +169,50 @@ def tune(
         Executor | None, typer.Option(help="Where runs train: on this machine, or on a Ray cluster.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Of a Ray cluster that runs, e.g. auto or ray://head:10001.")
+        str | None, typer.Option(metavar="ADDRESS", help="A running Ray cluster, e.g. auto or ray://head:10001.")
     ] = None,
+    open_page: Open = False,
+    **options: Any,
 ) -> None:
     """Find the batch size and learning rate that reach the target soonest, and confirm them on fresh seeds.
 
     Examples:
+      batchtune tune model.py --batch-size 32 --lr 1e-3
+      batchtune tune model.py --budget 10m --target "accuracy>0.9" --save-config tune.yaml
       batchtune tune config.yaml --dry-run
       batchtune tune config.yaml budget.total=5m baseline.batch_size=64
+      batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
-    from batchtune.config.load import load_config
-    from batchtune.tune.plan.open_task import verdict
+    from batchtune.tune.plan.open_task import configure
 
+    check_options(api.tune, options)
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}
     extra = [f"{key}={value if key == 'workers' else json.dumps(value)}" for key, value in given.items() if value]
-    loaded = load_config(config, [*(overrides or []), *extra])
-    with session.observer(loaded.budget.total) as observer:
-        if dry_run:
-            facts = api.check(loaded, observer=observer)
-        else:
-            result = api.tune(loaded, fresh=fresh, observer=observer, run_folders=_run_folders())
+    options["overrides"] = [*(overrides or []), *extra]
+    warm_start = options.pop("warm_start")
+    with session.observer() as observer:
+        loaded = configure(config, options, observer, options.pop("save_config"))
     if dry_run:
-        session.notes(verdict(loaded, facts))
+        _check(session, loaded)
+        return
+    with session.observer(loaded.budget.given_total) as observer:
+        result = api.tune(loaded, warm_start=warm_start, fresh=fresh, observer=observer)
+    session.deliver(result, open_page=open_page)
+
+
+def _check(session: Session, loaded: Config) -> None:
+    """`tune --dry-run`: opens the task, trains nothing, and tells what was found."""
+    from batchtune.tune.plan.open_task import verdict
+
+    with session.observer() as observer:
+        facts = api.check(loaded, observer=observer)
+    session.notes(verdict(loaded, facts))
+    if session.json or session.verbose or session.output or not sys.stdout.isatty():  # else the verdict says enough
         session.deliver_text(json.dumps(facts, indent=2) if session.json else loaded.to_yaml(), exact=True)
-    else:
-        session.deliver(result)
 
 
-@app.command(short_help="Print the recommendation of a run.")
-@with_session
-def report(
-    session: Session,
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN|FILE.json", help="A run's name, its folder, or a result file.")
-    ] = None,
-    format_: Annotated[
-        Format, typer.Option("--format", help="A report or, from hf on, the settings for a training library.")
-    ] = "table",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=NAME", help="Calls a field of such settings otherwise; repeatable."),
-    ] = None,
-    log_to: Annotated[
-        Tracker | None, typer.Option("--log-to", help="Log a study to this tracker instead, one run a trial.")
-    ] = None,
-) -> None:
-    """Print the recommendation of the latest run, or of one named, in one of several formats.
-
-    Examples:
-      batchtune report digits --format html -o report.html
-      batchtune report digits --format hf -o arguments.json
-      batchtune report digits --format lightning --set model.lr=model.rate
-      batchtune report digits --log-to mlflow
-    """
-    from batchtune.report.export.trainers import EXPORTS
-    from batchtune.report.formats import FORMATS
-    from batchtune.run_folder import find_run, is_behind, running_in
-
-    found = find_run(run, _run_folders())
-    result, process = api.load_result(found), running_in(found)
-    if process is not None:
-        result = result.model_copy(update={"status": "running", "error": None})
-        session.notes([f"process {process} goes on with this run: here is what it had when it last saved"])
-    elif is_behind(found):
-        session.notes(["the study was killed, and has more than this: the same 'batchtune tune' shows it all"])
-    name = "json" if session.json else format_
-    if log_to is not None and format_ != "table":
-        raise UsageError(f"--log-to {log_to}: not together with --format {format_}; give one of them")
-    if set_ and name not in EXPORTS:
-        raise UsageError(f"--set {set_[0]}: not with --format {name}; fields of {', '.join(EXPORTS)} can be renamed")
-    if log_to is not None:
-        from batchtune.report.export.trackers import log_to as log
-
-        files = {"report.md": FORMATS["markdown"](result), "report.html": FORMATS["html"](result)}
-        logged = log(log_to, result, files)
-        line = "logged {logged} of {trials} trials to {where}".format_map(logged)
-        session.deliver_text(json.dumps(logged) if session.json else line)
-    elif name in EXPORTS:
-        session.deliver_text(EXPORTS[name].text(result, set_ or ()), exact=True)
-        session.notes(EXPORTS[name].said_beside(result))
-    elif name == "html" and session.output is None and sys.stdout.isatty():
-        raise UsageError("--format html is a page of some megabytes: add --output report.html")
-    elif name in FORMATS:
-        session.deliver_text(FORMATS[name](result), exact=True)
-    else:
-        session.deliver_page(result)
+app.command("report", short_help="Print the recommendation of a run.")(with_session(report))
 
 
 @app.command(short_help="Describe this machine, to paste into an issue.")
@@ -253,7 +240,7 @@ def env(
 @with_session
 def schema(
     session: Session,
-    which: Annotated[Schema, typer.Argument(metavar="config|result", help="Of which document.")],
+    which: Annotated[Schema, typer.Argument(metavar="config|result", help="Which document.")],
 ) -> None:
     """Print the JSON Schema of the configuration or of the result document.
 
@@ -271,7 +258,7 @@ def schema(
 def main() -> NoReturn:
     """The console entry point; exits with the documented code."""
     try:
-        code: Any = app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except typer.Exit as end:
         code = end.exit_code
     except typer.Abort:
@@ -292,9 +279,3 @@ def _say_what_to_type(error: Exception) -> None:
     given, *known = re.findall(r"'([^']*)'", message) or [""]
     near = difflib.get_close_matches(given, known, n=1)
     vars(error)["message"] = f"{message} Did you mean '{near[0]}'?" if near else message
-
-
-def _run_folders() -> Path:
-    from batchtune.run_folder import ROOT
-
-    return ROOT

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from batchtune.document import Document
 
 
-Setting = Literal["device", "memory_limit"]
-_FLAGS: dict[Setting, str] = {"device": "--device", "memory_limit": "--memory-limit"}
-_KEYS: dict[Setting, str] = {"device": "device", "memory_limit": "memory.limit"}
+Setting = Literal["device", "memory_limit", "ranks"]
+_FLAGS: dict[Setting, str] = {"device": "--device", "memory_limit": "--memory-limit", "ranks": "--nproc-per-node"}
+_KEYS: dict[Setting, str] = {"device": "device", "memory_limit": "memory.limit", "ranks": "ranks.per_trial"}
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
 _IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
 
@@ -53,13 +53,17 @@ class BatchtuneError(Exception):
 
 
 class UsageError(BatchtuneError):
-    """A command, a configuration or a file that cannot be used as given; the message says how to fix it."""
+    """A command, a configuration or a file cannot be used as given; the message says how to fix it."""
 
     exit_code = 2
 
 
 class UserCodeError(BatchtuneError):
-    """The user's own code raised, or broke the task contract; `frames` holds the lines of theirs that lead to it."""
+    """The user's own code raised, or broke the task contract.
+
+    Attributes:
+        frames: the lines of theirs that lead to it.
+    """
 
     exit_code = 3
 
@@ -81,6 +85,6 @@ class DeviceError(BatchtuneError):
 
 
 class RunInterrupted(BatchtuneError):
-    """The run was stopped from outside; what was known by then is in `result`."""
+    """The run was stopped from outside, by Ctrl-C or SIGTERM; what was measured by then is in the result."""
 
     exit_code = 130

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partialmethod
+
 from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 
 
@@ -13,6 +16,9 @@ class Observer:
 
     def note(self, text: str) -> None:
         """One line worth knowing (`-v` shows them)."""
+
+    def announce(self, text: str) -> None:
+        """One line that everybody must see at once."""
 
     def progress(self, share: float, seconds: float, limit_seconds: float) -> None:
         """What share of this part is done, after how long, and when it is given up."""
@@ -40,37 +46,16 @@ class Observer:
 
 
 class Forwarder(Observer):
-    """Hands everything on to another observer; a subclass adds what it is there for."""
+    """Hands everything on to another observer, one thing at a time; a subclass adds what it is there for."""
 
     def __init__(self, behind: Observer) -> None:
         self._behind = behind
+        self._lock = threading.RLock()  # several threads may have something to tell
 
-    def stage(self, title: str) -> None:
-        self._behind.stage(title)
+    def _hand_on(self, method: str, *args: object, **kwargs: object) -> None:
+        with self._lock:
+            getattr(self._behind, method)(*args, **kwargs)
 
-    def note(self, text: str) -> None:
-        self._behind.note(text)
 
-    def progress(self, share: float, seconds: float, limit_seconds: float) -> None:
-        self._behind.progress(share, seconds, limit_seconds)
-
-    def attempting(self, batch_size: int, reason: str) -> None:
-        self._behind.attempting(batch_size, reason)
-
-    def attempted(self, attempt: Attempt) -> None:
-        self._behind.attempted(attempt)
-
-    def throughput(self, point: ThroughputPoint) -> None:
-        self._behind.throughput(point)
-
-    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
-        self._behind.trial_started(trial, best_seconds=best_seconds)
-
-    def trial_evaluated(self, trial: Trial, point: CurvePoint) -> None:
-        self._behind.trial_evaluated(trial, point)
-
-    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
-        self._behind.trial_ended(trial, done=done, seconds_left=seconds_left)
-
-    def printed(self, line: str) -> None:
-        self._behind.printed(line)
+for _method in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Forwarder, _method, partialmethod(Forwarder._hand_on, _method))  # noqa: SLF001 - its own

@@ -1,30 +1,35 @@
-"""The run folder `.batchtune/<name>/`: what stands in it, who may write to it, and when it belongs to another run."""
+"""The run folder `.batchtune/<name>/`: what stands in it, and who may write to it."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
+import math
 import os
+import secrets
+import shutil
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from batchtune.config.schema import is_run_name
+from batchtune.config.fields import is_run_name
 from batchtune.document import Attempt, Document
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.files import write_atomically
+from batchtune.result import ROOT, kept_value, load_result
 
-ROOT = Path(".batchtune")
-_MOST_NAMED = 10
-_AT_ONCE_SECONDS = 1.0  # between two files that are written one after the other
+SHOWN_EVERY_SECONDS = 5
+"""Between two pages of a run that goes on."""
+_SHOWING_SHARE = 0.005  # of the time a processor may work on them
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
 
 
 class RunFolder:
     """One run's files; results are replaced atomically, attempts and trials are appended.
+
+    What cannot be written (no space, read-only) is a UsageError that names the file.
 
     Args:
         name: the folder's name; it cannot leave `root`.
@@ -35,54 +40,30 @@ class RunFolder:
         self.path = root / name
         self._lock: IO[str] | None = None
         self._latest: Document | None = None
+        self._show_due = math.inf
+        self._is_shown = False
 
     def open(self) -> None:
         """Creates the folder, takes it for this process, and takes away what killed processes left half done.
 
-        Raises:
-            UsageError: it cannot be written, or another process has it.
+        Raises UsageError where it cannot be written, or another process has it.
         """
+        self._lock, self._show_due, self._is_shown = _taken(self.path), time.monotonic() + SHOWN_EVERY_SECONDS, False
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("a+", encoding="ascii")
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be written: {error.strerror}; run from another folder") from None
-        with contextlib.suppress(ImportError):  # no such locks on Windows
-            import fcntl
-
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-                lock.close()
-                raise UsageError(
-                    f"{self.path}: process {holder} is running in it; wait, stop it, or choose another name"
-                ) from None
-        lock.truncate(0)
-        with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
-            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
-        self._lock = lock
-        try:
-            for name in _OURS:
-                for half in self.path.glob(f".{name}.*.tmp"):
-                    half.unlink(missing_ok=True)
-            cut_to_whole_lines(self.path / "attempts.jsonl")
-        except OSError as error:
+            with _writing(self.path):
+                for name in _OURS:
+                    for half in self.path.glob(f".{name}.*.tmp"):
+                        half.unlink(missing_ok=True)
+                cut_to_whole_lines(self.path / "attempts.jsonl")
+        except UsageError:
             self.close()
-            raise _not_written(self.path, error) from None
+            raise
 
     def clear(self) -> None:
-        """Takes away all that runs write, to start over.
-
-        Raises:
-            UsageError: it cannot be taken away.
-        """
-        try:
+        """Takes away all that runs write, to start over."""
+        with _writing(self.path):
             for name in _OURS:
                 (self.path / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise _not_written(self.path, error) from None
 
     def close(self) -> None:
         """Draws the report of the result as it is now, and lets another process have the folder.
@@ -92,6 +73,10 @@ class RunFolder:
         """
         latest, self._latest = self._latest, None
         try:
+            if latest is None and self._is_shown:  # of a run that came to nothing: the page is an earlier one's again
+                with contextlib.suppress(OSError, UsageError):
+                    (self.path / "report.html").unlink(missing_ok=True)
+                    latest = load_result(self.path)
             if latest is not None:
                 self._write_report(latest)
         except KeyboardInterrupt:
@@ -99,24 +84,14 @@ class RunFolder:
             interrupted.result = latest
             raise interrupted from None
         finally:
-            self._let_go()
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                _let_go(self.path, lock)
 
-    def _let_go(self) -> None:
-        if self._lock is not None:
-            with contextlib.suppress(OSError):  # read-only by now: nothing is lost by the number of a process
-                self._lock.truncate(0)
-            self._lock.close()
-            self._lock = None
-            with contextlib.suppress(OSError):  # a run that came to nothing leaves nothing
-                if [each.name for each in self.path.iterdir()] == ["lock"]:
-                    (self.path / "lock").unlink()
-                    self.path.rmdir()
-
-    def check_identity(self, identity: dict[str, Any]) -> None:
+    def check_identity(self, identity: Mapping[str, object]) -> None:
         """Refuses to mix: what decides the meaning of the measurements that are kept must be what it was.
 
-        Args:
-            identity: dotted configuration keys (and the task's hash, the device) with their values.
+        These are dotted configuration keys, the task's hash and the device, with their values.
 
         Raises:
             UsageError: a value differs from that of the folder, naming it.
@@ -130,15 +105,11 @@ class RunFolder:
                 "mix. Use --fresh to start over, or another 'name' to keep both"
             )
 
-    def keep_identity(self, identity: dict[str, Any]) -> None:
-        """Keeps what decides the meaning of what is measured from now on; see `check_identity`.
-
-        Raises:
-            UsageError: the folder cannot be written.
-        """
+    def keep_identity(self, identity: Mapping[str, object]) -> None:
+        """Keeps what decides the meaning of what is measured from now on; see `check_identity`."""
         self.write("identity.json", json.dumps(identity, indent=2))
 
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> dict[str, object] | None:
         """What decides the meaning of what was measured here; None: nothing was, empty: the file is damaged."""
         try:
             found = json.loads((self.path / "identity.json").read_text(encoding="utf-8"))
@@ -149,32 +120,18 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def forget_attempts(self) -> None:
-        """Those kept so far are of an earlier search; a new one begins.
-
-        Raises:
-            UsageError: the folder cannot be written.
-        """
-        file = self.path / "attempts.jsonl"
-        try:
+        """Those kept so far are of an earlier search; a new one begins."""
+        with _writing(file := self.path / "attempts.jsonl"):
             file.unlink(missing_ok=True)
-        except OSError as error:
-            raise _not_written(file, error) from None
 
-    def append_attempt(self, attempt: Attempt, **about: Any) -> None:
-        """Adds one attempt to `attempts.jsonl`.
-
-        Raises:
-            UsageError: it cannot be written (no space, read-only).
-        """
+    def append_attempt(self, attempt: Attempt, **about: object) -> None:
+        """Adds one attempt to `attempts.jsonl`."""
         line = json.dumps(about | attempt.model_dump(exclude_none=True))
         file = self.path / "attempts.jsonl"
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
-        except OSError as error:
-            raise _not_written(file, error) from None
+        with _writing(file), file.open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
 
-    def attempts(self) -> Iterator[dict[str, Any]]:
+    def attempts(self) -> Iterator[dict[str, object]]:
         """The attempts of earlier starts; a line that is none, cut off by a crash for one, is passed over."""
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / "attempts.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -184,15 +141,9 @@ class RunFolder:
                     yield entry
 
     def write(self, name: str, text: str) -> None:
-        """Replaces one file of the folder.
-
-        Raises:
-            UsageError: it cannot be written (no space, read-only).
-        """
-        try:
+        """Replaces one file of the folder."""
+        with _writing(self.path / name):
             write_atomically(self.path / name, text)
-        except OSError as error:
-            raise _not_written(self.path / name, error) from None
 
     def has_result(self) -> bool:
         """Whether a result is kept here, this run's or an earlier one's."""
@@ -203,14 +154,64 @@ class RunFolder:
         self.write("result.json", result.to_json() + "\n")
         self._latest = result
 
+    def show(self, document: Callable[[], Document], words: str) -> None:
+        """Redraws `report.html` for who watches a run, every few seconds, less often where that takes long."""
+        if time.monotonic() < self._show_due:
+            return
+        from batchtune.report.formats import to_html
+
+        began = time.thread_time()
+        with contextlib.suppress(Exception):  # whatever it is, the page at the end says it
+            running = document().model_copy(update={"status": "running", "error": None})
+            self.write("report.html", to_html(running, refresh_seconds=SHOWN_EVERY_SECONDS, words=words))
+            self._is_shown = True
+        took = time.thread_time() - began
+        self._show_due = time.monotonic() + max(SHOWN_EVERY_SECONDS, took / _SHOWING_SHARE)
+
     def _write_report(self, result: Document) -> None:
         """Replaces `report.html`; a page that cannot be made costs nobody the run whose result is saved already."""
-        from batchtune.report.page.html import to_html
+        from batchtune.report.formats import to_html
 
         try:
             self.write("report.html", to_html(result))
         except Exception as error:  # noqa: BLE001 - whatever it is, the result is there and can be drawn again
             warnings.warn(f"report.html was not written: {error}; result.json is complete", stacklevel=2)
+
+
+def _taken(path: Path) -> IO[str]:
+    """The lock of a folder, which is made where it is missing, with the number of this process in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("a+", encoding="ascii")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}; run from another folder") from None
+    with contextlib.suppress(ImportError):  # no such locks on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise UsageError(
+                f"{path}: process {holder} is running in it; wait, stop it, or choose another name"
+            ) from None
+    lock.truncate(0)
+    with contextlib.suppress(OSError):  # no space: the process id is for people, the lock holds without
+        os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+    return lock
+
+
+def _let_go(path: Path, lock: IO[str]) -> None:
+    """Gives the folder up; one of a run that came to nothing goes with it."""
+    with contextlib.suppress(OSError):  # read-only by now: nothing is lost by the number of a process
+        lock.truncate(0)
+    lock.close()
+    with contextlib.suppress(OSError):
+        if [each.name for each in path.iterdir()] == ["lock"]:
+            (path / "lock").unlink()
+            path.rmdir()
 
 
 def cut_to_whole_lines(file: Path) -> None:
@@ -231,89 +232,40 @@ def cut_to_whole_lines(file: Path) -> None:
             stream.truncate(end)
 
 
-def find_run(run: str | None, root: Path = ROOT) -> Path:
-    """The result that a person means by a run's name, a folder or a file; by nothing, the newest.
-
-    Raises:
-        UsageError: there is no run of this name, but there are others.
-    """
-    if run is None:
-        return latest_run(root)
-    named = root / run
-    if is_run_name(run) and (named / "result.json").is_file():
-        return named
-    kept = sorted(path.parent.name for path in root.glob("*/result.json"))
-    if kept and is_run_name(run) and not Path(run).exists():
-        near = difflib.get_close_matches(run, kept, n=1)
-        told = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(kept[-_MOST_NAMED:])}"
-        raise UsageError(f"{run}: no such run; {told}")
-    return Path(run)
-
-
-def is_behind(run: Path) -> bool:
-    """Whether a study went on after its result was last written: it runs at the moment, or was killed."""
-    journal, result = run / "study.log", run / "result.json"
-    written = [file.stat().st_mtime for file in (result, journal) if file.is_file()]
-    return len(written) == 2 and written[1] > written[0] + _AT_ONCE_SECONDS  # noqa: PLR2004 - both are there
-
-
-def running_in(run: Path) -> str | None:
-    """The process that is running in a run folder; None where none is, or the system does not tell."""
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Says which file it was that could not be written."""
     try:
-        import fcntl
+        yield
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error.strerror}; make room and start again") from None
 
-        with (run / "lock").open(encoding="ascii") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read().strip() or "unknown"
-    except (ImportError, OSError):  # no such locks on Windows; no run folder, but a file
-        pass
-    return None
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."  # noqa: PLR2004 - a line stays a line
 
 
 def probe_folder(name: str, task: str, root: Path = ROOT) -> RunFolder:
-    """The run folder of a probe: by its name, unless that has the result of another task.
-
-    Args:
-        name: `probe-` and what the task is called.
-        task: as the user named it.
-        root: where run folders are kept.
-    """
+    """The run folder of a probe of the task (as its user named it): of that name, unless another task has it."""
     path = Path(task.partition(":")[0]).resolve()
     candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"]
-    free = [each for each in candidates if is_run_name(each) and _kept(root / each, "task", "path") in (task, None)]
+    named = [each for each in candidates if is_run_name(each)]
+    free = [each for each in named if kept_value(root / each, "task", "path") in (task, None)]
     return RunFolder(free[0] if free else name, root)
 
 
-def _kept(run: Path, *keys: str) -> Any:
-    """A value of a run's result; None where there is none that can be read."""
-    try:
-        found: Any = json.loads((run / "result.json").read_text(encoding="utf-8"))
-        for key in keys:
-            found = found.get(key)
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return None
-    return found
-
-
-def latest_run(root: Path = ROOT) -> Path:
-    """The run folder whose result is the newest of those that did not fail, or of all if all did.
-
-    Raises:
-        UsageError: there is none below the current folder.
-    """
-    found = sorted(root.glob("*/result.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise UsageError(f"no result in {root}/ here; run 'batchtune probe' or 'batchtune tune' first, or name a file")
-    runs = [path.parent for path in reversed(found)]
-    return next((run for run in runs if _kept(run, "status") != "failed"), runs[0])
-
-
-def _not_written(file: Path, error: OSError) -> UsageError:
-    return UsageError(f"{file}: cannot be written: {error.strerror}; make room and start again")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."  # noqa: PLR2004 - a line stays a line
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces `path` by `text` in one move, so that a reader or a crash never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    with temporary.open("x", encoding="utf-8") as stream:  # a new file or none, and as private as the umask has it
+        try:
+            if path.exists():
+                shutil.copymode(path, temporary)
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

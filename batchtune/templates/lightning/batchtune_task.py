@@ -1,7 +1,7 @@
 """What batchtune trains: put your own LightningModule and DataModule here, as they are. No batchtune import is needed.
 
-batchtune calls training_step, validation_step and configure_optimizers itself, without a Lightning Trainer: what stands
-in your Trainer(...) call (gradient clipping, callbacks, precision) is not looked at.
+batchtune calls training_step, validation_step and configure_optimizers itself. Of a Trainer(...) in this file, gradient
+clipping and accumulation are taken over; its callbacks and precision are not.
 """
 
 import lightning as L
@@ -51,5 +51,5 @@ class LitModel(L.LightningModule):
         self.log("val_accuracy", (logits.argmax(dim=1) == labels).float().mean())
 
     def configure_optimizers(self):
-        """One optimizer, with a scheduler if you like; batchtune sets the learning rate, groups keep their ratios."""
+        """With schedulers if you like; batchtune sets the learning rate, parameter groups keep their ratios to it."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
