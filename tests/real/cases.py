@@ -27,7 +27,7 @@ class Case:
     attribute: str = ""
     batch_size: int = 16
     learning_rate: float = 1e-3
-    limit: int = 64
+    limit: int = 192
     metric: str = "val_loss"
     goal: str = "minimize"
     precision: str = "fp32"
@@ -65,13 +65,13 @@ budget: {{run: 3s}}
 
 LIGHTNING, TRANSFORMERS = ("lightning", "sklearn"), ("transformers", "accelerate")
 CASES = [
-    Case("gpt", limit=48),
-    Case("vit", limit=48, needs=("sklearn",)),
-    Case("simple_vit", limit=48, metric="accuracy", goal="maximize", needs=("sklearn",)),
+    Case("gpt", limit=176),
+    Case("vit", limit=176, needs=("sklearn",)),
+    Case("simple_vit", limit=176, metric="accuracy", goal="maximize", needs=("sklearn",)),
     Case("unet", learning_rate=1e-4, metric="dice", goal="maximize"),
     Case("plateau", metric="dice", goal="maximize", refused="ReduceLROnPlateau"),
-    Case("contrastive", limit=48, batch_size=32, metric="accuracy", goal="maximize", needs=("sklearn",)),
-    Case("triplet", limit=48, learning_rate=1e-2, needs=("sklearn",)),
+    Case("contrastive", limit=256, batch_size=32, metric="accuracy", goal="maximize", needs=("sklearn",)),
+    Case("triplet", limit=176, learning_rate=1e-2, needs=("sklearn",)),
     Case("detection", batch_size=4, learning_rate=5e-3),
     Case("centers", learning_rate=1e-2, needs=("sklearn",)),
     Case("ema", learning_rate=1e-2, needs=("sklearn",)),

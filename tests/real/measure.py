@@ -3,7 +3,8 @@
     python tests/real/measure.py                    # all; half an hour on a quiet machine
     python tests/real/measure.py --only gpt,unet    # some of them
     python tests/real/measure.py --resume           # those that have no row yet
-    python tests/real/measure.py --no-tune          # on a busy machine: memory alone
+    python tests/real/measure.py --parts memory     # on a busy machine, and
+    python tests/real/measure.py --parts times      # the rest of each row, later
 
 writes tests/benchmarks/results/real.md, a row for each training. What a training
 needs and is not installed is skipped by name: `pip install ".[recipes,lightning,transformers]" peft torch_geometric`.
@@ -34,12 +35,7 @@ HERE = Path(__file__).parent
 RESULT = HERE.parent / "benchmarks" / "results" / "real.md"
 GPU, SEEDS, BEYOND = "4090", 3, 1.25
 SHARES = (1, 0.97, 0.9)  # of the largest batch, tried in a plain loop until one trains
-BUDGET = ["budget.run=3s", "budget.total=40s", "budget.trials=12", "confirm.seeds=2", "confirm.top=1"]
-ENVIRONMENT = {  # glibc maps each larger block for itself, as in a probe's attempts; else the boundary moves
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
+BUDGET = ["budget.run=3s", "budget.total=60s", "budget.trials=12", "confirm.seeds=3", "confirm.top=1"]
 HEADER = f"""\
 # Trainings as people write them
 
@@ -53,8 +49,8 @@ HEADER = f"""\
   train {STEPS} steps (or for a minute)? Else 97 or 90 % of it? Then with {BEYOND} times that batch,
   which trains where samples differ: a probe's batch is made of the largest.
 - estimate: the largest batch (and the safe one) that would fit on an RTX {GPU}.
-- not run: measured with `--no-tune`, as on a busy machine; trainings without a row have not been measured yet.
-- tune: batch size @ learning rate, and its speed-up over the baseline, by a study of 40 s, which is too little for a
+- not run: `--parts memory` does without, as a busy machine asks; trainings without a row have not been measured yet.
+- tune: batch size @ learning rate, and its speed-up over the baseline, by a study of a minute: too little for a
   narrow interval.
 - checked: the same by the training's own loop with what `report --format env` wrote, in {SEEDS} fresh seeds of each;
   `-` where a run did not meet the target within twice budget.run. On a machine that others use times illustrate and
@@ -107,7 +103,7 @@ def batchtune(folder: Path, *arguments: object, **options: Any) -> Finished:
 
 def plain(folder: Path, *arguments: object) -> Any:
     """What plain.py found; None where it failed for another reason than memory."""
-    done = call(folder, HERE / "plain.py", *arguments, **ENVIRONMENT)
+    done = call(folder, HERE / "plain.py", *arguments)
     lines = [line for line in done.out.splitlines() if line.startswith(("{", "["))]
     if done.code or not lines:
         print(f"plain.py {' '.join(map(str, arguments))}: {done.why}", file=sys.stderr)
@@ -115,8 +111,8 @@ def plain(folder: Path, *arguments: object) -> Any:
     return json.loads(lines[-1])
 
 
-def row(case: Case, *, with_tune: bool) -> list[str]:
-    """The cells of a training."""
+def row(case: Case, parts: list[str], before: list[str]) -> list[str]:
+    """The cells of a training; a part that is not asked for keeps what it was `before`."""
     if case.missing:
         return [case.name, str(case.glue), f"skipped: no {', '.join(case.missing)}"]
     with tempfile.TemporaryDirectory() as name:
@@ -129,9 +125,12 @@ def row(case: Case, *, with_tune: bool) -> list[str]:
         return [
             case.name,
             str(case.glue),
-            *probed(case, folder),
-            estimated(case, folder),
-            *(tuned(case, folder) if with_tune else ["not run"]),
+            *(
+                [*probed(case, folder), estimated(case, folder)]
+                if "memory" in parts
+                else before[2:7] or ["not run"] * 5
+            ),
+            *(tuned(case, folder) if "times" in parts else before[7:] or ["not run"]),
         ]
 
 
@@ -215,6 +214,8 @@ def checked(case: Case, folder: Path, result: dict[str, Any]) -> str:
     slow, fast = ([each for each in some if each is not None] for some in times)
     if len(slow) < SEEDS or len(fast) < SEEDS:
         return f"- ({len(slow)} and {len(fast)} of {SEEDS} met it)"
+    if not all(slow + fast):  # the first step is not timed: it sets things up
+        return "the first step meets the target"
     ratios = sorted(a / b for a in slow for b in fast)
     return f"{median(slow) / median(fast):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
@@ -244,13 +245,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of trainings, with commas between")
     parser.add_argument("--resume", action="store_true", help="leave out those that have a row")
-    parser.add_argument("--no-tune", action="store_true", help="what a busy machine would only blur")
+    parser.add_argument("--parts", default="memory,times", help="times are what a busy machine would only blur")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else [case.name for case in CASES]
     for case in CASES:
         if case.name not in wanted or (options.resume and case.name in kept()):
             continue
-        cells = row(case, with_tune=not options.no_tune)
+        before = [cell.strip() for cell in kept().get(case.name, "").split("|")[1:-1]]
+        cells = row(case, options.parts.split(","), before)
         line = f"| {' | '.join(cells + [''] * (10 - len(cells)))} |"
         print(line, flush=True)
         write(kept() | {case.name: line})

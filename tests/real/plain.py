@@ -7,15 +7,13 @@ Each prints one line of JSON at its end; measure.py starts it.
 """
 
 import contextlib
-import ctypes
-import gc
 import importlib
 import inspect
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,27 +36,32 @@ def main(what: str, name: str, *arguments: str) -> None:
 
 
 def trains(training: ModuleType, batch_size: int, limit_mib: int) -> dict[str, Any]:
-    """Steps of shuffled batches that the loop did before it ended or ran out of memory.
+    """Steps of shuffled batches that the loop did, and whether its resident memory stayed within the limit.
 
-    Address space counts from where the same loop has done a step of two samples, as a probe's does from a small step.
+    What counts is what comes on top of the process as it is once the training, and its library, is imported.
     """
-    training.train(2, 1e-6, lambda _: True)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + (limit_mib << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    done, began = [], time.monotonic()
+    if hasattr(training, "make_trainer"):
+        training.make_trainer()  # what a Trainer loads only when it is made belongs to the imports
+    before, done, began = resident("VmRSS"), [], time.monotonic()
+    passed: list[int] = []
 
     def report(_: object) -> bool:
+        if resident("VmHWM") - before > limit_mib << 20:
+            passed.append(len(done))
+            return True
         done.append(None)
         return len(done) >= STEPS or (len(done) > 1 and time.monotonic() - began > SECONDS)
 
-    try:
-        training.train(batch_size, 1e-6, report)
-    except (RuntimeError, MemoryError) as error:
-        return {"steps": len(done), "trains": False, "why": str(error)[:200]}
+    training.train(batch_size, 1e-6, report)
+    if passed:
+        return {"steps": passed[0], "trains": False, "why": "resident memory passed the limit"}
     return {"steps": len(done), "trains": len(done) > 1}
+
+
+def resident(name: str) -> int:
+    """Bytes by a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) << 10
 
 
 class Stopwatch:
@@ -95,7 +98,9 @@ def race(training: ModuleType, asked: dict[str, Any]) -> list[list[float | None]
 
 
 def metric_of(training: ModuleType, name: str) -> Callable[[Any], float]:
-    """The training's own evaluation, or the mean loss of its validation set."""
+    """The training's own evaluation, its library's, or the mean loss of its validation set."""
+    if hasattr(training, "make_trainer"):
+        return partial(evaluated_by, training.make_trainer(), name)
     batches = [] if hasattr(training, "evaluate") else list(validation(training))
 
     def metric(model: Any) -> float:
@@ -118,11 +123,16 @@ def metric_of(training: ModuleType, name: str) -> Callable[[Any], float]:
     return metric
 
 
+def evaluated_by(trainer: Any, name: str, model: Any) -> float:
+    """A Trainer's own metric, which weighs its batches as it does."""
+    trainer.model = trainer.model_wrapped = model
+    found = trainer.evaluate()[name]
+    model.train()
+    return float(found)
+
+
 def validation(training: ModuleType) -> Any:
     """Batches of the validation set."""
-    if hasattr(training, "make_trainer"):
-        trainer = training.make_trainer()
-        return DataLoader(trainer.eval_dataset, trainer.args.eval_batch_size, collate_fn=trainer.data_collator)
     if hasattr(training, "fit"):
         data = training.make()[1] if hasattr(training, "make") else training.MyDataModule()
         data.setup("fit")
