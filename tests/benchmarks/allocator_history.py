@@ -41,7 +41,7 @@ def _recorded(case: Case, size: int) -> list[tuple[int, int, str]]:
     """The same of real steps, from the allocator's history; what it is: the innermost Python line."""
     from estimate_allocator import attempted
 
-    from batchtune.child.training.trainer import require_finite
+    from batchtune.child.trainer import require_finite
 
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=1 << 20, stacks="python")

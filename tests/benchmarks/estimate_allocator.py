@@ -35,8 +35,9 @@ from allocator_history import events_of, first_difference
 from torch.overrides import TorchFunctionMode
 from zoo import Case
 
-from batchtune.child.commands import attempt as commands
-from batchtune.estimate.tracing import answer as product
+from batchtune.child import attempt as commands
+from batchtune.estimate.commands import EstimateMemory, Refusal
+from batchtune.estimate.tracing import server as product
 from batchtune.estimate.tracing import trace
 from batchtune.protocol.commands import TryBatchSize
 from batchtune.vocabulary import LARGEST
@@ -44,7 +45,7 @@ from batchtune.vocabulary import LARGEST
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 LIMITS = (20 * GIB, 8 * GIB)
-STEPS = 3
+STEPS, CHECK_STEPS = 3, 8
 SECONDS = 600.0  # that an estimate may take
 _WITHOUT = ("refused", "failed", "not_measured")  # what a record has that has no figures
 EXPANDABLE = "expandable_segments:True"
@@ -103,12 +104,13 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def card() -> dict[str, Any]:
-    """The GPU as the estimate is asked about it."""
+    """The GPU as the estimate is asked about it, and what it has for the allocator: `free_bytes`."""
     from batchtune.device.gpus import find_gpu
 
     name = torch.cuda.get_device_name(0)
     known = find_gpu(name)
-    facts = {"name": name, "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
+    free, total = torch.cuda.mem_get_info(0)
+    facts = {"name": name, "memory_bytes": total, "free_bytes": free}
     return facts | {"generation": known.generation, "vendor": known.vendor}
 
 
@@ -118,21 +120,29 @@ def estimated(
     """The estimate's answers within each limit, and its peaks: at three batch sizes where none are given."""
     product.warm_up()
     task = f"{Path(zoo.__file__)}:{case.slug}"
-    ranks = {"strategy": case.strategy, "world_size": case.world_size}
-    tracer: Any = trace.Tracer(task, case.precision, case.accumulation_steps, **ranks)
+    asked = EstimateMemory(
+        task=task,
+        precision=case.precision,
+        accumulation_steps=case.accumulation_steps,
+        strategy=case.strategy,
+        world_size=case.world_size,
+        gpus=({name: fact for name, fact in gpu.items() if name != "free_bytes"},),
+        seconds=SECONDS,
+    )
+    tracer: Any = trace.Tracer(asked)
     tracer.trace = functools.cache(tracer.trace)
-    trace.Tracer = lambda **_: tracer  # type: ignore[misc]  # traced once for all questions
+    trace.Tracer = lambda *_: tracer  # type: ignore[misc]  # traced once for all questions
     rows = []
     for limit in limits:
-        found = product.answer(gpus=[gpu], memory_limit=limit, seconds=SECONDS, progress=lambda _: None, task=task)
-        if "refused" in found:
-            return {"refused": found["refused"]}
-        rows.append({name: value for name, value in found["gpus"][0].items() if name != "work"})
+        found = product.answer(asked.but(memory_limit=limit), lambda _: None)
+        if isinstance(found, Refusal):
+            return {"refused": found.refused}
+        rows.append(found.gpus[0].model_dump(exclude={"work"}, exclude_none=True))
     largest = rows[0]["max_batch_size"]
     sizes = sizes or sorted({max(1, min(2, largest)), max(1, largest // 3), max(1, largest * 19 // 20)})
     step = _step(tracer, gpu)
     events = events_of(step, sizes[len(sizes) // 2])
-    peaks = {size: _expected(step, size, gpu["memory_bytes"]) for size in sizes}
+    peaks = {size: _expected(step, size, gpu) for size in sizes}
     return {"limits": rows, "peaks": peaks, "events": events}
 
 
@@ -146,13 +156,16 @@ def _step(tracer: Any, gpu: dict[str, Any]) -> Any:
     return step.on(gpu_of(gpu["name"], gpu["generation"]))
 
 
-def _expected(step: Any, size: int, device_bytes: int) -> tuple[int, int, int]:
-    """Bytes allocated and reserved, and reserved with expandable segments."""
-    from batchtune.estimate.memory.allocator import CachingAllocator, ExpandableAllocator
+def _expected(step: Any, size: int, gpu: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes allocated and reserved on that card, and reserved with expandable segments; up to its end if it has one."""
+    from batchtune.estimate.memory.allocator import CachingAllocator, ExpandableAllocator, OutOfMemory
     from batchtune.estimate.memory.fit import replay
 
-    fixed = replay(step, size, CachingAllocator())
-    expandable = replay(step, size, ExpandableAllocator(device_bytes=device_bytes))
+    fixed = CachingAllocator(gpu["free_bytes"])
+    expandable = ExpandableAllocator(gpu["free_bytes"], device_bytes=gpu["memory_bytes"])
+    for allocator in (fixed, expandable):
+        with contextlib.suppress(OutOfMemory):
+            replay(step, size, allocator)
     return fixed.peak_allocated_bytes, fixed.peak_reserved_bytes, expandable.peak_reserved_bytes
 
 
@@ -175,9 +188,9 @@ def with_model(case: Case, model: Any) -> Any:
 
 
 def attempted(
-    case: Case, model: Any, size: int, limit: int | None, settings: str = "", *, steps: int = STEPS
+    case: Case, model: Any, size: int, limit: int | None, settings: str = "", *, steps: int = STEPS, check: bool = False
 ) -> dict[str, Any]:
-    """One size trained for real; settings of the allocator must be there before CUDA is."""
+    """One size trained for real, as an attempt or a final check; the allocator's settings must be there before CUDA."""
     from batchtune.device.memory import open_device
 
     if settings:
@@ -191,7 +204,7 @@ def attempted(
         this_machine().reads = "false" if case.batch is zoo.lib.masked_text else "known"  # a mask is data: not traced
         commands.require_finite = lambda *_: None
     how = {"precision": case.precision, "accumulation_steps": case.accumulation_steps}
-    command = TryBatchSize(batch_size=size, steps=steps, **how)
+    command = TryBatchSize(batch_size=size, steps=steps, verify=check, **how)
     found = commands.attempt(with_model(case, model), memory, command).attempt
     if found.outcome not in ("fit", "oom"):
         raise RuntimeError(f"{found.outcome} at {size}: {found.message}")
@@ -238,16 +251,18 @@ def measured(case: Case, guess: dict[str, Any], *, expandable: bool) -> dict[str
 
 
 def checked(case: Case, guess: dict[str, Any], truth: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The largest real sizes, and whether the estimated ones themselves train: bisection has its resolution."""
+    """The largest real sizes, and whether the estimated ones pass a final check: bisection has its resolution."""
     torch.manual_seed(0)
     model = case.model(**case.options)
     found = []
     for limit, row, real in zip(LIMITS, guess["limits"], truth, strict=False):
-        now = {name: size for name, size in real.items() if not name.startswith("trains")}
+        now = {name: size for name, size in real.items() if not name.startswith(("passes", "trains"))}
         for name, key, settings in (("max", "max_batch_size", ""), ("expandable", _EXPANDABLE, EXPANDABLE)):
             if name in real and row[key]:
+                checking = functools.partial(attempted, steps=CHECK_STEPS, check=True)
+                now[f"passes_{name}"] = forked(checking, case, model, row[key], limit, settings)["fits"]
                 now[f"trains_{name}"] = forked(attempted, case, model, row[key], limit, settings)["fits"]
-                now[name] = max(real[name], row[key]) if now[f"trains_{name}"] else real[name]
+                now[name] = max(real[name], row[key]) if now[f"passes_{name}"] else min(real[name], row[key] - 1)
         found.append(now)
     return found
 
@@ -368,7 +383,8 @@ def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
             (
                 "Allocated: bytes by which the estimate is off at each batch size. Largest: real / estimated / safe "
                 f"within {LIMITS[0] // GIB} GiB; for every third case also with expandable segments (– for safe) and "
-                f"within {LIMITS[1] // GIB} GiB. {STEPS} steps, each attempt in a process of its own."
+                f"within {LIMITS[1] // GIB} GiB. {STEPS} steps, each attempt in a process of its own; an estimate that "
+                f"does not pass a final check of {CHECK_STEPS} steps counts as above what fits."
             ),
             "",
             (

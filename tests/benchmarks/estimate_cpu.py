@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
-from batchtune.child.training.trainer import Trainer
+from batchtune.child.trainer import Trainer
 from batchtune.estimate.tracing.trace import trace_step
 
 STEPS = 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 
 torch.set_num_threads(1)  # a fork has no threads of the pool that its parent thinks it has
 STEPS = 6
-_SECONDS = 120  # after which a try hangs
+_PROCESSOR_SECONDS, _SECONDS = 120, 1200  # after which a try hangs; other work may keep the machine busy
 _EVALUATE_EVERY, _EVALUATED_BATCHES = 3, 2
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TRAINS, _OUT_OF_MEMORY, _RAISES = 0, 1, 2
@@ -184,6 +185,7 @@ class Truth:
         child = os.fork()
         if child == 0:
             os.close(reading)
+            resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
             signal.alarm(_SECONDS)
             code = _RAISES
             with contextlib.suppress(BaseException):

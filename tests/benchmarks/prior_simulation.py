@@ -27,14 +27,15 @@ from zoo import BASICS, Case
 
 from batchtune.document import Attempt
 from batchtune.estimate.calibration import offsets_of
+from batchtune.estimate.commands import GpuFacts, TaskEstimate
 from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Trace
 from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes, replay
-from batchtune.estimate.memory.overheads import kind_of
-from batchtune.estimate.prior import TaskEstimate
-from batchtune.estimate.tracing.answer import expectation
+from batchtune.estimate.memory.overheads import UNMEASURED, kind_of
+from batchtune.estimate.tracing.answers import expectation
 from batchtune.estimate.tracing.trace import trace_step
-from batchtune.probe.search import Bounds, next_size
+from batchtune.probe.options import Bounds
+from batchtune.probe.search import next_size
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = tuple(int(each * 0.95 * GIB) for each in (8, 16, 24, 40, 80))
@@ -105,10 +106,9 @@ def simulate(case: Case) -> dict[str, list[list[Attempt]]]:
             for limit in LIMITS:
                 runs["without"].append(truth.search(limit, None))
                 for name in ("estimate", "calibrated"):
-                    gpu = {"generation": "Ampere", "measured": vars(offsets_of("A100-80GB"))}
-                    if name == "estimate":
-                        gpu["measured"] = {}
-                    estimated = TaskEstimate(**expectation(step, ops, gpu, limit), model_independent=True)
+                    measured = UNMEASURED if name == "estimate" else offsets_of("A100-80GB")
+                    gpu = GpuFacts(generation="Ampere", measured=measured)
+                    estimated = expectation(step, ops, gpu, limit, assumed=False)
                     runs[name].append(truth.search(limit, estimated))
                 estimated.learn(DEVICE, runs["calibrated"][-1])
     return runs

@@ -1,8 +1,8 @@
 """One way of finding the largest batch, in a process of its own: it tells each attempt as it is made, then the answer.
 
 `probe_peers.py` and `probe_endurance.py` start it. All ways train the same task for STEPS optimizer steps an attempt,
-under the same limit, which counts from the process as it is when torch, the way's own package and the task are
-imported and warm. Lines of JSON on standard output; what a package prints itself goes to standard error.
+under the same limit of resident memory, which counts from the process as it is when torch, the way's own package and
+the task are imported. Lines of JSON on standard output; what a package prints itself goes to standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import importlib.util
 import json
@@ -49,22 +48,21 @@ class Job:
     """What to search: a task, a device and its limit.
 
     Args:
-        name: of a class in `probe_tasks.py`.
+        name: of a class in `probe_tasks.py`, or FILE:CLASS.
         device: as on batchtune's command line.
         size: where to start, or what to try.
         steps: optimizer steps of an attempt.
     """
 
     def __init__(self, name: str, device: str, limit_bytes: int, size: int, steps: int) -> None:
-        self.name, self.limit_bytes, self.size, self.steps = name, limit_bytes, size, steps
-        self.task: Task = TASKS[name]()
+        self.limit_bytes, self.size, self.steps = limit_bytes, size, steps
+        self.source = name if ":" in name else f"{TASK_FILE}:{name}"
+        self.task: Task = class_of(self.source)()
         self.device = find_device(device)
 
     def limit_this_process(self) -> None:
-        """Sets the limit once what every training loads is loaded, as batchtune's own child does."""
+        """Sets the limit for the ways that know none of their own."""
         self.memory = open_device(str(self.device))  # what it keeps for itself stays as long as the job does
-        self.task.build_optimizer(self.task.build_model(), 1e-3)
-        gc.collect()
         self.memory.enforce(self.limit_bytes)
 
     def train(self, size: int) -> None:
@@ -78,11 +76,27 @@ class Job:
             optimizer.step()
 
 
+def class_of(source: str) -> type[Task]:
+    """The class that FILE:CLASS names."""
+    file, _, name = source.rpartition(":")
+    if Path(file or TASK_FILE) == TASK_FILE:
+        return TASKS[name]
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: type[Task] = getattr(module, name)
+    return found
+
+
 @contextlib.contextmanager
-def told(size: int) -> Iterator[None]:
-    """Tells what came of the attempt in the block."""
+def told(job: Job, size: int) -> Iterator[None]:
+    """Tells what came of the attempt in the block; on a CPU more than the limit is out of memory, too."""
+    if job.device.type == "cpu":
+        job.memory.reset_peaks()
     try:
         yield
+        if job.device.type == "cpu" and job.memory.peaks().is_beyond:
+            raise torch.OutOfMemoryError("beyond the limit")  # noqa: TRY301 - told as one
     except Exception as error:
         tell(size=size, outcome=classify(error))
         raise
@@ -90,18 +104,16 @@ def told(size: int) -> Iterator[None]:
 
 
 def try_one(job: Job) -> None:
-    job.limit_this_process()
-    with contextlib.suppress(Exception), told(job.size):
-        job.train(job.size)
-
-
-def take(job: Job) -> None:
-    """Trains without a limit, and with glibc as the environment has it: nothing of ours is opened here."""
-    job.task.build_optimizer(job.task.build_model(), 1e-3)
-    gc.collect()
-    before = _status_bytes("VmSize")
+    """Trains, on a CPU without a limit: nothing of ours is opened there, and what it took is told."""
+    if job.device.type != "cpu":
+        job.limit_this_process()
+        with contextlib.suppress(Exception), told(job, job.size):
+            job.train(job.size)
+        return
+    before = _status_bytes("VmRSS")
     job.train(job.size)
-    tell(bytes=_status_bytes("VmPeak") - before)
+    taken = _status_bytes("VmHWM") - before
+    tell(size=job.size, outcome="fit" if taken <= job.limit_bytes else "oom", bytes=taken)
 
 
 def _status_bytes(name: str) -> int:
@@ -118,7 +130,7 @@ def by_batchtune(job: Job) -> int | None:
             tell(size=attempt.batch_size, outcome=attempt.outcome, final=attempt.purpose == "verify")
 
     found = batchtune.probe(
-        f"{TASK_FILE}:{job.name}",
+        job.source,
         device=str(job.device),
         precision="fp32",
         memory_limit=job.limit_bytes,
@@ -135,8 +147,7 @@ def by_doubling_and_bisecting(job: Job) -> int:
     from batchtune.processes.worker import Worker, WorkerDied
     from batchtune.protocol.commands import OpenTask, TryBatchSize
 
-    task = f"{TASK_FILE}:{job.name}"
-    settings = OpenTask(task=task, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))
+    settings = OpenTask(task=job.source, device=str(job.device), memory_limit=job.limit_bytes, precision=("fp32",))
     low, high, size = 0, None, 2
     with Worker(settings) as worker:
         while high is None or high - low > max(1, int(TOLERANCE * low)):
@@ -157,7 +168,7 @@ def by_accelerate(job: Job) -> int:
 
     @find_executable_batch_size(starting_batch_size=job.size)
     def train(batch_size: int) -> int:
-        with told(batch_size):
+        with told(job, batch_size):
             job.train(batch_size)
         return batch_size
 
@@ -185,7 +196,7 @@ def by_lightning(job: Job, mode: str) -> int | None:
     trial = batch_size_scaling._try_loop_run
 
     def counted(trainer: Any, params: dict[str, Any]) -> None:
-        with told(trainer.lightning_module.batch_size):
+        with told(job, trainer.lightning_module.batch_size):
             trial(trainer, params)
 
     batch_size_scaling._try_loop_run = counted
@@ -240,13 +251,13 @@ METHODS: dict[str, Callable[[Job], int | None]] = {
     "Accelerate": by_accelerate,
     "doubling + bisection": by_doubling_and_bisecting,
 }
-ALONE: dict[str, Callable[[Job], None]] = {"try": try_one, "take": take}
+ALONE: dict[str, Callable[[Job], None]] = {"try": try_one}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("method", choices=[*METHODS, *ALONE])
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task")
     parser.add_argument("device")
     parser.add_argument("limit_bytes", type=int)
     parser.add_argument("--size", type=int, default=0)

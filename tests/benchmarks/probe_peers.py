@@ -3,11 +3,13 @@
     pip install -c constraints.txt . lightning==2.6.6 accelerate==1.15.0
     python tests/benchmarks/probe_peers.py                    # eight models on a CPU; run it on an idle machine
     python tests/benchmarks/probe_peers.py --models Mlp,Jump  # a part, which is printed but not kept
+    python tests/benchmarks/probe_peers.py --plain            # on a CPU: do its answers hold in plain processes?
+    python tests/benchmarks/probe_peers.py --plain --models FILE:CLASS,…  # the same of tasks of your own, not kept
     python tests/benchmarks/probe_peers.py --device cuda      # three models at 8, 24, 80 GiB and the whole card
 
-writes tests/benchmarks/results/probe_peers.md (…_cuda.md). Every method runs in a process of its own with nothing
-beside it, for at most so many seconds as `caps` says; afterwards the true boundary is found by bisection and every
-answer trains on, each size in a fresh process.
+writes tests/benchmarks/results/probe_peers.md (…_cuda.md, …_plain.md). Every method runs in a process of its own
+with nothing beside it, for at most so many seconds as `caps` says; afterwards the true boundary is found by bisection
+and every answer trains on, each size in a fresh process.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from probe_methods import LIGHTNING, METHODS, STEPS, TOLERANCE
+from probe_methods import LIGHTNING, METHODS, STEPS, TOLERANCE, class_of
 from probe_tasks import ON_CPU, ON_GPU, TASKS
 
 from batchtune import __version__
@@ -41,18 +43,16 @@ BOUNDARY_STEPS, LATER_STEPS = 5, 200
 RESOLUTION = 0.005  # how near the bisection in fresh processes comes to the true boundary
 GPU_LIMITS = {"8 GiB": 8 * GIB, "24 GiB": 24 * GIB, "80 GiB": 80 * GIB}
 WHOLE = 0.95  # share of a card
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"} | MAPPED
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+PLAIN_RUNS, PLAIN_STEPS, BEYOND = 5, 20, 1.03
 HEADER = f"""\
 # The largest batch: batchtune and its peers
 
 {{facts}}
 
 Each method in a process of its own, one after the other; {STEPS} AdamW steps an attempt in fp32, one batch again and
-again. The limit counts from the process as it is once torch and the task are imported and warm. On a CPU it is one of
-address space (RLIMIT_AS), with two threads; in every process glibc has one arena and maps blocks from 64 KiB on for
-themselves (MALLOC_MMAP_THRESHOLD_): otherwise the boundary itself moves, whoever looks for it. How much more glibc
-takes by itself is in the last line.
+again. The limit counts from the process as it is once torch and the task are imported. On a CPU it is one of resident
+memory, with two threads and the allocator as it is.
 
 - attempts: batchtune's are search + final check, which is 20 steps in a fresh process.
 - seconds: the whole process with its imports; batchtune's with its children and the final check.
@@ -87,7 +87,6 @@ class Found:
     answer: int | None = None
     trouble: str = ""
     later: str = ""
-    kept: float = 1.0  # memory that training at the answer takes where glibc is left to itself, in those of its blocks
 
     @property
     def ooms(self) -> int:
@@ -99,9 +98,7 @@ def caps(device: str) -> tuple[int, int]:
     return (100, 1000) if device == "cpu" else (400, 3000)
 
 
-def call(
-    case: Case, method: str, *options: object, cap: float | None = None, environment: dict[str, str] | None = None
-) -> tuple[list[dict[str, Any]], float]:
+def call(case: Case, method: str, *options: object, cap: float | None = None) -> tuple[list[dict[str, Any]], float]:
     """What a fresh process told, and how long it lived; one that is stopped at the cap told less.
 
     Args:
@@ -109,11 +106,9 @@ def call(
         method: of probe_methods.py.
         *options: its own.
         cap: seconds after which it is stopped; None: those of a method.
-        environment: on top of the usual one; an empty value is none.
     """
     command = [sys.executable, HERE / "probe_methods.py", method, case.task, case.device, case.limit_bytes, *options]
-    whole = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT | (environment or {})
-    environment = {name: value for name, value in whole.items() if value}
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])} | ENVIRONMENT
     began = time.perf_counter()
     try:
         done = subprocess.run(
@@ -185,16 +180,28 @@ def compare(case: Case, pool: ThreadPoolExecutor) -> tuple[list[Found], tuple[in
         later[size] = "fit" if "fit" in later.values() else outcome(case, size, LATER_STEPS)
     for each in found:
         each.later = later[each.answer] if each.answer else ""
-    if case.device == "cpu" and first.answer:
-        first.kept = taken(case, first.answer, dict.fromkeys(MAPPED, "")) / taken(case, first.answer, {})
     return found, (low, high)
 
 
-def taken(case: Case, size: int, environment: dict[str, str]) -> int:
-    """Bytes of address space that LATER_STEPS / 10 steps at one size take without a limit."""
-    told, _ = call(case, "take", "--size", size, "--steps", LATER_STEPS // 10, environment=environment)
-    bytes_: int = told[-1]["bytes"]
-    return bytes_
+def taken(case: Case, size: int) -> list[float]:
+    """MiB of resident memory that training at one size takes above the imports, in so many plain processes."""
+    told = [call(case, "try", "--size", size, "--steps", PLAIN_STEPS, cap=caps("cpu")[1])[0] for _ in range(PLAIN_RUNS)]
+    return sorted(each[-1]["bytes"] / MIB for each in told)
+
+
+def plain_row(case: Case) -> str:
+    """Whether the answer holds in plain processes, and whether a little more would."""
+    found = search(case, "batchtune", 0, cap=caps("cpu")[1])
+    if not found.answer:
+        return f"| {case.task}, {case.limit} | {found.trouble} | | | | | |"
+    limit, here = case.limit_bytes / MIB, taken(case, found.answer)
+    more = taken(case, int(BEYOND * found.answer) + 1)
+    cells = [f"{each[0]:.0f} to {each[-1]:.0f}" for each in (here, more)]
+    holds, is_near = here[-1] <= limit, more[-1] > limit
+    told = ["yes" if each else "**no**" for each in (holds, is_near)]
+    seconds = f"{found.seconds:.0f}"
+    row = [f"{Path(case.task).name}, {case.limit}", seconds, f"{found.answer:,}", cells[0], told[0], cells[1], told[1]]
+    return f"| {' | '.join(row)} |"
 
 
 def is_right(answer: int | None, truth: tuple[int, int]) -> bool:
@@ -243,12 +250,8 @@ def goals(results: list[tuple[Case, list[Found], tuple[int, int]]]) -> Iterator[
     yield goal(all(ratio >= 3 for ratio in ratios), f"{text}it raised an error on {len(results) - len(pairs)})")
     smaller = sum((our.answer or 0) < (their.answer or 0) for our, their in zip(ours, theirs, strict=True))
     yield goal(not smaller, f"a smaller answer than Lightning's binsearch on {smaller}")
-    kept = sorted(each.kept for each in ours)
     failed = sum(each.later != "fit" for each in ours)
     yield goal(not failed, f"answers that did not live through {LATER_STEPS} steps: {failed}")
-    if kept[-1] > 1:
-        text = f"{kept[0]:.2f} to {kept[-1]:.2f}, median {median(kept):.2f}"
-        yield f"- where glibc is left to itself, training at these answers took so many times the memory: {text}"
 
 
 def header(device: str) -> str:
@@ -271,13 +274,42 @@ def cases(device: str, names: list[str]) -> Iterator[Case]:
         yield from (Case(name, text, limit, device) for text, limit in limits.items())
 
 
+PLAIN_HEADER = f"""\
+# A CPU's answers in plain processes
+
+{{facts}}
+
+Resident memory (VmHWM) above the process as it is once torch and the task are imported, in MiB, of {PLAIN_RUNS} plain
+processes of {PLAIN_STEPS} AdamW steps, with the allocator as it is: the least and the most of them.
+
+| model, limit | seconds | answer | takes | within the limit | {BEYOND} times the answer | beyond it |
+|---|---:|---:|---|---|---|---|"""
+
+
+def compare_with_plain(names: list[str], *, is_kept: bool) -> None:
+    facts = f"{dt.datetime.now(tz=dt.UTC).date()} · batchtune {__version__} · torch {version('torch')} · "
+    facts += f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores · `python {' '.join(sys.argv)}`"
+    lines = [PLAIN_HEADER.format(facts=facts)]
+    print(*lines, flush=True)
+    for name in names:
+        task = class_of(name)
+        lines.append(plain_row(Case(name, f"{task.limit_mib} MiB", task.limit_mib * MIB, "cpu")))
+        print(lines[-1], flush=True)
+        if is_kept:
+            (HERE / "results" / "probe_peers_plain.md").write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", help=f"of {', '.join(TASKS)}")
     given = parser.parse_args()
     usual = [task.__name__ for task in (ON_CPU if given.device == "cpu" else ON_GPU)]
     names = given.models.split(",") if given.models else usual
+    if given.plain:
+        compare_with_plain(names, is_kept=not given.models)
+        return
     if unknown := set(names) - set(usual):
         parser.error(f"no such model on {given.device}: {', '.join(sorted(unknown))}; there are {', '.join(usual)}")
     lines, results = [header(given.device)], []

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from batchtune.child.commands.train import WORSE_LOOKS, WORSE_SHARE, RunSpec, next_evaluation
-from batchtune.document import CurvePoint, ThroughputFit
+from batchtune.child.training_run import MOST_WAITING, WORSE_LOOKS, WORSE_SHARE, RunSpec, StepClock, next_evaluation
+from batchtune.document import CurvePoint
 
 DATA = Path(__file__).parent / "data"
 SLOWER = 100.0  # than measured: the tasks are small, and stand for trainings whose runs last seconds; ratios count
@@ -28,6 +28,45 @@ HORIZON = 1.5  # times the baseline's median time to target: how long the record
 BASELINE_BATCH_SIZE = 32
 RANGE_TEST_RATES = np.geomspace(1e-6, 10, 100)
 SETTLED_POINTS, SETTLED_GAIN = 16, 0.01  # a run gained so little of the way to the target while steps grew threefold
+BURST_SECONDS, PAUSE_SECONDS = 4.0, 2.0  # of another program, in the mean: it is busy for two thirds of the time
+SLOWER_BY_EACH = 0.75  # of a step's time, while it is: two threads on two processors wait for one another
+WARM_UP_STEPS = 3
+WAITED_SHARE = 0.5  # of what load adds, the thread that trains waits for a processor, and the rest for the other thread
+JITTER = 0.05  # of a stretch's time under load (standard deviation of its logarithm)
+
+
+class Load:
+    """Other programs on the machine, which work in bursts and slow training down meanwhile; it keeps the time.
+
+    Args:
+        programs: how many; with none, everything takes as long as it says.
+        seed: of their bursts.
+    """
+
+    def __init__(self, programs: int = 0, seed: int = 0) -> None:
+        self.now = 0.0
+        self._random = np.random.default_rng([programs, seed])
+        shares = BURST_SECONDS / (BURST_SECONDS + PAUSE_SECONDS)
+        self._busy = [bool(self._random.random() < shares) for _ in range(programs)]
+        self._until = [self._spell(busy=busy) for busy in self._busy]
+
+    def take(self, seconds: float) -> tuple[float, float]:
+        """Does what takes so long on a quiet machine; returns how long it took, and what the first thread waited."""
+        own = seconds * (math.exp(self._random.normal(0, JITTER)) if self._busy else 1.0)
+        began, left = self.now, own
+        while left > 0:
+            slower = 1 + SLOWER_BY_EACH * sum(self._busy)
+            spell = min(left * slower, min(self._until, default=math.inf) - self.now)
+            left -= spell / slower if spell < left * slower else left
+            self.now += spell
+            for number, until in enumerate(self._until):
+                if until <= self.now:
+                    self._busy[number] = not self._busy[number]
+                    self._until[number] = self.now + self._spell(busy=self._busy[number])
+        return self.now - began, WAITED_SHARE * max(0.0, self.now - began - own) if self._busy else 0.0
+
+    def _spell(self, *, busy: bool) -> float:
+        return float(self._random.exponential(BURST_SECONDS if busy else PAUSE_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -71,15 +110,6 @@ class Record:
         self.target = float(self._stored["target"]) if target is None else target
         self.seeds: int = self._stored[f"curves_{self.batch_sizes[0]}"].shape[1]
         self._rows: dict[tuple[int, int], list[RecordedRun]] = {}
-
-    @property
-    def fit(self) -> ThroughputFit:
-        """The measured step times, as a probe reports them."""
-        return ThroughputFit(
-            alpha_seconds=self.alpha_seconds,
-            beta_seconds_per_sample=self.beta_seconds,
-            saturation_batch_size=self.alpha_seconds / self.beta_seconds,
-        )
 
     def step_seconds(self, batch_size: int) -> float:
         """Seconds of an optimizer step."""
@@ -168,26 +198,36 @@ class Record:
             for rate in self.rates
         )
 
-    def train(self, spec: RunSpec) -> Generator[CurvePoint, bool, str]:
-        """The recorded run of a configuration, as `batchtune.child.commands.train.train` would have yielded it."""
+    def train(self, spec: RunSpec, load: Load | None = None) -> Generator[CurvePoint, bool, str]:
+        """The recorded run of a configuration, as `batchtune.child.training_run.train` would have yielded it."""
         run, stretch = self.run(spec.batch_size, spec.learning_rate, spec.seed)
-        step_seconds = self.step_seconds(self.snapped(spec.batch_size))
+        step_seconds, load = self.step_seconds(self.snapped(spec.batch_size)), load or Load()
         steps, start, worse = 0, run.value(0.0), list[float]()
+        clock = StepClock(spec.most_step_seconds)
+        for _ in range(WARM_UP_STEPS):  # those of the child are not counted, and the clock learns from them
+            clock.see(1, *load.take(step_seconds))
         while True:
-            value = run.value(steps / stretch)
-            seconds = steps * step_seconds
+            value, seconds = run.value(steps / stretch), clock.seconds
             worse = [*worse, seconds] if value > start else []
+            measured = clock.measured_seconds if clock.measured_seconds > seconds else None
             go_on = yield CurvePoint(
-                seconds=seconds, samples=steps * spec.batch_size, value=value if math.isfinite(value) else None
+                seconds=seconds,
+                samples=steps * spec.batch_size,
+                value=value if math.isfinite(value) else None,
+                measured_seconds=measured,
             )
             if spec.reached(value):
                 return "reached"
             lost = len(worse) >= WORSE_LOOKS and seconds - worse[0] >= WORSE_SHARE * spec.limit_seconds
             if lost or not math.isfinite(value):
                 return "diverged"
-            if seconds >= spec.limit_seconds:
+            if seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
                 return "finished"
             if not go_on:
                 return "pruned"
             due = next_evaluation(seconds, self.evaluation_seconds, spec)
-            steps = max(steps + 1, math.ceil(due / step_seconds - 1e-9))
+            while (left := due - clock.seconds) > 1e-9 * due or clock.seconds == seconds:
+                taken = max(1, math.ceil(left / clock.step_seconds - 1e-6))
+                taken = -(-taken // 2) if taken > 4 else taken  # half of what is left at a time, as in the child
+                clock.add(taken, *load.take(taken * step_seconds))
+                steps += taken

@@ -27,11 +27,10 @@ from replay_tasks import TASKS, ReplayTask
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
-from batchtune.child.commands.noise_scale import noise_scale
-from batchtune.child.commands.train import EVALUATION_GROWTH
-from batchtune.child.training.batches import TrainingBatches
-from batchtune.child.training.evaluate import metric_value
-from batchtune.child.training.trainer import Trainer, seed_everything
+from batchtune.child.before_study import noise_scale
+from batchtune.child.evaluate import metric_value
+from batchtune.child.trainer import Trainer, TrainingBatches, seed_everything
+from batchtune.child.training_run import EVALUATION_GROWTH
 from batchtune.device.memory import open_device
 from batchtune.protocol.commands import MeasureNoiseScale
 from batchtune.task.contract import Task

@@ -7,6 +7,7 @@ answered with after it.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import types
 import warnings
@@ -17,23 +18,25 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import FloatDistribution, IntDistribution
-from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, Record
+from replay_curves import BASELINE_BATCH_SIZE, RANGE_TEST_RATES, SLOWER_BY_EACH, Load, Record
 from replay_tasks import TASKS
 
-from batchtune.child.commands.range_test import Edge
-from batchtune.child.commands.train import RunSpec
-from batchtune.config.schema import Baseline, BatchSize, Budget, Config, LearningRate, Objective
-from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, Trial
+from batchtune.child.before_study import Edge
+from batchtune.child.training_run import RunSpec, StepClock
+from batchtune.config.schema import Baseline, Budget, Config, Objective
+from batchtune.config.space import BatchSize, LearningRate
+from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, ThroughputPoint, Trial
 from batchtune.observer import Observer
+from batchtune.probe.options import SECONDS_PER_POINT
+from batchtune.probe.timing import fit_step_time, measure_curve, sizes_to_time
 from batchtune.processes.pool import work_alone
-from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, Train
-from batchtune.protocol.messages import Command
-from batchtune.protocol.run_spec import RunEnd
+from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train
+from batchtune.protocol.messages import Command, RunEnd
+from batchtune.tune import trials as tune_workers
 from batchtune.tune.plan import measure_prior as tune_prepare
-from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, candidates, measure_prior
-from batchtune.tune.plan.plan import Plan
-from batchtune.tune.study import workers as tune_workers
-from batchtune.tune.study.study import TuneStudy
+from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, measure_prior
+from batchtune.tune.plan.space import Plan
+from batchtune.tune.study import TuneStudy
 
 LARGEST = 512  # the batch size that fits, by decree
 MOST_TRIALS = 200  # of the other tuners
@@ -62,7 +65,7 @@ class Spent:
 
 
 Story = list[Spent]
-Tuner = Callable[[Record, int, float], Story]
+Tuner = Callable[..., Story]  # of a record, a seed, the seconds to spend, and the programs that load the machine
 
 
 class SimulatedClock:
@@ -73,6 +76,12 @@ class SimulatedClock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        self.now += seconds
 
 
 class OneWorker:
@@ -95,8 +104,8 @@ class OneWorker:
 class ReplayWorker:
     """Stands in for the child process: answers from the record, on a clock that only training moves."""
 
-    def __init__(self, record: Record, clock: SimulatedClock, seed: int) -> None:
-        self._record, self._clock, self._seed = record, clock, seed
+    def __init__(self, record: Record, clock: SimulatedClock, seed: int, load: Load) -> None:
+        self._record, self._clock, self._seed, self._load = record, clock, seed, load
         self.measured: list[tuple[str, float, int]] = []
 
     def call(self, command: Command[Any], *, timeout: float, on_event: Callable[[CurvePoint], bool] = bool) -> Any:
@@ -104,6 +113,10 @@ class ReplayWorker:
         match command:
             case Train():
                 return self._train(command.spec, on_event)
+            case TimeSteps():
+                return self._time_steps(command)
+            case TimeInTurn():
+                return self._time_in_turn(command)
             case RunRangeTest():
                 name, answer = "range test", self._range_test(**dict(command))
             case MeasureNoiseScale():
@@ -114,11 +127,37 @@ class ReplayWorker:
         self.measured.append((name, seconds, answer.get("batch_size", BASELINE_BATCH_SIZE)))
         return command.read(answer)
 
+    def _time_steps(self, command: TimeSteps) -> ThroughputPoint:
+        quiet, began, times = self._record.step_seconds(command.batch_size), self._load.now, list[float]()
+        while not times or self._load.now - began < command.seconds:
+            times.append(self._load.take(quiet)[0])
+        taken, slower = statistics.median(times), sum(times) / len(times) / quiet
+        return ThroughputPoint(
+            batch_size=command.batch_size,
+            step_seconds=taken,
+            samples_per_second=command.batch_size / taken,
+            processors_used_by_others=min(1.0, max(0.0, (slower - 1) / SLOWER_BY_EACH / 2)),  # of two
+        )
+
+    def _time_in_turn(self, command: TimeInTurn) -> list[list[float]]:
+        ends, rounds = self._load.now + command.seconds, list[list[float]]()
+        while len(rounds) < 3 or self._load.now < ends:
+            before = self._load.now
+            rounds.append([self._stretch(spec.batch_size, command.stretch_seconds) for spec in command.specs])
+            self._clock.now += self._load.now - before
+        self.measured.append(("timed in turn", self._load.now - ends + command.seconds, command.specs[0].batch_size))
+        return rounds
+
+    def _stretch(self, batch_size: int, seconds: float) -> float:
+        quiet = self._record.step_seconds(self._record.snapped(batch_size))
+        steps = max(1, round(seconds / quiet))
+        return StepClock().see(steps, *self._load.take(steps * quiet)) / steps
+
     def _train(self, spec: RunSpec, on_event: Callable[[CurvePoint], bool]) -> RunEnd:
-        run = self._record.train(spec)
+        run = self._record.train(spec, self._load)
         before, point = 0.0, next(run)
         while True:
-            self._clock.now += point.seconds - before
+            self._clock.sleep(point.seconds - before)
             before = point.seconds
             try:
                 point = run.send(on_event(point))
@@ -135,7 +174,7 @@ class ReplayWorker:
             if not lowest_rate <= rate <= highest_rate or taken == steps:
                 continue
             taken += 1
-            self._clock.now += self._record.step_seconds(batch_size)
+            self._clock.sleep(self._record.step_seconds(batch_size))
             if edge.is_past(float(loss), float(rate)):
                 found = float(rate)
                 break
@@ -149,7 +188,7 @@ class ReplayWorker:
 
     def _noise_scale(self, small: int, large: int, warm_up_steps: int, draws: int, **_: Any) -> dict[str, Any]:
         gradients = draws * (SMALL_PER_LARGE * self._record.step_seconds(small) + self._record.step_seconds(large))
-        self._clock.now += warm_up_steps * self._record.step_seconds(small) + FORWARD_SHARE * gradients
+        self._clock.sleep(warm_up_steps * self._record.step_seconds(small) + FORWARD_SHARE * gradients)
         return {"samples": self._record.noise_scale, "batch_sizes": [small, large], "draws": draws}
 
 
@@ -166,22 +205,41 @@ class Answers(Observer):
         self.given.append((found.global_batch_size, found.learning_rate) if found else None)
 
 
-def batchtune_story(record: Record, seed: int, budget_seconds: float) -> Story:
+def batchtune_story(record: Record, seed: int, budget_seconds: float, programs: int = 0) -> Story:
     """The real study: its measurements before it, sampler, pruner, caps, stop rule and confirmation."""
-    trials, measured, answers = batchtune_trials(record, seed)
+    trials, measured, answers = batchtune_trials(record, seed, programs)
     today = TASKS[record.name].baseline_rate
     story = [Spent(what, seconds, size, today, None) for what, seconds, size in measured]
     for trial, answer in zip(trials, answers, strict=True):
         what = trial.role if trial.role != "search" else f"search, {trial.outcome}"
-        story.append(Spent(what, trial.training_seconds or 0.0, trial.batch_size, trial.learning_rate, answer))
+        taken = trial.measured_training_seconds or trial.training_seconds or 0.0
+        story.append(Spent(what, taken, trial.batch_size, trial.learning_rate, answer))
     return story
 
 
 def batchtune_trials(
-    record: Record, seed: int
+    record: Record, seed: int, programs: int = 0
 ) -> tuple[list[Trial], list[tuple[str, float, int]], list[Configuration | None]]:
-    """The trials of a study of a recorded task on a simulated clock, what was measured before, and its answers."""
-    task, clock = TASKS[record.name], SimulatedClock()
+    """The trials of a study of a recorded task on a simulated clock, what was measured before, and its answers.
+
+    Args:
+        record: the task.
+        seed: of the repetition.
+        programs: that load the machine; the step times are then measured under their load as well.
+    """
+    clock, answers = SimulatedClock(), Answers()
+    worker = ReplayWorker(record, clock, SEED_STRIDE * seed, Load(programs, SEED_STRIDE * seed))
+    with simulated_time(clock):
+        plan = replayed_plan(record, seed, worker)
+        pool: Any = OneWorker(worker)
+        answers.study = TuneStudy(plan, pool, optuna.storages.InMemoryStorage(), answers, clock.perf_counter)
+        answers.study.run()
+    return answers.study.records(), worker.measured, answers.given
+
+
+def replayed_plan(record: Record, seed: int, worker: Any) -> Plan:
+    """What a study of a recorded task goes by; what is measured before it takes its time on the worker's clock."""
+    task = TASKS[record.name]
     config = Config(
         task=record.name,
         name=record.name,
@@ -192,43 +250,42 @@ def batchtune_trials(
         budget=Budget(run=record.longest_run_seconds, total=NO_LIMIT_SECONDS),
         seed=SEED_STRIDE * seed,
     )
-    probe = ProbeResult(
-        precision="fp32", max_batch_size=LARGEST, limited_by="max", throughput_fit=record.fit, seconds=0.0
-    )
+    probe = probed(worker)
     optimizer = task.optimizer.__name__ if isinstance(task.optimizer, type) else "SGD"
-    worker, answers = ReplayWorker(record, clock, config.seed), Answers()
-    with simulated_time(clock):
-        task_opened = Opened.model_construct(device="cpu", train_size=None, optimizer=optimizer)
-        prior = measure_prior(config, probe, task_opened, worker, Observer())
-        plan = Plan(
-            config=config,
-            probe=probe,
-            candidates=candidates(config, probe, None),
-            precisions=["fp32"],
-            optimizer=optimizer,
-            prior=prior,
-        )
-        pool: Any = OneWorker(worker)
-        storage = optuna.storages.InMemoryStorage()
-        answers.study = TuneStudy(plan, pool, storage, answers, clock.perf_counter)
-        answers.study.run()
-    return answers.study.records(), worker.measured, answers.given
+    opened = Opened.model_construct(device="cpu", train_size=None, optimizer=optimizer)
+    prior = measure_prior(config, probe, opened, worker, Observer())
+    return Plan(config=config, probe=probe, prior=prior, precisions=["fp32"])
+
+
+def probed(worker: Any) -> ProbeResult:
+    """What a probe says of a recorded task: its step times as the machine lets it measure them."""
+    points: list[ThroughputPoint] = []
+    command = TimeSteps(batch_size=LARGEST, precision="fp32", seconds=SECONDS_PER_POINT)
+    measure_curve(worker, points, sizes_to_time(LARGEST), Observer(), command, timeout=math.inf)
+    return ProbeResult(
+        precision="fp32",
+        max_batch_size=LARGEST,
+        limited_by="max",
+        throughput=points,
+        throughput_fit=fit_step_time(points),
+        seconds=0.0,
+    )
 
 
 class simulated_time:  # noqa: N801 - reads as a function
-    """Within the block the study's clock is the simulated one."""
+    """Within the block the clock of a study, and of other modules, is the simulated one."""
 
-    def __init__(self, clock: SimulatedClock) -> None:
-        self._clock = clock
+    def __init__(self, clock: SimulatedClock, *others: Any) -> None:
+        self._clock, self._modules = clock, (tune_prepare, tune_workers, *others)
 
     def __enter__(self) -> None:
-        for module in (tune_prepare, tune_workers):
+        for module in self._modules:
             module.time = self._clock
 
     def __exit__(self, *_: object) -> None:
         import time
 
-        for module in (tune_prepare, tune_workers):
+        for module in self._modules:
             module.time = time
 
 
@@ -258,16 +315,21 @@ def plain_spec(record: Record, batch_size: int, rate: float, seed: int) -> RunSp
 
 
 def run_to_end(
-    record: Record, batch_size: int, rate: float, seed: int, go_on: Callable[[CurvePoint], bool] = lambda _: True
+    record: Record,
+    batch_size: int,
+    rate: float,
+    seed: int,
+    go_on: Callable[[CurvePoint], bool] = lambda _: True,
+    load: Load | None = None,
 ) -> tuple[str, float]:
-    """Outcome and training seconds of a recorded run."""
-    run = record.train(plain_spec(record, batch_size, rate, seed))
+    """Outcome and training seconds of a recorded run, as a clock on the wall has them."""
+    run = record.train(plain_spec(record, batch_size, rate, seed), load)
     point = next(run)
     while True:
         try:
             point = run.send(point.value is None or go_on(point))
         except StopIteration as end:
-            return end.value, point.seconds
+            return end.value, point.measured_seconds or point.seconds
 
 
 def optuna_tuner(
@@ -284,7 +346,8 @@ def optuna_tuner(
         by_time: report at milliseconds of training; otherwise at optimizer steps, as everyone does.
     """
 
-    def story(record: Record, seed: int, budget_seconds: float) -> Story:
+    def story(record: Record, seed: int, budget_seconds: float, programs: int = 0) -> Story:
+        load = Load(programs, SEED_STRIDE * seed)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -292,7 +355,7 @@ def optuna_tuner(
                 sampler=make_sampler(SEED_STRIDE * seed), pruner=make_pruner(round(1000 * record.longest_run_seconds))
             )
             study.enqueue_trial(baseline_of(record))
-            return list(spend(record, study, seed, budget_seconds, by_time=by_time))
+            return list(spend(record, study, seed, budget_seconds, load, by_time=by_time))
 
     return story
 
@@ -302,7 +365,9 @@ def baseline_of(record: Record) -> dict[str, Any]:
     return {"batch_size": BASELINE_BATCH_SIZE, "learning_rate": TASKS[record.name].baseline_rate}
 
 
-def spend(record: Record, study: optuna.Study, seed: int, budget_seconds: float, *, by_time: bool) -> Iterator[Spent]:
+def spend(
+    record: Record, study: optuna.Study, seed: int, budget_seconds: float, load: Load, *, by_time: bool
+) -> Iterator[Spent]:
     """Trials one after another until the budget is used up."""
     spent, best, answer = 0.0, math.inf, None
     for _ in range(MOST_TRIALS):
@@ -316,12 +381,13 @@ def spend(record: Record, study: optuna.Study, seed: int, budget_seconds: float,
             nonlocal last_step
             if not point.samples:
                 return True  # nobody judges a model before its first step
-            step = round(point.seconds * 1000) if by_time else point.samples // batch_size
+            taken = point.measured_seconds or point.seconds
+            step = round(taken * 1000) if by_time else point.samples // batch_size
             last_step = max(last_step + 1, step)
             trial.report(point.value or 0.0, last_step)
             return not trial.should_prune()
 
-        outcome, seconds = run_to_end(record, batch_size, rate, SEED_STRIDE * seed + trial.number, go_on)
+        outcome, seconds = run_to_end(record, batch_size, rate, SEED_STRIDE * seed + trial.number, go_on, load)
         if outcome == "pruned":
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         else:

@@ -21,7 +21,8 @@ from statistics import mean, quantiles
 
 from batchtune import __version__
 from batchtune.document import Attempt
-from batchtune.probe.search import Bounds, bracket, next_size
+from batchtune.probe.options import Bounds
+from batchtune.probe.search import bracket, next_size
 from batchtune.vocabulary import LARGEST
 
 GIB = 1 << 30

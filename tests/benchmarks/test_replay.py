@@ -9,7 +9,7 @@ from replay_tasks import CHARLM, DIGITS_CONV, DIGITS_SGD
 from replay_tuners import TUNERS, batchtune_trials, plain_spec, run_to_end
 from tune_replay import Repetition, judged, row, true_ratio
 
-from batchtune.child.training.trainer import Trainer
+from batchtune.child.trainer import Trainer
 from batchtune.task.contract import Task
 
 

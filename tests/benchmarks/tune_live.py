@@ -3,40 +3,47 @@
     python tests/benchmarks/tune_live.py                 # both recipes; about 25 minutes on a quiet machine
     python tests/benchmarks/tune_live.py digits --seeds 3 --coarse
     python tests/benchmarks/tune_live.py digits --study-only --set budget.total=5m
+    python tests/benchmarks/tune_live.py digits --load 2  # the study beside two programs that work in bursts
 
 Runs the recipe's own study, then a grid of 8 batch sizes x 9 learning rates on the same target (a run ends at twice
 the best time so far, so the grid is a cheap one), and then baseline, recommendation and the best of the grid on fresh
 seeds, interleaved. Prints what share of the study's wall clock was neither the user's training nor evaluation, at the
-end of a study of about five minutes, too.
+end of a study of about five minutes, too. With `--load` Optuna's defaults search beside the same programs for as long
+as the study took; the grid and the comparison have the machine for themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import optuna
 import torch
+from replay_curves import BURST_SECONDS, PAUSE_SECONDS
 
 import batchtune
 from batchtune.config.load import load_config
 from batchtune.config.schema import Config
-from batchtune.document import Recommendation, Trial
+from batchtune.document import CurvePoint, Recommendation, Trial
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask
-from batchtune.protocol.run_spec import RunSpec
+from batchtune.protocol.messages import RunSpec
 from batchtune.result import Result
-from batchtune.tune.study.workers import TrialRun, run_trial
-from batchtune.tune.verdict.intervals import median_interval, ratio_interval
+from batchtune.tune.scores import median_interval, ratio_interval
+from batchtune.tune.trials import TrialRun, run_trial
 
 FIVE_MINUTES = ("charlm", ["budget.total=5m", "budget.run=30s", "objective.target=2.1"])  # no recipe takes as long
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -65,7 +72,9 @@ class Recipe:
         self.target: float | None = None
         self.max_micro = 1
 
-    def train(self, choice: Choice, seed: int, limit_seconds: float) -> TrialRun:
+    def train(
+        self, choice: Choice, seed: int, limit_seconds: float, goes_on: Callable[[CurvePoint], bool] = lambda _: True
+    ) -> TrialRun:
         """One run until the target or the limit."""
         steps = -(-choice.batch_size // self.max_micro)
         spec = RunSpec(
@@ -80,9 +89,59 @@ class Recipe:
             limit_seconds=limit_seconds,
             evaluate_every=None,
             evaluation_batch_size=min(self.max_micro, 1024),
-            expected_step_seconds=None,
+            most_step_seconds=None,
         )
-        return run_trial(self._worker, spec, lambda _: True, tolerant=True)
+        return run_trial(self._worker, spec, goes_on, tolerant=True)
+
+
+@contextlib.contextmanager
+def other_programs(count: int) -> Iterator[None]:
+    """So many other programs that keep a processor busy in bursts, for as long as the block runs."""
+    burst = f"""
+import random, time
+while True:
+    until = time.monotonic() + random.expovariate({1 / BURST_SECONDS})
+    while time.monotonic() < until:
+        pass
+    time.sleep(random.expovariate({1 / PAUSE_SECONDS}))"""
+    running = [subprocess.Popen([sys.executable, "-c", burst]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def search_by_default(recipe: Recipe, seconds: float) -> Choice:
+    """What Optuna's defaults (TPE, MedianPruner by step) find in so many seconds of wall clock, the baseline first."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    config, until = recipe.config, time.perf_counter() + seconds
+    rates = config.learning_rate.min, config.learning_rate.max
+    largest = min(BATCH_SIZES[-1], recipe.max_micro)
+    space = {
+        "batch_size": optuna.distributions.IntDistribution(BATCH_SIZES[0], largest, log=True),
+        "learning_rate": optuna.distributions.FloatDistribution(*rates, log=True),
+    }
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), pruner=optuna.pruners.MedianPruner())
+    study.enqueue_trial({name: getattr(config.baseline, name) for name in space})
+    while time.perf_counter() < until:
+        trial = study.ask(space)
+        choice = Choice("Optuna's defaults", **trial.params)
+
+        def goes_on(point: CurvePoint, trial: optuna.Trial = trial, choice: Choice = choice) -> bool:
+            if not point.samples or point.value is None:
+                return True
+            trial.report(point.value, point.samples // choice.batch_size)
+            return not trial.should_prune() and time.perf_counter() < until
+
+        run = recipe.train(choice, FRESH_SEED - 10_000 - trial.number, config.budget.run, goes_on)
+        took = (run.curve[-1].measured_seconds or run.training_seconds) if run.curve else config.budget.run
+        if run.outcome == "pruned":
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            study.tell(trial, took if run.outcome == "reached" else config.budget.run)
+    return Choice("Optuna's defaults", **study.best_params)
 
 
 def search_grid(recipe: Recipe, *, coarse: bool) -> tuple[Choice, float]:
@@ -183,11 +242,13 @@ def overhead(result: Result, watch: Stopwatch) -> str:
     )
 
 
-def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, study_only: bool) -> str:
+def report_recipe(
+    name: str, seeds: int, overrides: list[str], *, coarse: bool, study_only: bool, programs: int = 0
+) -> str:
     """A recipe's section of the report."""
     config = load_config(RECIPES / name / "config.yaml", overrides)
     watch = Stopwatch()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, other_programs(programs):
         result = batchtune.tune(config, fresh=True, observer=watch, run_folders=folder)
     spent = overhead(result, watch)
     found, probe = result.recommendation, result.probe
@@ -201,17 +262,28 @@ def report_recipe(name: str, seeds: int, overrides: list[str], *, coarse: bool, 
         worker.start()
         recipe = Recipe(config, worker)
         recipe.target, recipe.max_micro = result.target.value, probe.max_batch_size or 1
+        defaults = []
+        if programs:
+            with other_programs(programs):
+                defaults = [search_by_default(recipe, watch.last_run)]
         best, grid_seconds = search_grid(recipe, coarse=coarse)
         base = config.baseline
         choices = [
             Choice("baseline", base.batch_size, base.learning_rate),
             Choice("recommended", found.global_batch_size, found.learning_rate or base.learning_rate),
+            *defaults,
             best,
         ]
         times = compare(recipe, choices, seeds)
     searched = sum(trial.training_seconds or 0.0 for trial in result.trials or [] if trial.role == "search")
     everything = sum(trial.training_seconds or 0.0 for trial in result.trials or [])
-    lines = [f"## {name}", "", f"Target: {config.objective.metric} {recipe.target:.4g} ({result.target.reason}).", ""]
+    beside = f" beside {programs} other programs" if programs else ""
+    lines = [
+        f"## {name}{beside}",
+        "",
+        f"Target: {config.objective.metric} {recipe.target:.4g} ({result.target.reason}).",
+        "",
+    ]
     lines += ["| configuration | batch size | learning rate | seconds to target (90 % interval) | baseline takes |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for choice in choices:
@@ -238,6 +310,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=7, help="fresh seeds of the comparison")
     parser.add_argument("--coarse", action="store_true", help="every second batch size and learning rate of the grid")
     parser.add_argument("--study-only", action="store_true", help="no grid and no comparison; nothing is kept")
+    parser.add_argument("--load", type=int, default=0, metavar="N", help="other programs beside the studies")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over the recipe's keys")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -248,10 +321,10 @@ def main() -> None:
     head = f"{dt.datetime.now(dt.UTC).date()}, {where}, {threads}. Command: `{command}`"
     sections = [f"# The recipes on this machine\n\n{head}"]
     for name in arguments.recipes:
-        options = {"coarse": arguments.coarse, "study_only": arguments.study_only}
+        options = {"coarse": arguments.coarse, "study_only": arguments.study_only, "programs": arguments.load}
         sections.append(report_recipe(name, arguments.seeds, arguments.set, **options))
         print(sections[-1], flush=True)
-    if not arguments.study_only:
+    if not arguments.study_only and not arguments.load:
         name, longer = FIVE_MINUTES
         sections.append(report_recipe(name, 0, longer, coarse=False, study_only=True))
         sections[-1] = sections[-1].replace(f"## {name}", f"## A longer study: {name}, {' '.join(longer)}")

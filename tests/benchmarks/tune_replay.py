@@ -3,6 +3,7 @@
     python tests/benchmarks/tune_replay.py                       # all tasks, all tuners, 20 seeds
     python tests/benchmarks/tune_replay.py digits_sgd --tuners batchtune --seeds 5 --trials
     python tests/benchmarks/tune_replay.py --kept runs.jsonl     # goes on where an earlier start with this file ended
+    python tests/benchmarks/tune_replay.py --load 0 1 2 --seeds 10         # beside so many other programs
 
 batchtune's study, sampler, pruner, caps, stop rule and confirmation are the real ones; only the child process is
 replaced by the record (replay_curves.py) and the clock by one that training alone moves. Noise scale and range test are
@@ -10,6 +11,9 @@ the recorded ones and are paid for. The other tuners search the same space, run 
 which it is a part, and end a run at the same longest time; batchtune runs it after its search, so that figures with the
 baseline's run taken off the others' bill are given as well. Which tasks chose a constant is said below the tables.
 Ray's tuner needs `pip install "ray[tune]"`; without it, it is left out.
+
+Under load, so many other programs work in bursts of 4 s with pauses of 2 s (in the mean), each of which makes a step
+take 0.75 times longer while it does; answers are judged by what they take on a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import math
 import platform
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -30,9 +34,11 @@ from pathlib import Path
 
 from replay_curves import Record
 from replay_tasks import TASKS
-from replay_tuners import DEFAULTS, HALVING, OURS, TUNERS, Configuration, Story, baseline_of
+from replay_tuners import DEFAULTS, HALVING, OURS, TUNERS, Configuration, Story, Tuner, baseline_of
 
 RESULT = Path(__file__).parent / "results" / "tune_replay.md"
+UNDER_LOAD = RESULT.with_name("tune_load.md")
+GOAL_IDLE, GOAL_BUSY = (1.25, 0.95), (1.3, 0.9)  # times the quiet grid's best, and in what share of the studies
 GOOD, VERY_GOOD = 1.25, 1.10  # of the oracle's time to target
 BY_HAND = "<!-- written by hand from here on -->"
 BUDGET, HORIZON = (
@@ -227,6 +233,47 @@ def report(found: dict[str, dict[str, list[Repetition]]], records: dict[str, Rec
     return "\n\n".join(parts) + "\n"
 
 
+def load_report(records: dict[str, Record], loads: Sequence[int], seeds: int, command: str) -> str:
+    """How good the answers are that were found beside so many other programs; Optuna has the time that a study took."""
+    head = "| other programs | tuner | task | within 1.25× | within 1.3× | slower than the baseline | median | worst |"
+    lines, verdicts = [head, "|---:|---|---|---:|---:|---:|---:|---:|"], list[str]()
+    for programs in loads:
+        every: dict[str, list[float]] = {OURS: [], DEFAULTS: []}
+        slower = Counter[str]()
+        for task, record in records.items():
+            today, found = true_ratio(record, tuple(baseline_of(record).values())), defaultdict[str, list[float]](list)
+            for seed in range(seeds):
+                story = TUNERS[OURS](record, seed, math.inf, programs)
+                found[OURS].append(true_ratio(record, story[-1].answer))
+                spent = sum(run.seconds for run in story)
+                found[DEFAULTS].append(true_ratio(record, TUNERS[DEFAULTS](record, seed, spent, programs)[-1].answer))
+            for name, ratios in found.items():
+                every[name] += ratios
+                slower[name] += sum(each > today for each in ratios)
+                lines.append(load_row(programs, name, task, ratios, today))
+                print(lines[-1], file=sys.stderr, flush=True)
+        factor, wanted = GOAL_BUSY if programs else GOAL_IDLE
+        share = statistics.mean(float(each <= factor) for each in every[OURS])
+        met = "met" if share >= wanted and not slower[OURS] else "MISSED"
+        goal = f"{wanted:.0%} within {factor}×, none slower than the baseline"
+        theirs = statistics.mean(float(each <= factor) for each in every[DEFAULTS])
+        verdicts.append(
+            f"- beside {programs} other programs: {goal}: {share:.0%}, {slower[OURS]} slower: {met} "
+            f"(Optuna's defaults: {theirs:.0%}, {slower[DEFAULTS]} slower)"
+        )
+    title = "# batchtune tune beside other programs, on recorded curves"
+    about = __doc__.split("\n\n")[3].strip().replace("\n", " ")
+    return "\n".join([title, "", f"Command: `{command}`", "", about, "", *verdicts, "", *lines])
+
+
+def load_row(programs: int, name: str, task: str, ratios: Sequence[float], today: float) -> str:
+    """A line of that table."""
+    within = [f"{sum(each <= factor for each in ratios)} of {len(ratios)}" for factor in (GOOD, GOAL_BUSY[0])]
+    slower = sum(each > today for each in ratios)
+    figures = [*within, str(slower), shown(statistics.median(ratios), 2), shown(max(ratios), 2)]
+    return f"| {' | '.join([str(programs), name, task, *figures])} |"
+
+
 def print_trials(record: Record, story: Story) -> None:
     """Every run of a story, for who wants to know why."""
     total = 0.0
@@ -240,22 +287,11 @@ def print_trials(record: Record, story: Story) -> None:
         )
 
 
-def main() -> None:
-    """Replays, prints the report and keeps it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", default=list(TASKS), help="of " + ", ".join(TASKS))
-    parser.add_argument("--tuners", nargs="+", default=list(TUNERS), metavar="NAME", help="beginnings of names")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--only-kept", action="store_true", help="report what --kept holds and replay nothing")
-    parser.add_argument("--trials", action="store_true", help="print every run")
-    parser.add_argument("-o", "--output", type=Path, help=f"default with all tasks and tuners: {RESULT.name}")
-    parser.add_argument("--kept", type=Path, metavar="FILE", help="repetitions already made, and where to add more")
-    arguments = parser.parse_args()
-    kept = Kept(arguments.kept)
-    chosen = {name: tuner for name, tuner in TUNERS.items() if any(map(name.startswith, arguments.tuners))}
-    if importlib.util.find_spec("ray") is None:
-        chosen = {name: tuner for name, tuner in chosen.items() if "Ray" not in name}
-    records, found = {name: Record(name) for name in arguments.tasks}, {}
+def repetitions(
+    records: dict[str, Record], chosen: dict[str, Tuner], kept: Kept, arguments: argparse.Namespace
+) -> dict[str, dict[str, list[Repetition]]]:
+    """Every tuner on every task with every seed, as far as they are not kept from an earlier start."""
+    found: dict[str, dict[str, list[Repetition]]] = {}
     for name, record in records.items():
         found[name] = {}
         for tuner, story_of in chosen.items():
@@ -275,7 +311,35 @@ def main() -> None:
                 print(row(f"{name}: {tuner}", found[name][tuner]), file=sys.stderr, flush=True)
             else:
                 del found[name][tuner]
-    text = report(found, records, " ".join(["python tests/benchmarks/tune_replay.py", *sys.argv[1:]]))
+    return found
+
+
+def main() -> None:
+    """Replays, prints the report and keeps it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=list(TASKS), help="of " + ", ".join(TASKS))
+    parser.add_argument("--tuners", nargs="+", default=list(TUNERS), metavar="NAME", help="beginnings of names")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--load", nargs="+", type=int, metavar="N", help="beside so many other programs, each in turn")
+    parser.add_argument("--only-kept", action="store_true", help="report what --kept holds and replay nothing")
+    parser.add_argument("--trials", action="store_true", help="print every run")
+    parser.add_argument("-o", "--output", type=Path, help=f"default with all tasks and tuners: {RESULT.name}")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="repetitions already made, and where to add more")
+    arguments = parser.parse_args()
+    command = " ".join(["python tests/benchmarks/tune_replay.py", *sys.argv[1:]])
+    if arguments.load:
+        text = load_report({name: Record(name) for name in arguments.tasks}, arguments.load, arguments.seeds, command)
+        print(text)
+        if output := arguments.output or (UNDER_LOAD if arguments.tasks == list(TASKS) else None):
+            output.write_text(f"{text}\n", encoding="utf-8")
+        return
+    kept = Kept(arguments.kept)
+    chosen = {name: tuner for name, tuner in TUNERS.items() if any(map(name.startswith, arguments.tuners))}
+    if importlib.util.find_spec("ray") is None:
+        chosen = {name: tuner for name, tuner in chosen.items() if "Ray" not in name}
+    records = {name: Record(name) for name in arguments.tasks}
+    found = repetitions(records, chosen, kept, arguments)
+    text = report(found, records, command)
     print(text)
     complete = arguments.tasks == list(TASKS) and len(chosen) >= len(TUNERS) - 1
     if output := arguments.output or (RESULT if complete else None):

@@ -23,14 +23,13 @@ from replay_tuners import OneWorker
 
 import batchtune
 from batchtune.config.schema import Config
-from batchtune.document import CurvePoint, ProbeResult, ThroughputFit, Trial
+from batchtune.document import CurvePoint, Prior, ProbeResult, ThroughputFit, Trial
 from batchtune.observer import Observer
 from batchtune.protocol.commands import Train
-from batchtune.protocol.run_spec import RunEnd
-from batchtune.tune.plan.plan import Plan
-from batchtune.tune.plan.prior import Candidates
-from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study.study import TuneStudy
+from batchtune.protocol.messages import RunEnd
+from batchtune.tune.plan.space import Plan
+from batchtune.tune.storage import open_storage
+from batchtune.tune.study import TuneStudy
 
 SLEEPING = """
 import time
@@ -137,9 +136,14 @@ def cost_of_trials(url: str | None, sizes: list[int]) -> dict[int, tuple[float, 
     plan = Plan(
         config=config,
         probe=ProbeResult(precision="fp32", max_batch_size=64, throughput_fit=fit),
-        candidates=Candidates((16, 32, 64), "given"),
+        prior=Prior(
+            batch_sizes=[16, 32, 64],
+            batch_sizes_reason="given",
+            learning_rate=1e-3,
+            learning_rate_decades=0.7,
+            learning_rate_reason="given",
+        ),
         precisions=["fp32"],
-        optimizer="AdamW",
     )
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
