@@ -1,11 +1,9 @@
 """What the tests of the command line share: a tiny task, the real command in a real process, and one finished run."""
 
-import contextlib
 import fcntl
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +13,11 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from finished import Finished
+from finished import Finished, Tuned
 from typer.testing import CliRunner
 
 from batchtune.cli import app
@@ -76,22 +73,6 @@ def pytest_collection_modifyitems(config, items):
         timeouts = [mark.args[0] for mark in item.iter_markers("timeout")]
         longest[item.path] = max(longest[item.path], *timeouts, 0)
     items.sort(key=lambda item: -longest[item.path])
-
-
-@pytest.fixture(autouse=True)
-def _machine(request, tmp_path_factory, worker_id):
-    """Tests that compare times have the machine for themselves; all others share it between pytest-xdist's workers."""
-    if worker_id == "master":
-        yield
-        return
-    wanted = fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH
-    folder = tmp_path_factory.getbasetemp().parent  # the workers' common one
-    with contextlib.ExitStack() as files:
-        queue_file, machine = (files.enter_context((folder / name).open("w")) for name in ("queue", "machine"))
-        fcntl.flock(queue_file, fcntl.LOCK_EX)  # who waits for the machine alone must not be overtaken for ever
-        fcntl.flock(machine, wanted)
-        fcntl.flock(queue_file, fcntl.LOCK_UN)
-        yield
 
 
 class Running:
@@ -178,7 +159,7 @@ class Cli:
         return self.folder / ".batchtune" / run
 
 
-def gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
+def gone(processes: list[psutil.Process], seconds: float = 60) -> bool:
     """Whether all of these end by themselves; those that do not are ended here."""
     _, left = psutil.wait_procs(processes, timeout=seconds)
     for process in left:
@@ -215,24 +196,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Two commands at a time: most of what they do is start."""
     with ThreadPoolExecutor(2) as executor:
         yield executor
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A finished `tune`, never to be written to."""
-
-    cli: Cli
-    finished: Finished
-
-    @property
-    def document(self) -> dict:
-        return self.finished.document
-
-    def copy_to(self, cli: Cli) -> None:
-        """Gives another folder the same run, as if it had been made there."""
-        shutil.copytree(self.cli.run_folder(), cli.run_folder())
-        for path in cli.run_folder().iterdir():
-            path.write_text(path.read_text().replace(str(self.cli.folder), str(cli.folder)))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import threading
 from batchtune.document import CurvePoint
 from batchtune.processes.pool import work_alone
 from batchtune.protocol import commands
-from batchtune.protocol.run_spec import RunEnd
+from batchtune.protocol.messages import RunEnd
 
 WORDS = {
     commands.TryBatchSize: "attempt",
@@ -103,9 +103,14 @@ class FakeCrew:
 
 
 class FakeTrainer:
-    """Runs by `train(timeout=…, on_event=…, **spec)`, which tells points (or dicts) and returns how the run ended."""
+    """Runs by `train(timeout=…, on_event=…, **spec)`, which tells points (or dicts) and returns how the run ended.
+
+    Steps are timed in turn by `step_seconds(spec)`, where there is one.
+    """
 
     def call(self, command, *, timeout, on_event=None):
+        if isinstance(command, commands.TimeInTurn):
+            return (tuple(map(self.step_seconds, command.specs)),) * 3
         assert isinstance(command, commands.Train)
         tell = lambda event: on_event(CurvePoint(**event) if isinstance(event, dict) else event)  # noqa: E731
         end = self.train(timeout=timeout, on_event=tell, **vars(command.spec))

@@ -6,15 +6,23 @@ import random
 from fakes import FakeTrainer
 
 from batchtune.config.schema import Baseline, Budget, Config, Confirm
-from batchtune.document import CurvePoint, ProbeResult, ThroughputFit
-from batchtune.tune.plan.plan import Plan
-from batchtune.tune.plan.prior import Candidates
+from batchtune.document import CurvePoint, Prior, ProbeResult, ThroughputFit, ThroughputPoint
+from batchtune.tune.plan.space import Plan
 
 ALPHA, BETA = 2e-3, 1e-4  # seconds
 E_MIN, B_CRITICAL = 20_000, 128  # samples
 BEST_RATE, BEST_BATCH = 0.02, 64
 START, FLOOR = 2.0, 0.1
+SIZES = (8, 16, 32, 64, 128, 256, 512)
 FIXED_JOULES, SAMPLE_JOULES = 0.02, 0.01  # of a step: large batches save hardly any energy
+
+
+def timed(steps):
+    """Points of a mapping from batch size to seconds of a step."""
+    return [
+        ThroughputPoint(batch_size=size, step_seconds=seconds, samples_per_second=size / seconds)
+        for size, seconds in steps.items()
+    ]
 
 
 def best_rate(batch_size):
@@ -32,7 +40,13 @@ def seconds_to_target(batch_size, rate, *, target=0.5, noise=0.0, seed=0):
     return samples * scale * jitter * (ALPHA + BETA * batch_size) / batch_size
 
 
-def plan(**changes):
+def prior(config, sizes):
+    """What is believed of the law's study where nothing was measured before it: twice the baseline's learning rate."""
+    rate, reasons = 2 * config.baseline.learning_rate, ("batch_sizes_reason", "learning_rate_reason")
+    return Prior(batch_sizes=sizes, learning_rate=rate, learning_rate_decades=0.7, **dict.fromkeys(reasons, "test"))
+
+
+def plan(sizes=SIZES, **changes):
     """A study of the law; `changes` are keys of its configuration."""
     known = {
         "task": "model.py",
@@ -42,12 +56,13 @@ def plan(**changes):
         "confirm": Confirm(seeds=3, top=2),
     }
     fit = ThroughputFit(alpha_seconds=ALPHA, beta_seconds_per_sample=BETA, saturation_batch_size=20.0)
+    probe = ProbeResult(precision="fp32", max_batch_size=256, limited_by="memory", throughput_fit=fit, seconds=1.0)
+    config = Config(**(known | changes))
     return Plan(
-        config=Config(**(known | changes)),
-        probe=ProbeResult(precision="fp32", max_batch_size=256, limited_by="memory", throughput_fit=fit, seconds=1.0),
-        candidates=Candidates((8, 16, 32, 64, 128, 256, 512), "for the test"),
+        config=config,
+        probe=probe.model_copy(update={"throughput": timed({size: ALPHA + BETA * size for size in (8, 32, 128, 256)})}),
+        prior=prior(config, sizes),
         precisions=["fp32"],
-        optimizer="SGD",
     )
 
 
@@ -83,6 +98,9 @@ class LawWorker(FakeTrainer):
             if not go_on:
                 return {"outcome": "pruned"}
             seconds = self._next(seconds, spec)
+
+    def step_seconds(self, spec):
+        return (ALPHA + BETA * spec.batch_size) * self.slower(spec.optimizer_arguments)
 
     def _next(self, seconds, spec):
         return min(spec["limit_seconds"], seconds * 1.1 + 0.02)

@@ -156,7 +156,6 @@ def test_an_output_file_that_cannot_be_written_is_found_before_the_work_starts(q
     assert answer.err.endswith("; name a file elsewhere, or make room\n")
     assert not (quick_cli.folder / "imported").exists()
     assert not (quick_cli.folder / ".batchtune").exists()
-    assert answer.seconds < 3
 
 
 def test_an_output_file_keeps_what_it_holds_until_there_is_a_result(quick_cli):
@@ -165,155 +164,7 @@ def test_an_output_file_keeps_what_it_holds_until_there_is_a_result(quick_cli):
     assert kept.read_text() == "precious"
 
 
-# The user's code
-
-LOSS = "def compute_loss(model, batch):\n    error = (model(batch[0]) - batch[1]) ** 2\n    return "
 PROBE = ("probe", "task.py", "--memory-limit", "300MiB", "--max", 2, "--no-throughput", "--json", "-q")
-TUNE = ("tune", "task.yaml", "--json", "-q")
-TUNED = "task: task.py\nbaseline: {batch_size: 16}\nbatch_size: {max: 16, multiple_of: 16}\nbudget: {run: 100ms}\n"
-
-# name: (command, the end of the task file, exit code, what is said)
-CASES = {
-    "has a syntax error": (PROBE, "def build_model(:", 3, [r"task\.py:\d+: .*: def build_model\(:"]),
-    "raises at import": (
-        PROBE,
-        "raise ValueError('no data at hand')",
-        3,
-        [r'File ".*task\.py", line \d+', r"importing task\.py raised ValueError: .*task\.py:\d+: no data at hand"],
-    ),
-    "ends the process at import": (
-        PROBE,
-        "import os; print('farewell', flush=True); os._exit(7)",
-        3,
-        ["importing it and building the model once ended in crash", "exit status 7; last output: farewell"],
-    ),
-    "lacks a function": (PROBE, "del build_model", 3, [r"no build_model\(\) .*; 'batchtune init' writes a template"]),
-    "lacks what tune needs": (
-        TUNE,
-        "del val_dataset",
-        3,
-        [r"no val_dataset\(\) .* or evaluate\(.*init'"],
-    ),
-    "has no model": (
-        PROBE,
-        "def build_model():\n    return 'model'",
-        3,
-        ["returned a str, not an nn.Module"],
-    ),
-    "has no data set": (
-        PROBE,
-        "def train_dataset():\n    return 3",
-        3,
-        ["returned an int, not a Dataset"],
-    ),
-    "has a function of other arguments": (
-        PROBE,
-        "def build_optimizer(model):\n    return None",
-        3,
-        [r"build_optimizer\(model\) cannot be called as build_optimizer\(model, lr\)"],
-    ),
-    "has a loss that is no scalar": (
-        PROBE,
-        LOSS + "error",
-        3,
-        [r"compute_loss returned shape \(\d, 1\), not a scalar; take its \.mean\(\)"],
-    ),
-    "has a loss that is no tensor": (
-        PROBE,
-        LOSS + "error.mean().item()",
-        3,
-        ["returned a float, not a tensor"],
-    ),
-    "has a loss of NaN": (
-        PROBE,
-        LOSS + "error.mean() * float('nan')",
-        3,
-        ["compute_loss returned nan in the very first step", "check the model's initialisation and the data"],
-    ),
-    "has a loss without a graph": (
-        PROBE,
-        LOSS + "error.mean().detach()",
-        3,
-        ["compute_loss returned a tensor without a graph", "is it under torch.no_grad, detached"],
-    ),
-    "raises in training": (
-        PROBE,
-        LOSS + "error.mean() + 1 / 0",
-        3,
-        [r"compute_loss raised ZeroDivisionError at batch size \d \(not an out-of-memory error\): .*task\.py:\d+: "],
-    ),
-    "raises in evaluation": (
-        PROBE,
-        "def evaluate(model):\n    return {}['accuracy']",
-        3,
-        ["evaluate raised KeyError .*: 'accuracy'"],
-    ),
-    "has no samples": (PROBE, "def train_dataset():\n    return _points(0, 1)", 3, ["a data set of 0 samples"]),
-    "has one sample": (TUNE, "def train_dataset():\n    return _points(1, 1)", 3, ["train_dataset has 1 sample"]),
-    "has fewer samples than the smallest batch": (
-        ("probe", "task.py", "--min", 4, "--json", "-q"),
-        "def train_dataset():\n    return _points(3, 1)",
-        2,
-        ["no batch size to try: 4 is .* but train_dataset has 3 samples"],
-    ),
-    "does not return the metric": (
-        TUNE,
-        "def evaluate(model):\n    return {'accuracy': 0.5}",
-        2,
-        ["objective.metric 'val_loss' is not among what evaluate.* returns: accuracy"],
-    ),
-    "has no evaluate that returns the metric": (
-        (*TUNE, "objective.metric=f1", "objective.goal=maximize"),
-        "",
-        2,
-        ["objective.metric 'f1': .* has no evaluate.., so the only metric is 'val_loss'"],
-    ),
-    "has an optimizer without the argument to search": (
-        (*TUNE, "space.momentum={min: 0.0, max: 0.9}"),
-        "def build_optimizer(model, lr, weight_decay=0.1):\n    return None",
-        2,
-        ["space.momentum: build_optimizer takes no argument 'momentum'; it takes weight_decay"],
-    ),
-    "has an argument to search that says nothing of today": (
-        (*TUNE, "space.momentum={min: 0.0, max: 0.9}"),
-        "def build_optimizer(model, lr, momentum=None):\n    return None",
-        2,
-        ["space.momentum: build_optimizer has no number, switch or text as default of 'momentum'; give it one"],
-    ),
-    "never reaches the target that is set": (
-        (*TUNE, "objective.target=-1", "budget.trials=1", "confirm=off"),
-        "",
-        4,
-        [r"no run reached the target \(val_loss at most -1\) within budget.run \(0.1 s\); raise budget.run, or set an"],
-    ),
-    "is tuned on a device that is not there": (
-        (*TUNE, "device=cuda:99"),
-        "",
-        5,
-        ["^batchtune: device cuda:99: not available here"],
-    ),
-    "is tuned for energy that nothing counts": (
-        (*TUNE, "objective.kind=energy_to_target", "device=cpu"),
-        "",
-        5,
-        ["objective.kind energy_to_target: .* has no energy counter that NVML reads; use time_to_target"],
-    ),
-    "is on a device that is not there": ((*PROBE, "--device", "cuda:99"), "", 5, ["--device cuda:99"]),
-}
-
-
-@pytest.fixture(scope="module")
-def answer_to(new_quick_cli):
-    """A function from a name in CASES to what its command came to."""
-
-    def answer_to(name):
-        command, ending, _, _ = CASES[name]
-        cli = new_quick_cli()
-        cli.write("task.py", (cli.folder / "linear.py").read_text() + "\n" + ending + "\n")
-        cli.write("task.yaml", TUNED)
-        return cli(*command)
-
-    return answer_to
 
 
 # A run folder that is another's
@@ -366,15 +217,14 @@ def test_a_run_folder_of_a_newer_schema_is_refused_and_left_as_it_is(tuned, quic
     assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
 
 
-def test_a_run_folder_in_use_is_not_shared(tuned, cli, quick_cli):
-    tuned.copy_to(cli)
-    first = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
-    first.wait_for("searching")
-    second = quick_cli("tune", "config.yaml", "budget.trials=1000", "budget.total=1h")
-    first.process.terminate()
-    first.finish()
+def test_a_run_folder_in_use_is_not_shared(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    first = RunFolder("config", quick_cli.folder / ".batchtune")
+    first.open()
+    second = quick_cli("tune", "config.yaml")
+    first.close()
     assert second.code == 2
-    assert f"process {first.process.pid} is running in it; wait, stop it, or choose another name" in second.err
+    assert f"process {os.getpid()} is running in it; wait, stop it, or choose another name" in second.err
 
 
 # No space
@@ -451,22 +301,3 @@ def test_a_full_disk_stops_a_study_which_goes_on_when_there_is_room(tuned, quick
     assert again.code == 0, again.err
     assert again.document["status"] == "complete"
     assert again.document["trials"][:before] == tuned.document["trials"]
-
-
-# The user's code, as it is answered
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_task_is_refused_in_one_line_that_says_why_when_it(answer_to, name):
-    _, _, code, told = CASES[name]
-    answer = answer_to(name)
-    assert answer.code == code, answer.err
-    for pattern in told:
-        assert re.search(pattern, answer.err), answer.err
-    assert "Traceback" not in answer.err
-    assert "batchtune/" not in answer.err.replace("/.batchtune/", "")  # no frame of ours
-    assert len(re.findall("^batchtune: ", answer.err, re.MULTILINE)) == 1
-    assert answer.err.splitlines()[-1].startswith("batchtune: ")
-    document = answer.document
-    assert document["status"] == "failed"
-    assert document["error"] == {"exit_code": code, "message": answer.err.splitlines()[-1].removeprefix("batchtune: ")}

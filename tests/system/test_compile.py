@@ -4,6 +4,7 @@ The backend is `eager`: dynamo captures, guards and compiles again as it does wi
 """
 
 import importlib
+import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.child.commands.attempt import StepTimes, attempt
-from batchtune.child.commands.time_steps import time_steps
-from batchtune.child.training import heartbeat
-from batchtune.child.training.compiled import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
-from batchtune.device._base import Peaks
+from batchtune.child import heartbeat
+from batchtune.child.attempt import StepTimes, attempt
+from batchtune.child.heartbeat import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
+from batchtune.child.timing import time_steps
+from batchtune.device._base import Peaks, stopwatch_on_the_wall
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 from batchtune.task.contract import Task
@@ -40,6 +41,9 @@ class FakeMemory:
         pass
 
     synchronize = release = reset_peaks
+
+    def stopwatch(self):
+        return stopwatch_on_the_wall(self.synchronize)
 
 
 class Restless(nn.Module):
@@ -83,9 +87,12 @@ SLOW = """
 import time
 import torch
 from torch import nn
+from batchtune.child import heartbeat
+
+heartbeat.PERIOD_SECONDS = 0.2
 
 def patient(graph, _inputs):
-    time.sleep(8)
+    time.sleep(6)
     return graph.forward
 
 def build_model():
@@ -96,56 +103,60 @@ def make_batch(batch_size):
 
 def compute_loss(model, batch):
     if len(batch) == 13:
-        time.sleep(60)
+        time.sleep(600)
     if len(batch) == 3:
-        time.sleep(2)
+        time.sleep(0.8)
     return model(batch).square().mean()
 """
 
 
-def test_compiling_is_no_silence_and_a_hang_still_is(tmp_path, monkeypatch):
-    (tmp_path / "model.py").write_text(SLOW)
-    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
-    with Worker(settings) as worker:
+@pytest.fixture
+def slow(tmp_path, as_forks):
+    """A worker whose task, or the compiler of its model, takes its time."""
+
+    def opened(text):
+        (tmp_path / "model.py").write_text(text)
+        return Worker(OpenTask(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",)))
+
+    with as_forks():
+        yield opened
+
+
+def test_compiling_is_no_silence_and_a_hang_still_is(slow):
+    with slow(SLOW) as worker:
         worker.start()
         begun = time.monotonic()
-        answer = worker.call(TryBatchSize(batch_size=2, steps=1, precision="fp32"), timeout=7)
+        answer = worker.call(TryBatchSize(batch_size=2, steps=1, precision="fp32"), timeout=5)
         assert answer.attempt.outcome == "fit"
-        assert time.monotonic() - begun > 8
-        with pytest.raises(WorkerDied, match="no sign of life for 7 s"):
-            worker.call(TryBatchSize(batch_size=13, steps=1, precision="fp32"), timeout=7)
+        assert time.monotonic() - begun > 6
+        with pytest.raises(WorkerDied, match="no sign of life for 2 s"):
+            worker.call(TryBatchSize(batch_size=13, steps=1, precision="fp32"), timeout=2)
 
 
-def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch):
-    told = []
+def test_compiling_is_no_silence_after_the_compiler_was_reset_either(monkeypatch, listen):
+    heard, in_time = threading.Event(), []
 
     def patient(graph, _inputs):
-        told.append("begun")
-        time.sleep(0.5)
-        told.append("done")
+        heard.clear()
+        in_time.append(heard.wait(60))  # whoever watched another compilation may still wait for its period to end
         return graph.forward
 
     monkeypatch.setattr(heartbeat, "PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat._Heartbeat, "watch", None)  # of another test, it may sleep for long
-    monkeypatch.setattr(heartbeat._Heartbeat, "tell", lambda: told.append("alive"))
+    listen(heard.set)
     importlib.import_module("torch._dynamo.callback")  # as torch.compile does
     heartbeat.watch_compiling()
     task = task_of(lambda: torch.compile(nn.Linear(4, 1), backend=patient))
     for size in (8, 16, 32):
-        told.clear()
         assert run(task, size, steps=1).outcome == "fit"
-        assert "alive" in told[told.index("begun") : told.index("done")]
+    assert in_time == [True] * 3
 
 
-def test_many_long_steps_are_no_silence(tmp_path):
-    (tmp_path / "model.py").write_text(
-        SLOW.replace("torch.compile(nn.Linear(4, 1), backend=patient)", "nn.Linear(4, 1)")
-    )
-    settings = OpenTask(task=str(tmp_path / "model.py"), device="cpu", precision=("fp32",))
-    with Worker(settings) as worker:
-        answer = worker.call(TryBatchSize(batch_size=3, steps=6, precision="fp32"), timeout=8)
+def test_many_long_steps_are_no_silence(slow):
+    with slow(SLOW.replace("torch.compile(nn.Linear(4, 1), backend=patient)", "nn.Linear(4, 1)")) as worker:
+        worker.start()
+        answer = worker.call(TryBatchSize(batch_size=3, steps=8, precision="fp32"), timeout=5)
         assert answer.attempt.outcome == "fit"
-        assert answer.attempt.seconds > 12
+        assert answer.attempt.seconds > 6
 
 
 def test_without_torch_compile_nothing_is_said_about_it():

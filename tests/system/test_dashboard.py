@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed; install '.[test]'")
 
 
-def test_optuna_dashboard_opens_the_journal_of_a_run_as_the_readme_says(tuned, tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "\noptuna-dashboard .batchtune/mymodel/study.log " in readme
+def test_optuna_dashboard_opens_the_journal_of_a_run_as_the_recipes_say(tuned, tmp_path):
+    recipes = (Path(__file__).parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert "\noptuna-dashboard .batchtune/mymodel/study.log " in recipes
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -23,10 +23,10 @@ from batchtune.cli import app
 from batchtune.config.load import load_config
 from batchtune.config.schema import Config, known_keys
 from batchtune.errors import DeviceError, UsageError
-from batchtune.files import load_result
 from batchtune.processes.local import LocalLauncher
-from batchtune.report.export.trainers import EXPORTS
 from batchtune.report.formats import FORMATS
+from batchtune.report.view.trainers import EXPORTS
+from batchtune.result import load_result
 
 MIB = 2**20
 MOST_MEMORY_BYTES = 200 * MIB

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fixtures.waiting import wait_until
 
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.processes.ranks.group import RankLauncher
+from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
@@ -119,16 +120,20 @@ def relatives() -> list[psutil.Process]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def ranks() -> list[int]:
     """The process numbers of this module's ranks."""
     return sorted(each.pid for each in relatives() if "batchtune.child.rank" in " ".join(each.cmdline()))
 
 
 def assert_nobody_left() -> None:
-    deadline = time.monotonic() + 5
-    while relatives() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not relatives()
+    wait_until(lambda: not relatives(), 60)
 
 
 def try_size(group: Worker, size: int, timeout: float = 60, **changes) -> dict:
@@ -167,11 +172,9 @@ def test_a_rank_that_dies_is_named_with_its_signal_and_the_group_starts_again(gr
 
 def test_a_rank_that_hangs_ends_with_the_timeout(group):
     group.start()
-    began = time.monotonic()
-    with pytest.raises(WorkerDied) as caught:
+    with pytest.raises(WorkerDied, match="no sign of life for 2 s") as caught:
         try_size(group, HANG, timeout=2.0)
     assert caught.value.outcome == "timeout"
-    assert time.monotonic() - began < 10
     assert_nobody_left()
 
 
@@ -182,15 +185,15 @@ def test_an_error_of_the_code_on_one_rank_names_the_rank(group):
 
 
 def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
-    limited = settings.but(rank_memory_limits_bytes=(LIMIT, LIMIT // 2))
+    limited = settings.but(rank_memory_limits_bytes=(2 * LIMIT, LIMIT))
     options = ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
     with Worker(limited, RankLauncher(2, "ddp")) as group:
         probe = Probe(group, options, "fp32", Observer())
         found = probe.run()
-        assert group.settings.rank_memory_limits_bytes == (LIMIT, LIMIT // 2)  # of the group that came after the first
-    assert found.memory_limit_bytes == LIMIT // 2
-    assert found.max_batch_size * ROW_BYTES < LIMIT // 2
-    assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 4
+        assert group.settings.rank_memory_limits_bytes == (2 * LIMIT, LIMIT)  # of the group that came after the first
+    assert found.memory_limit_bytes == LIMIT
+    assert found.max_batch_size * ROW_BYTES < LIMIT
+    assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 2  # libraries take some of it
     ranks = found.data_parallel
     assert (ranks.world_size, ranks.limiting_rank, ranks.global_batch_size) == (2, 1, 2 * found.max_batch_size)
 
@@ -208,7 +211,7 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
     temporary.mkdir()
     program.write_text(
         "import json, sys, time\n"
-        "from batchtune.processes.ranks.group import RankLauncher\n"
+        "from batchtune.processes.ranks import RankLauncher\n"
         "from batchtune.processes.worker import Worker\n"
         "from batchtune.protocol.commands import OpenTask\n"
         f"settings = OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',))\n"
@@ -225,14 +228,12 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
     ) as parent:
         assert parent.stdout.readline() == b"ready\n"
         pids = ranks()
-        assert len(pids) == 2
-        os.kill(pids[1], signal.SIGSTOP)  # it hears nothing any more
+        assert len(pids) == 4  # each with the image that it is a fork of
+        for pid in pids[2:]:
+            os.kill(pid, signal.SIGSTOP)  # they hear nothing any more
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, pids)), 60)
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's cache
 
 

@@ -21,9 +21,7 @@ KILLS = [
     ("  8  fit", 0.0),
     ("timing steps", 1.0),
     ("baseline", 0.6),
-    ("searching", 0.5),
     ("  search  ", 0.5),
-    ("confirming", 0.1),
     ("confirm  run", 0.0),  # what is left then is short: the baseline is cut off
 ]
 

@@ -1,37 +1,46 @@
 """`tune --workers` with real children, and what it refuses."""
 
-import contextlib
-import time
-
-import psutil
 import pytest
+from fixtures.waiting import wait_until
 
 from batchtune.processes.pool import processors
 
+# Each process that trains says so and stays at its first step until the test has seen who does.
+HELD = """
+import os, time
+from pathlib import Path
+at_once = compute_loss
 
-def line_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+def compute_loss(model, batch):
+    if model.training and Path("hold").exists():
+        Path(f"training-{os.getpid()}").touch()
+        while Path("hold").exists():
+            time.sleep(0.05)
+    return at_once(model, batch)
+"""
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(processors() < 2, reason="two workers need two processors")
-def test_two_workers_share_one_study_and_leave_nobody_behind(cli):
-    command = cli.start("tune", "config.yaml", "device=cpu", "budget.trials=12", "--workers", "2", "--json", "-v")
-    command.wait_for("searching", 120)
-    family, deadline = command.family(), time.monotonic() + 60
-    while sum("batchtune.child.image" in line_of(each) for each in family) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_two_workers_train_at_the_same_time_in_one_study_and_leave_nobody_behind(cli, quick_cli, all_gone):
+    cli.write("linear.py", (cli.folder / "linear.py").read_text() + HELD)
+    study = ("tune", "config.yaml", "device=cpu", "--workers", "2", "confirm=off")
+    begun = quick_cli(*study, "budget.trials=3", "-q")  # of a search the first runs are one after the other
+    assert begun.code == 0, begun.err
+    hold = cli.write("hold", "")
+    command = cli.start(*study, "budget.trials=6", "--json", "-v")
+    try:
+        training = wait_until(lambda: len(found := list(cli.folder.glob("training-*"))) == 2 and found)
         family = command.family()
+    finally:
+        hold.unlink()
     done = command.finish(120)
     assert done.code == 0, done.err
     assert "2 workers, each on a device of its own" in done.err
+    assert {int(path.name.removeprefix("training-")) for path in training} < {each.pid for each in family}
     roles = [trial["role"] for trial in done.document["trials"] if trial["state"] in {"complete", "pruned"}]
     assert roles.count("baseline") == 1
-    assert 1 <= roles.count("search") <= 12
-    assert not any(each.is_running() for each in family)
+    assert 3 + 2 <= roles.count("search") <= 6
+    assert all_gone(family)
 
 
 def test_more_workers_than_processors_are_refused_before_anything_is_trained(cli):

@@ -6,17 +6,19 @@ import functools
 import gc
 import platform
 import random
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
 
 import batchtune
-from batchtune.child.training.kept_state import KeptState
 from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
 from batchtune.probe.in_process import find_in_process
-from batchtune.probe.search import Bounds
+from batchtune.probe.options import Bounds
+from batchtune.task.state import KeptState
 
 
 class FakeMemory:
@@ -376,19 +378,26 @@ def test_it_decorates_a_step_too():
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="a CPU's memory limit is kept on Linux only")
-def test_on_a_real_cpu_the_limit_holds_during_the_search_and_not_after():
-    import resource
+def test_on_a_real_cpu_the_limit_holds_during_the_search_and_not_after(tmp_path):
+    program = tmp_path / "search.py"  # of its own: what this one has freed is room that no limit counts
+    program.write_text(
+        """
+import resource, batchtune, torch
 
-    weights = torch.zeros(1, requires_grad=True)
+weights = torch.zeros(1, requires_grad=True)
 
-    def step(batch_size):
-        torch.autograd.backward((torch.ones(batch_size, 2**18) * weights).sum())  # at least 2 MiB a sample
+def step(batch_size):
+    torch.autograd.backward((torch.ones(batch_size, 2**18) * weights).sum())  # at least 2 MiB a sample
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    size = batchtune.find_batch_size(step, device="cpu", memory_limit="200MiB", tolerance=0.1)
-    assert 40 <= size <= 100
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-    step(4 * size)
+before = resource.getrlimit(resource.RLIMIT_AS)
+size = batchtune.find_batch_size(step, device="cpu", memory_limit="200MiB", tolerance=0.1)
+assert 40 <= size <= 100, size
+assert resource.getrlimit(resource.RLIMIT_AS) == before
+step(4 * size)
+"""
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_inference_takes_the_steps_without_gradients(memory):

@@ -1,6 +1,8 @@
 """The lane `unit`: no torch, and no other process, so that a thousand answers come in seconds."""
 
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,17 @@ def _alone():
     yield
     assert _started == [], "this test starts a process: it belongs to tests/process"
     assert had_torch or "torch" not in sys.modules, "this test loads torch: it belongs to tests/torch"
+
+
+@pytest.fixture(scope="session")
+def recipe():
+    """Imports a script of recipes/ by its name."""
+
+    def load(name):
+        path = Path(__file__).parents[2] / "recipes" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

@@ -5,9 +5,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from batchtune.config.quantities import parse_bytes, parse_seconds
+from batchtune.config.checks import parse_bytes, parse_seconds
+from batchtune.config.load import parse_yaml
 from batchtune.config.schema import Baseline, Config, config_schema, known_keys
-from batchtune.config.yaml import parse_yaml
+from batchtune.tune.plan.open_task import multiple_of
 
 EXAMPLE = """
 task: model.py
@@ -265,3 +266,35 @@ def test_contradictions_of_fixed_batch_and_further_arguments_are_named(sections,
 def test_choices_keep_their_kinds():
     found = Config(task="model.py", space={"kind": {"choices": [True, 1, 0.5, "a"]}}).space["kind"].choices
     assert [type(choice) for choice in found] == [bool, int, float, str]
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"ranks": {"per_trial": 3}}, "baseline.batch_size 32 cannot be split among 3 ranks; use a multiple of it"),
+        ({"batch_size": {"global": 10}, "ranks": {"per_trial": 4}}, "batch_size.global 10 cannot be split among 4"),
+        ({"batch_size": {"min": 9, "max": 11}, "ranks": {"per_trial": 4}}, "no multiple of 4 is from batch_size.min 9"),
+        (
+            {"batch_size": {"max": 10, "multiple_of": 6}, "ranks": {"per_trial": 4}},
+            "no multiple of 12 is from batch_size.min 1 to batch_size.max 10, which 4 ranks could split",
+        ),
+        ({"executor": "ray", "ranks": {"per_trial": 2}}, "per_trial 2: a run on a Ray cluster trains on one device"),
+        ({"world_size": 4, "ranks": {"per_trial": 2}}, "per_trial 2: world_size is for runs on one device"),
+        ({"ranks": {"per_trial": 2, "nodes": 2}}, "nodes 2: the ranks of a run are on one machine"),
+        ({"ranks": {"strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank; add per_trial"),
+    ],
+)
+def test_ranks_that_cannot_train_a_run_as_one_are_refused(sections, told):
+    with pytest.raises(ValidationError, match=told):
+        Config.model_validate({"task": "model.py"} | sections)
+
+
+def test_ranks_train_sizes_that_all_of_them_share():
+    found = Config.model_validate(
+        {
+            "task": "model.py",
+            "batch_size": {"max": 96, "multiple_of": 6},
+            "ranks": {"per_trial": 4, "strategy": "fsdp", "nodes": 1},
+        }
+    )
+    assert multiple_of(found) == 12

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from batchtune.config.load import load_config
-from batchtune.config.schema import Config
+from batchtune.config.load import config_of_task, load_config
+from batchtune.config.schema import Baseline, Config
 from batchtune.errors import UsageError
 from batchtune.task.spec import split_spec
 
@@ -256,11 +256,14 @@ def test_a_folder_stands_for_the_configuration_in_it(tmp_path):
     assert load_config(tmp_path, environment={}).task.endswith("model.py")
 
 
-def test_a_task_in_the_place_of_a_configuration_is_told_apart(tmp_path):
-    task = tmp_path / "model.py"
-    task.write_text("x = {1: 2}\n")
-    with pytest.raises(UsageError, match=r"model\.py: a task, and no configuration: write a YAML file"):
-        load_config(task, environment={})
+def test_a_task_without_a_file_has_the_defaults_and_what_is_laid_over_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_of_task("model.py:Task", "model", ["baseline.batch_size=64"], {"BATCHTUNE_SEED": "5"})
+    assert config == Config(
+        task=str(tmp_path / "model.py:Task"), name="model", baseline=Baseline(batch_size=64), seed=5
+    )
+    with pytest.raises(UsageError, match=r"^'budget.total=soon': budget.total: 'soon' is not a duration"):
+        config_of_task("model.py", "model", ["budget.total=soon"], {})
 
 
 def test_a_configuration_in_the_place_of_a_task_is_told_apart():

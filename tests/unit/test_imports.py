@@ -1,6 +1,7 @@
 """The floors of the house: imports go downward only, and heavy libraries stay where they belong."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,28 +11,25 @@ FLOORS = (
     ("version", "vocabulary"),
     ("document",),
     ("protocol", "errors", "observer", "units"),
-    ("config", "device", "report.export"),
-    ("processes", "report.view", "tune.objective"),
-    ("processes.ranks", "processes.ray", "report.figures", "report.terminal", "tune.optuna_parts"),
-    ("report.page",),
-    ("report", "result"),
-    ("files",),
-    ("console", "run_folder", "task.adapting"),
-    ("task.lightning", "task.transformers"),
-    ("task",),
-    ("child.training", "estimate"),
-    ("child.commands", "estimate.memory.scratch"),
+    ("config", "device"),
+    ("processes", "report.view", "tune.optuna_parts"),
+    ("report",),
+    ("result",),
+    ("run_folder", "task.adapting"),
+    ("session", "task.lightning", "task.transformers"),
+    ("task", "console"),
     ("estimate.memory",),
+    ("estimate",),
+    ("child.ranks",),
     ("child",),
     ("estimate.tracing",),
-    ("probe.timing",),
+    ("probe.lengths",),
     ("probe",),
     ("tune.plan",),
-    ("tune.storage", "tune.verdict"),
-    ("tune.study",),
     ("tune",),
-    ("api",),
+    ("api", "sampling"),
     ("",),  # the package's own names
+    ("cli_report",),
     ("cli",),
     ("__main__",),
 )
@@ -55,14 +53,17 @@ def room_of(module):
     return (module if folder == "batchtune" else folder).removeprefix("batchtune").lstrip(".")
 
 
+@functools.cache
 def imported(path):
     """Modules that a file imports anywhere: in functions and for type checkers, too."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inner = {f"{node.module}.{alias.name}" for alias in node.names} & NAMES
-            yield from inner or {node.module}
+            found |= inner or {node.module}
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -100,9 +101,9 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 
 PURE = [
-    *("probe/search.py", "probe/final_check.py", "probe/timing/throughput.py", "probe/warnings.py"),
-    *("tune/verdict/recommend.py", "tune/verdict/intervals.py", "tune/verdict/warnings.py", "tune/plan/steps.py"),
-    "processes/assignment.py",
+    *("probe/search.py", "probe/final_check.py", "probe/findings.py", "probe/lengths/buckets.py", "sampling/steps.py"),
+    *("tune/recommend.py", "tune/scores.py", "tune/progress.py", "tune/plan/prior.py"),
+    "processes/pool.py",
 ]
 
 
@@ -118,6 +119,6 @@ def test_the_functions_stay_functions_after_the_packages_of_their_names_are_impo
     import batchtune
     import batchtune.estimate.memory.allocator
     import batchtune.probe.search
-    import batchtune.tune.verdict.recommend
+    import batchtune.tune.recommend
 
     assert all(inspect.isfunction(each) for each in (batchtune.probe, batchtune.tune, batchtune.estimate))

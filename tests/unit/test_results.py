@@ -21,8 +21,8 @@ from batchtune.document import (
     ThroughputPoint,
 )
 from batchtune.errors import UsageError
-from batchtune.files import load_result, write_atomically
-from batchtune.result import Result, result_schema
+from batchtune.result import Result, load_result, result_schema
+from batchtune.run_folder import write_atomically
 
 TASK = TaskInfo(path="model.py")
 

@@ -1,5 +1,6 @@
 """The run folder: who may write to it, and when it belongs to another run."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -7,9 +8,8 @@ import pytest
 
 from batchtune.document import Attempt, TaskInfo
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.files import load_result
-from batchtune.result import Result
-from batchtune.run_folder import RunFolder, find_run, is_behind, latest_run, probe_folder, running_in
+from batchtune.result import Result, find_run, is_behind, latest_run, load_result, page_of, running_in
+from batchtune.run_folder import RunFolder, probe_folder
 
 RESULT = Result(kind="probe", status="complete", task=TaskInfo(path="model.py"))
 
@@ -191,7 +191,7 @@ def test_ctrl_c_while_the_report_is_drawn_costs_nobody_the_result(folder, tmp_pa
     def interrupt(_result: Result) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("batchtune.report.page.html.to_html", interrupt)
+    monkeypatch.setattr("batchtune.report.formats.to_html", interrupt)
     folder.write_result(RESULT)
     with pytest.raises(RunInterrupted, match="the result is saved, and 'batchtune report' draws its page") as raised:
         folder.close()
@@ -302,3 +302,118 @@ def test_a_name_that_is_no_run_is_told_those_that_are(tmp_path):
         find_run("digit", tmp_path)
     with pytest.raises(UsageError, match="nope: no such run; there are charlm, digits"):
         find_run("nope", tmp_path)
+
+
+class Clock:
+    """The time of a test, in which drawing a page takes as long as it says."""
+
+    def __init__(self, drawing=0.0):
+        self.now, self.drawing = 100.0, drawing
+
+    def monotonic(self):
+        return self.now
+
+    thread_time = monotonic
+
+    def document(self):
+        self.now += self.drawing
+        return result("interrupted")
+
+
+def result(status):
+    return Result(kind="probe", status=status, name="watched", task=TaskInfo(path="model.py"))
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    def opened(drawing=0.0):
+        clock = Clock(drawing)
+        monkeypatch.setattr("batchtune.run_folder.time", clock)
+        folder = RunFolder("watched", tmp_path)
+        folder.open()
+        return clock, folder, folder.path / "report.html"
+
+    return opened
+
+
+def test_the_page_of_a_run_says_where_it_stands_and_refreshes_itself_until_the_end(watched):
+    clock, folder, page = watched()
+    folder.show(clock.document, "3 runs done")
+    assert not page.exists()  # who runs for a moment draws one page, at the end
+    clock.now += 5
+    folder.show(clock.document, "4 runs done, at most 2 min left")
+    shown = page.read_text(encoding="utf-8")
+    assert 'data-refresh="5"' in shown
+    assert "<strong>running</strong> – 4 runs done, at most 2 min left" in shown
+    folder.write_result(result("complete"))
+    folder.close()
+    assert "data-refresh=" not in page.read_text(encoding="utf-8")
+    assert "running" not in page.read_text(encoding="utf-8").partition("<main>")[2]
+
+
+@pytest.mark.parametrize(("drawing", "most"), [(0.01, 60), (0.1, 16), (2.0, 2)])
+def test_pages_of_a_run_take_a_hundredth_of_its_time_at_most(watched, drawing, most):
+    clock, folder, _ = watched(drawing)
+    drawn = []
+    for _ in range(300):
+        clock.now += 1
+        folder.show(lambda: drawn.append(clock.now) or clock.document(), "on its way")
+    assert 1 <= len(drawn) <= most
+    assert len(drawn) * drawing <= max(0.01 * 300, 2 * drawing)
+    assert all(later - sooner >= 5 for sooner, later in itertools.pairwise(drawn))
+    folder.close()
+
+
+def test_a_run_that_came_to_nothing_gives_the_earlier_one_its_page_back(watched):
+    clock, folder, page = watched()
+    folder.write_result(result("complete"))
+    folder.close()
+    folder.open()
+    clock.now += 5
+    folder.show(clock.document, "tried batch 8")
+    assert "running" in page.read_text(encoding="utf-8").partition("<main>")[2]
+    folder.close()
+    assert "running" not in page.read_text(encoding="utf-8").partition("<main>")[2]
+
+
+def test_a_page_that_cannot_be_drawn_does_not_stop_the_run(watched):
+    clock, folder, page = watched()
+    clock.now += 5
+    folder.show(lambda: 1 / 0, "tried batch 8")
+    folder.close()
+    assert not page.exists()
+
+
+def test_the_page_of_a_result_is_that_of_the_run_that_has_it(tmp_path):
+    older, newer = (Result(kind="probe", status="complete", task=TaskInfo(path="a.py"), created_at=f"2026-01-0{day}")
+                    for day in (1, 2))  # fmt: skip
+    assert page_of(newer, tmp_path) is None
+    for name, result in (("probe-a", older), ("probe-b", newer)):
+        folder = RunFolder(name, tmp_path)
+        folder.open()
+        folder.write_result(result)
+        folder.close()
+    assert page_of(older, tmp_path) == tmp_path / "probe-a" / "report.html"
+    assert page_of(newer, tmp_path) == tmp_path / "probe-b" / "report.html"
+    (tmp_path / "probe-b" / "report.html").unlink()
+    assert page_of(newer, tmp_path) is None
+
+
+def test_the_page_opens_in_the_browser_where_that_is_asked_for_and_never_fails_a_command(tmp_path, monkeypatch, invoke):
+    monkeypatch.chdir(tmp_path)
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    folder = RunFolder("probe-a")
+    folder.open()
+    folder.write_result(RESULT)
+    folder.close()
+    page = tmp_path / ".batchtune" / "probe-a" / "report.html"
+    shown = invoke("report", "--open")
+    assert (shown.exit_code, opened) == (0, [page.as_uri()])
+    assert shown.stdout.splitlines()[-1] == "page: .batchtune/probe-a/report.html (--open shows it)"
+    monkeypatch.setattr("webbrowser.open", lambda _: False)
+    assert invoke("report", "--open").stderr.startswith("batchtune: note: no browser could be started: open .batchtune")
+    page.unlink()
+    shown = invoke("report", "--open")
+    assert (shown.exit_code, len(opened)) == (0, 1)
+    assert "no page to open: --format html -o report.html writes one" in shown.stderr

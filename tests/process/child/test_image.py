@@ -9,7 +9,7 @@ import pytest
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, Train, TryBatchSize
-from batchtune.protocol.run_spec import RunSpec
+from batchtune.protocol.messages import RunSpec
 
 TASK = """
 import functools, json, os, random, warnings, zlib

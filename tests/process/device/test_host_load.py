@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from batchtune.device.host_load import watching_others
+from batchtune.device.host import watching_others
 
 
 def test_another_program_is_seen():

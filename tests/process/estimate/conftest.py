@@ -41,6 +41,6 @@ def ask(child, tmp_path):
             "gpus": list(gpus),
             "memory_limit": memory_limit,
         }
-        return worker.call(EstimateMemory(**arguments), timeout=120)
+        return worker.call(EstimateMemory(**arguments), timeout=120).model_dump(exclude_none=True)
 
     return asking

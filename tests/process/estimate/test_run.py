@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from batchtune.errors import UsageError
+from batchtune.estimate.commands import EstimateMemory
 from batchtune.estimate.memory.allocator import MIB
+from batchtune.estimate.memory.events import Work
 from batchtune.estimate.memory.overheads import OVERHEADS, capacity_bytes, confidence, gpu_of, overhead_of
-from batchtune.estimate.run import Question, choose, estimate_task, samples_per_second
+from batchtune.estimate.run import choose, estimate_task, samples_per_second
 
 GIB = 1 << 30
 TASK = """
@@ -44,7 +46,7 @@ def test_one_record_for_each_gpu_and_precision_larger_gpus_holding_more(tmp_path
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     gpus = [Gpu("small", capacity_bytes=8 * GIB), Gpu("large"), Gpu("tiny", capacity_bytes=500 * MIB)]
-    run = estimate_task(Question(task=str(path)), gpus, ["fp32", "tf32"])
+    run = estimate_task(EstimateMemory(task=str(path)), gpus, ["fp32", "tf32"])
     assert [(each.gpu, each.precision) for each in run.estimates] == [
         (gpu.name, precision) for gpu in gpus for precision in ("fp32", "tf32")
     ]
@@ -68,7 +70,7 @@ def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
         .replace("4096, 1024))", "4096, 1024)) for _ in range(4)])")
         .replace("(size, 64, 1024)", "(size, 16384, 1024)")
     )
-    (found,) = estimate_task(Question(task=str(path)), [Gpu(capacity_bytes=2500 * MIB)], ["fp32"]).estimates
+    (found,) = estimate_task(EstimateMemory(task=str(path)), [Gpu(capacity_bytes=2500 * MIB)], ["fp32"]).estimates
     assert found.max_batch_size == 0
     (note,) = [note for note in found.notes if note.startswith("would fit with ")]
     assert "with activation checkpointing of its repeated blocks: " in note
@@ -78,7 +80,7 @@ def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_pa
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     old = Gpu("T4", generation="Turing", capacity_bytes=2 * GIB, compute_capability=(7, 5))
-    run = estimate_task(Question(task=str(path)), [old, Gpu()], ["auto"])
+    run = estimate_task(EstimateMemory(task=str(path)), [old, Gpu()], ["auto"])
     assert [each.precision for each in run.estimates] == ["fp16", "bf16"]
     assert not any("emulated" in note for each in run.estimates for note in each.notes)
     (detail,) = run.details
@@ -90,12 +92,12 @@ def test_a_softmax_is_traced_at_both_half_precisions(tmp_path):
     path.write_text(
         TASK.replace("nn.ReLU()", "nn.Softmax(-1)").replace("(1024, 4096)", "(1024, 8192)").replace("(4096,", "(8192,")
     )
-    run = estimate_task(Question(task=str(path)), [Gpu()], ["bf16", "fp16"])
+    run = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["bf16", "fp16"])
     bf16, fp16 = run.details
     assert [bf16.precision, fp16.precision] == ["bf16", "fp16"]
     each = [detail.peak_allocated_bytes / detail.batch_size for detail in (bf16, fp16)]
     assert 1.1 * each[1] < each[0]  # at fp16, CUDA's softmax casts as it goes
-    (alone,) = estimate_task(Question(task=str(path)), [Gpu()], ["fp16"]).estimates
+    (alone,) = estimate_task(EstimateMemory(task=str(path)), [Gpu()], ["fp16"]).estimates
     assert alone.max_batch_size == run.estimates[1].max_batch_size
 
 
@@ -103,14 +105,14 @@ def test_precisions_that_an_old_gpu_only_emulates_are_called_so(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     old = Gpu("V100", generation="Volta", compute_capability=(7, 0))
-    rows = estimate_task(Question(task=str(path)), [old, Gpu()], ["bf16", "fp16"]).estimates
+    rows = estimate_task(EstimateMemory(task=str(path)), [old, Gpu()], ["bf16", "fp16"]).estimates
     assert [any("bf16 is emulated" in note for note in row.notes) for row in rows] == [True, False, False, False]
 
 
 def test_what_no_change_makes_fit_is_said_to_be_for_several_gpus(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
-    (found,) = estimate_task(Question(task=str(path)), [Gpu(capacity_bytes=500 * MIB)], ["bf16"]).estimates
+    (found,) = estimate_task(EstimateMemory(task=str(path)), [Gpu(capacity_bytes=500 * MIB)], ["bf16"]).estimates
     assert found.max_batch_size == 0
     assert [note for note in found.notes if note.startswith("would fit")] == []
     assert any("--strategy fsdp" in note for note in found.notes)
@@ -128,7 +130,6 @@ def test_hopper_keeps_larger_workspaces_and_an_unknown_generation_counts_as_the_
     assert overhead_of("Hopper").gpu.cublas_bytes == 32 * MIB
     assert overhead_of("Ada Lovelace") is OVERHEADS["Ada"]
     assert overhead_of("of next year").context_bytes == max(each.context_bytes for each in OVERHEADS.values())
-    assert all(each.source for each in OVERHEADS.values())
 
 
 @pytest.mark.parametrize(
@@ -163,16 +164,15 @@ def test_auto_is_what_the_gpu_does_well(gpu, precision):
 
 
 def test_speed_is_bounded_by_arithmetic_or_by_memory_and_absent_where_a_rate_is_not_known():
-    work = {"flops": 312e12, "matmul_bytes": 0.0, "other_bytes": 1.5e12}
-    row = {"max_batch_size": 10, "work": work}
-    assert samples_per_second(Gpu(), "bf16", row, 1) == pytest.approx(5.0)
-    assert samples_per_second(Gpu(), "fp16", row, 1) is None
-    assert samples_per_second(Gpu(), "bf16", {"max_batch_size": 0}, 1) is None
+    work = Work(flops=312e12, matmul_bytes=0.0, other_bytes=1.5e12)
+    assert samples_per_second(Gpu(), "bf16", 10, work) == pytest.approx(5.0)
+    assert samples_per_second(Gpu(), "fp16", 10, work) is None
+    assert samples_per_second(Gpu(), "bf16", 0, None) is None
 
 
 def test_an_unknown_precision_is_a_usage_error():
     with pytest.raises(UsageError, match="--precision int8"):
-        estimate_task(Question(task="model.py"), [Gpu()], ["int8"])
+        estimate_task(EstimateMemory(task="model.py"), [Gpu()], ["int8"])
 
 
 def test_scratch_is_that_of_the_gpu_where_it_is_known_and_else_of_its_generations_largest():

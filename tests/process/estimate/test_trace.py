@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
+from fixtures.waiting import wait_until
 
 from batchtune.errors import BatchtuneError
 from batchtune.estimate.commands import PROGRAM
@@ -375,6 +375,48 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_lstm_keeps_the_workspaces_of_its_cells_with_biases_or_without(ask, bias):
+    source = f"""
+    def build_model():
+        return nn.LSTM(8, 64, bias={bias})
+
+    def make_batch(size):
+        return torch.randn(4, size, 8)
+
+    def compute_loss(model, batch):
+        return model(batch)[0].mean()
+"""
+    answer = ask(source, memory_limit=64 << 20)
+    states = 4 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells
+    assert 3 * 4 < answer["details"][0]["activations_bytes"] / states < 2 * 3 * 4  # two kinds of gates, workspace
+
+
+def test_an_optimizer_that_steps_only_now_and_then_has_its_states_counted(ask):
+    source = """
+    def build_model():
+        return nn.ModuleDict({"often": nn.Linear(256, 256, bias=False), "seldom": nn.Linear(256, 512, bias=False)})
+
+    def build_optimizer(model, lr):
+        return {name: torch.optim.Adam(part.parameters(), lr=lr) for name, part in model.items()}
+
+    def make_batch(size):
+        return torch.randn(size, 256)
+
+    def train_step(model, batch, optimizers, context):
+        loss = model["often"](batch).square().mean()
+        context.backward(loss, optimizers["often"])
+        context.step(optimizers["often"])
+        turn = context.state["turn"] = context.state.get("turn", 0) + 1
+        if turn % 5 == 0:
+            context.backward(model["seldom"](batch).square().mean(), optimizers["seldom"])
+            context.step(optimizers["seldom"])
+        return loss
+"""
+    states = ask(source, memory_limit=64 << 20)["details"][0]["optimizer_states_bytes"]
+    assert states == pytest.approx(2 * 4 * 256 * (256 + 512), rel=0.02)
+
+
 def test_a_product_by_groups_as_of_experts_is_traced_at_fp32_too(ask):
     source = """
     class Experts(nn.Module):
@@ -449,9 +491,7 @@ def test_a_model_of_four_gigabytes_is_traced_in_a_fraction_of_one(ask):
 """
     with Worker(None, LocalLauncher(lines.append, program=PROGRAM)) as worker:
         answer = ask(source, worker=worker)
-        deadline = time.monotonic() + 30  # what it printed comes on a line of its own
-        while not lines and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: lines)  # what it printed comes on a line of its own
     assert answer["gpus"][0]["max_batch_size"] > 1
     resident_kib = [int(line.split()[1]) for line in lines if line.startswith("resident")]
     assert max(resident_kib) < 1 << 20

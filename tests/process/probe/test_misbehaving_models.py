@@ -125,7 +125,8 @@ def test_a_leak_that_fills_all_memory_ends_the_probe_at_the_first_final_check(pr
 
 def test_the_end_of_the_final_check_is_why_nothing_fits(probed):
     found = probed("leaks more than there is")
-    assert re.search(r"batch size 2 ended in oom after 1\d steps of the final check \(DefaultCPUAllocator", found.err)
+    why = r"\((DefaultCPUAllocator|the process took 6\d\d MiB above its imports)"
+    assert re.search(rf"batch size 2 ended in oom after 1\d steps of the final check {why}", found.err)
     assert "a larger --memory-limit" in found.err
 
 
@@ -134,8 +135,9 @@ def test_a_leak_is_named_with_what_it_takes_a_step(probed, name):
     found = probed(name)
     (warning,) = (each for each in found.document["warnings"] if "memory grew by" in each)
     assert re.match(r"memory grew by 4[78](\.\d)? MiB a step at batch size [12]", warning)
-    steps = (1500 << 20) // LEAKED  # of the larger limit; the rest of training takes less than one of them
-    assert (f"out of memory some {steps} steps from its start" in warning) == (found.code == 0)
+    steps = (1500 << 20) // LEAKED  # of the larger limit; the rest of training, libraries included, takes one or two
+    told = re.search(r"out of memory some (\d+) steps from its start", warning)
+    assert (told is not None and steps - 2 <= int(told[1]) < steps) == (found.code == 0)
 
 
 def test_weights_that_fit_without_the_optimizers_states_do_not_fit(probed):

@@ -34,8 +34,8 @@ def test_a_task_that_one_precision_does_not_suit_is_probed_at_the_others(quick_c
     assert failed["precision"] == "fp32"
     assert any(each.startswith("fp32: compute_loss raised ValueError") for each in document["warnings"])
     shown = quick_cli("report", "half.json", "--format", "table")
-    assert "probe fp32: nothing trains" in shown.out
-    assert "probe bf16 largest batch 2" in shown.out
+    assert shown.out.startswith("2 is the largest micro-batch size that trains\n")
+    assert "\nfp32       nothing trains" in shown.out
     page = quick_cli("report", "half.json", "--format", "html", "-o", "half.html")
     assert (page.code, page.err) == (0, "")
     assert "half precision only" in (quick_cli.folder / "half.html").read_text()

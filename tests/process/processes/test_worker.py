@@ -19,13 +19,14 @@ from pathlib import Path
 import psutil
 import pytest
 from fixtures.children import Recorded
+from fixtures.waiting import wait_until
 
 from batchtune.document import CurvePoint
 from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.processes.local import LocalLauncher, LocalProcess
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
-from batchtune.protocol.run_spec import RunEnd, RunSpec
+from batchtune.protocol.messages import RunEnd, RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
@@ -192,7 +193,7 @@ class TestAHealthyChild:
         assert try_size(same_child, near)["outcome"] == "fit"
 
     def test_an_oom_is_torchs_own_in_its_own_words(self, same_child):
-        result = try_size(same_child, 20_000)
+        result = try_size(same_child, 200_000)
         assert result["outcome"] == "oom"
         assert result["message"].startswith("DefaultCPUAllocator: can't allocate memory")
 
@@ -203,10 +204,7 @@ class TestAHealthyChild:
 
     def test_fifty_megabytes_of_output_do_no_harm(self, same_child, printed):
         assert try_size(same_child, FLOOD)["outcome"] == "fit"
-        deadline = time.monotonic() + 30
-        while printed.count("line after line") < 20_000 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert printed.count("line after line") == 20_000
+        wait_until(lambda: printed.count("line after line") == 20_000)
 
     @pytest.mark.parametrize("fate", [NO_STDOUT, CLOSE, WANDER], ids=["no stdout", "closed streams", "another folder"])
     def test_its_streams_and_its_folder_may_be_taken_from_it(self, settings, fate):
@@ -356,8 +354,8 @@ def test_a_parent_that_is_killed_takes_child_and_grandchild_along(settings):
         assert len(family) == 1
         family.append(psutil.Process(int(lines.get(timeout=60).removeprefix("grandchild "))))
         parent.kill()
-        reader.join(timeout=10)
-        _, alive = psutil.wait_procs(family, timeout=10)
+        reader.join(timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -365,8 +363,8 @@ def test_closing_a_worker_ends_what_its_child_started(settings):
     printed: queue.Queue[str] = queue.Queue()
     with Worker(settings, LocalLauncher(printed.put)) as worker:
         try_size(worker, BEAR)
-        grandchild = psutil.Process(int(printed.get(timeout=10).split()[1]))
-    psutil.wait_procs([grandchild], timeout=10)
+        grandchild = psutil.Process(int(printed.get(timeout=60).split()[1]))
+    psutil.wait_procs([grandchild], timeout=60)
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
@@ -379,7 +377,7 @@ def test_a_child_without_a_task_describes_the_machine():
 
 RUNAWAY = """
 import subprocess, sys
-sleeping = subprocess.Popen(["sleep", "30"], start_new_session=True, stdin=subprocess.DEVNULL)
+sleeping = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=subprocess.DEVNULL)
 print(sleeping.pid, file=sys.stderr, flush=True)
 sys.stdin.read()
 """
@@ -390,9 +388,7 @@ def test_closing_does_not_wait_for_what_got_away_with_the_childs_streams():
     process = LocalProcess([sys.executable, "-c", RUNAWAY], os.environ, printed.put)
     runaway = psutil.Process(int(printed.get(timeout=30)))
     try:
-        began = time.monotonic()
         process.close()
-        assert time.monotonic() - began < 5
         assert runaway.is_running()
     finally:
         runaway.kill()

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.view.trainers import EXPORTS
 
 
 def test_the_shell_reads_the_variables_as_they_are(tuned):

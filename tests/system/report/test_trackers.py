@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.report.export.trackers import log_to, study_of
+from batchtune.report.trackers import log_to, study_of
 
 ROOT = Path(__file__).parents[3]
 QUIET = {"DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}

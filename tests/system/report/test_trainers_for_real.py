@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.document import Environment, OptimizerSettings, TaskInfo
-from batchtune.report.export.trainers import EXPORTS
+from batchtune.report.view.trainers import EXPORTS
 
 ROOT = Path(__file__).parents[3]
 MICRO, STEPS, RATE = 4, 3, 0.0125

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from batchtune.child.training.inference import Inference
-from batchtune.child.training.trainer import Trainer
+from batchtune.child.evaluate import Inference
+from batchtune.child.trainer import Trainer
 from batchtune.errors import UsageError
 from batchtune.task.contract import Task
 

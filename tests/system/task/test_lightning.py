@@ -1,25 +1,24 @@
 """LightningModules as their users write them, under both names of the library, behind the task contract."""
 
 import importlib.util
-from types import SimpleNamespace
+import sys
 
 import pytest
 import torch
 from fixtures.adapted import MODULE, OWN_LOADERS
 from torch.utils.data import SequentialSampler
 
-from batchtune.child.commands import train as loop
-from batchtune.child.commands.noise_scale import noise_scale
-from batchtune.child.commands.range_test import range_test
-from batchtune.child.training.batches import TrainingBatches
-from batchtune.child.training.evaluate import metric_value
-from batchtune.child.training.inference import Inference
-from batchtune.child.training.trainer import Trainer
+from batchtune.child import training_run as loop
+from batchtune.child.before_study import noise_scale, range_test
+from batchtune.child.evaluate import Inference, metric_value
+from batchtune.child.trainer import Trainer, TrainingBatches
+from batchtune.device.memory import open_device
 from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
-from batchtune.protocol.run_spec import RunSpec
+from batchtune.protocol.messages import RunSpec
 from batchtune.task.adapting.adapted import loader_parts, resized, set_learning_rate
+from batchtune.task.load import current_settings
 
 SPELLINGS = [
     pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed"))
@@ -59,6 +58,14 @@ def lit(load):
         return load(base + methods + more, attribute)
 
     return made
+
+
+def test_it_says_what_is_trained_with_today(lit):
+    task = lit(more="\ntrainer = L.Trainer(accumulate_grad_batches=2, logger=False, enable_checkpointing=False)\n")
+    task.model()
+    known = current_settings(task)
+    assert known.batch_size == (8, "train_dataloader x accumulate_grad_batches")
+    assert known.learning_rate == (0.1, "configure_optimizers")
 
 
 def trained(task, steps=1, **options):
@@ -262,7 +269,7 @@ class TestManualOptimization:
         task = load(text.replace("shuffle=True", "shuffle=False"), "Lit", f"manual_{spelling}.py")
         task.require("tune")
         ours = Trainer(task, CPU, "fp32", learning_rate=0.4, total_steps=5)
-        theirs = task.source._make()
+        theirs = sys.modules[f"manual_{spelling}"].Lit()
         theirs.load_state_dict(ours.model.state_dict())
         batches = TrainingBatches(task, 4, 0)
         for _ in range(5):
@@ -377,7 +384,7 @@ class TestProgress:
         self.batches.append(self.trainer.num_training_batches)
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
-    MEMORY = SimpleNamespace(device=CPU, release=lambda: None, synchronize=lambda: None)
+    MEMORY = open_device("cpu")
 
     def test_each_run_has_the_batches_of_its_own_size_whatever_ran_before(self, lit):
         task = lit(self.TELLING)
@@ -568,7 +575,8 @@ class TestApplyResult:
             max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, limit_val_batches=0, callbacks=[ApplyResult(path), Spy()], **options,
         )  # fmt: skip
-        module = lit(text).source._make()
+        lit(text)
+        module = sys.modules["my_task"].Lit()
         trainer.fit(module, data)
         return seen
 

@@ -1,17 +1,17 @@
 """Hugging Face Trainers and models as their users write them, behind the task contract."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
 from fixtures.adapted import SCRIPT
 from torch.utils.data import SequentialSampler
 
-from batchtune.child.training.batches import TrainingBatches
-from batchtune.child.training.evaluate import metric_value
-from batchtune.child.training.inference import Inference
-from batchtune.child.training.trainer import Trainer
+from batchtune.child.evaluate import Inference, metric_value
+from batchtune.child.trainer import Trainer, TrainingBatches
 from batchtune.errors import UsageError
+from batchtune.task.load import current_settings
 
 pytestmark = [
     pytest.mark.skipif(
@@ -42,6 +42,13 @@ def trained(task, steps=1, **options):
 
 
 class TestATrainer:
+    def test_it_says_what_is_trained_with_today(self, trainer_task):
+        task = trainer_task("per_device_train_batch_size=5, gradient_accumulation_steps=2, learning_rate=3e-4")
+        trained(task, learning_rate=0.05)
+        known = current_settings(task)
+        assert known.batch_size == (10, "per_device_train_batch_size x gradient_accumulation_steps")
+        assert known.learning_rate == (3e-4, "learning_rate")
+
     def test_it_trains_and_evaluates_with_its_own_metrics(self, trainer_task):
         task = trainer_task()
         task.require("tune")
@@ -69,7 +76,7 @@ class TestATrainer:
         task = trainer_task("Seeing", more)
         task.require("inference")
         Inference(task, CPU, "fp32").forward(task.worst_batch(3))
-        assert task.source._trainer.compute_loss.__globals__["seen"] == [(False, True)]
+        assert sys.modules["my_task"].seen == [(False, True)]
 
     def test_models_are_copies_with_the_weights_that_came_with_the_trainer(self, trainer_task):
         task = trainer_task()
@@ -98,7 +105,7 @@ class TestATrainer:
         more = f"seen = []\n{more}        return super().prediction_step(*args, **kw)\n"
         task = trainer_task("Counting, per_device_eval_batch_size=2", more)
         task.evaluate(task.model(), max_batches=2)
-        assert sum(task.source._trainer.prediction_step.__globals__["seen"]) == 2
+        assert sum(sys.modules["my_task"].seen) == 2
 
     def test_where_there_are_several_gpus_it_evaluates_on_one(self, load):
         more = (
@@ -110,11 +117,11 @@ class TestATrainer:
         task = load(SCRIPT + more, "made")
         model = task.model()
         task.evaluate(model)
-        assert task.source._trainer.prediction_step.__globals__["seen"] == {(type(model), 8)}
+        assert sys.modules["my_task"].seen == {(type(model), 8)}
 
-    def test_it_evaluates_on_the_device_of_the_model(self, trainer_task):
-        task = trainer_task()
-        trainer = task.source._trainer
+    def test_it_evaluates_on_the_device_of_the_model(self, load):
+        task = load(f"{SCRIPT}\nready = make()\n", "ready")
+        trainer = sys.modules["my_task"].ready
         vars(trainer.args)["_setup_devices"] = trainer.accelerator.state.device = torch.device("cpu", 1)
         task.evaluate(task.model())
         assert trainer.args.device == trainer.accelerator.device == CPU

@@ -5,50 +5,65 @@ import importlib.util
 import os
 import signal
 import threading
-import time
 import unittest.mock
 
 import optuna
 import psutil
 import pytest
+from finished import Tuned
+from fixtures.waiting import wait_until
 from optuna.storages.journal import JournalFileBackend
 
 from batchtune.config.schema import Config, RayCluster
 from batchtune.errors import UsageError
+from batchtune.observer import Observer
+from batchtune.protocol.commands import OpenTask
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed (extra 'ray')")
 
-SLOW = """
-import signal
-import time
+# Each process that trains says so and stays at its first step until the test has seen who does.
+HELD = """
+import os, time
+from pathlib import Path
+HERE = Path(__file__).parent
 at_once = compute_loss
 
 def compute_loss(model, batch):
-    time.sleep(0.01)
+    if model.training and (HERE / "hold").exists():
+        (HERE / f"training-{os.getpid()}").touch()
+        while (HERE / "hold").exists():
+            time.sleep(0.05)
     return at_once(model, batch)
 """
 GPUS = {"GPU": 2.0, "CPU": 8.0}
 
 
 def asked(device="auto", cluster=GPUS, **keys):
-    from batchtune.processes.ray.pool import resources_of
+    from batchtune.processes.ray import resources_of
 
     return resources_of(RayCluster(**keys), device, cluster)
 
 
 @needs_ray
 def test_a_cluster_that_starts_here_is_not_given_the_storage_with_its_password(monkeypatch):
-    from batchtune.processes.ray import pool as cluster
+    from batchtune.processes import ray as pool
 
     seen = []
     monkeypatch.setenv("BATCHTUNE_STORAGE", "postgresql://you:secret@host/studies")
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(dict(os.environ)))
-    assert cluster._connect(None)
-    assert "BATCHTUNE_STORAGE" not in seen[0]
-    assert "PATH" in seen[0]
-    assert os.environ["BATCHTUNE_STORAGE"].startswith("postgresql")
+    monkeypatch.setattr(pool, "Actor", unittest.mock.MagicMock())
+    for name, stand_in in {
+        "is_initialized": lambda: False,
+        "init": lambda **_: seen.append(dict(os.environ)),
+        "cluster_resources": lambda: GPUS,
+        "shutdown": lambda: seen.append("left"),
+    }.items():
+        monkeypatch.setattr(pool.ray, name, stand_in)
+    with pool.RayPool(OpenTask(task="model.py", device="cpu"), 1, Observer(), RayCluster()):
+        assert "BATCHTUNE_STORAGE" not in seen[0]
+        assert "PATH" in seen[0]
+        assert os.environ["BATCHTUNE_STORAGE"].startswith("postgresql")
+    assert seen[1:] == ["left"]  # it was ours
 
 
 @needs_ray
@@ -71,7 +86,7 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.processes.ray.pool import room_for
+        from batchtune.processes.ray import room_for
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
         assert room_for(asked(), nodes) == 3
@@ -85,14 +100,14 @@ class TestAnActorThatRayHasStartedAgain:
     """It stands where the one with the child stood, and has none."""
 
     def test_says_that_the_node_is_lost(self, monkeypatch):
-        from batchtune.processes.ray import actor as actors
+        from batchtune.processes import ray as actors
         from batchtune.processes.worker import NodeLost
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
         with pytest.raises(actors.ChildlessError):
             actors.Host().do("send", {"command": "train"})
-        actor = actors.Actor.__new__(actors.Actor)
-        actor._handle, actor._stopping = unittest.mock.MagicMock(), threading.Event()
+        monkeypatch.setattr(actors.ray, "remote", unittest.mock.MagicMock())
+        actor = actors.Actor({}, threading.Event(), Observer())
         monkeypatch.setattr(actors.ray, "wait", lambda asked, **_: (asked, []))
         monkeypatch.setattr(actors.ray, "get", unittest.mock.Mock(side_effect=asked))
         with pytest.raises(NodeLost, match="its Ray node was lost: Ray has started it again elsewhere"):
@@ -123,7 +138,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     patient = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}  # of a busy machine's nodes
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": patient})
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": patient}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield cluster, [cluster.add_node(num_cpus=1) for _ in range(2)]
     finally:
@@ -135,24 +151,37 @@ def trials_of(cli):
     return optuna.load_study(study_name="config", storage=storage).get_trials(deepcopy=False)
 
 
-def wait_until(is_so, seconds):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def study(cluster, *changed):
+    """The command of a study, with its options."""
+    ray = ("--executor", "ray", "--ray-address", cluster.address, "--workers", "auto")
+    return ("tune", "config.yaml", "device=cpu", "budget.total=20m", *changed, *ray, "--json", "-v")
+
+
+@pytest.fixture(scope="module")
+def begun(cluster, new_cli):
+    """A study that has run its baseline and its first runs, which are one after the other, on the cluster."""
+    cli = new_cli()
+    cli.write("linear.py", (cli.folder / "linear.py").read_text() + HELD)
+    finished = cli.start(*study(cluster[0], "budget.trials=3", "confirm=off")).finish(400)
+    assert finished.code == 0, finished.err
+    assert "2 workers on the Ray cluster" in finished.err
+    return Tuned(cli, finished)
 
 
 @contextlib.contextmanager
-def studying(cli, cluster):
-    """A study whose runs take a second, once two workers search."""
-    cli.write("linear.py", (cli.folder / "linear.py").read_text() + SLOW)
-    changed = ["device=cpu", "budget.run=1s", "budget.total=20m", "confirm.seeds=1"]
-    ray = ["--executor", "ray", "--ray-address", cluster.address, "--workers", "auto"]
-    command = cli.start("tune", "config.yaml", *changed, *ray, "--json", "-v")
+def held(begun, cli, cluster, *changed):
+    """The same study, gone on with elsewhere: it is searching, and each of two nodes trains at its first step."""
+    cli.write("linear.py", (begun.cli.folder / "linear.py").read_text())
+    begun.copy_to(cli)
+    cli.write("hold", "")
+    command = cli.start(*study(cluster, *changed))
+
+    def both_train():
+        assert command.process.poll() is None, command.err
+        return len(list(cli.folder.glob("training-*"))) == 2
+
     try:
-        command.wait_for("2 workers on the Ray cluster", 200)
-        command.wait_for("searching", 300)
-        wait_until(lambda: sum(trial.state.name == "RUNNING" for trial in trials_of(cli)) == 2, 200)
+        wait_until(both_train, 300)
         yield command
     finally:
         command.process.kill()
@@ -177,34 +206,35 @@ def children_of(cluster):
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-@pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(cli, cluster):
+def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(begun, cli, cluster):
     cluster, _ = cluster
-    with studying(cli, cluster) as command:
-        wait_until(lambda: len(children_of(cluster)) == 2, 60)  # a run may wait for its child to start
+    with held(begun, cli, cluster, "budget.trials=6") as command:
+        assert len(children_of(cluster)) >= 2
         command.process.send_signal(signal.SIGINT)
         done = command.finish(120)
     assert done.code == 130, done.err
     assert done.document["status"] == "interrupted"
+    assert done.document["trials"][: len(begun.document["trials"])] == begun.document["trials"]
     assert "Traceback" not in done.err
-    wait_until(lambda: not children_of(cluster), 60)
+    wait_until(lambda: not children_of(cluster))
 
 
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-@pytest.mark.alone
-@pytest.mark.timeout(900)  # seconds where the machine is idle, minutes where it is not
-def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cluster):
+@pytest.mark.timeout(900)
+def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(begun, cli, cluster):
     cluster, nodes = cluster
-    with studying(cli, cluster) as command:
+    with held(begun, cli, cluster, "budget.trials=6", "confirm.seeds=1") as command:
         cluster.remove_node(nodes[0], allow_graceful=False)
+        command.wait_for("is requeued: its Ray node was lost", 200)
+        (cli.folder / "hold").unlink()
         done = command.finish(400)
     assert done.code == 0, done.err
-    assert "is requeued: its Ray node was lost" in done.err
     trials = trials_of(cli)
     retried = {trial.user_attrs["retry_of"]: trial for trial in trials if "retry_of" in trial.user_attrs}
     lost = {trial.number: trial for trial in trials if "Ray node was lost" in trial.user_attrs.get("message", "")}
+    assert lost
     assert lost.keys() == retried.keys()
     for number, again in retried.items():
         assert again.params == lost[number].params
@@ -212,5 +242,5 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(cli, cl
     found = [trial for trial in done.document["trials"] if trial["number"] not in lost]
     assert {trial["state"] for trial in found} <= {"complete", "pruned"}
     runs = [(trial["role"], trial["batch_size"], trial["learning_rate"], trial["seed"]) for trial in found]
-    assert len(runs) == len(set(runs)) == 1 + 4 + 2  # the baseline, budget.trials, and both confirmed
+    assert 1 + 3 + 2 + 2 <= len(runs) == len(set(runs)) <= 1 + 6 + 2  # the baseline, a search, and both confirmed
     assert done.document["recommendation"]["learning_rate"] > 0

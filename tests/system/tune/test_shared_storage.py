@@ -1,13 +1,12 @@
 """A study that two machines share through a real PostgreSQL server: joining, taking over, an outage."""
 
-import getpass
+import contextlib
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,14 +14,15 @@ import law
 import optuna
 import pytest
 from fakes import FakeCrew
+from fixtures.postgresql import own_server, server_programs
+from fixtures.waiting import wait_until
 
 from batchtune.document import Prior
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.tune.storage import storage as storage_module
-from batchtune.tune.storage.shared import Agreement, Machines, delete_study
-from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study.study import TuneStudy
+from batchtune.tune import storage as storage_module
+from batchtune.tune.storage import Agreement, Machines, delete_study, open_storage
+from batchtune.tune.study import TuneStudy
 
 pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
 
@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 import batchtune
 from batchtune.observer import Observer
-from batchtune.tune.storage import storage
+from batchtune.tune import storage
 storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
 
 class Listener(Observer):
@@ -67,68 +67,28 @@ confirm: {seeds: 2, top: 1}
 """
 
 
-class Server:
-    """A PostgreSQL server of our own; it does not run as root."""
-
-    def __init__(self, programs: Path, folder: Path) -> None:
-        self._programs, self._data = programs, folder / "data"
-        folder.chmod(0o777)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._run("initdb", "--auth=trust", "--username=tester", "--no-sync")
-        self.start()
-
-    def _run(self, program: str, *arguments: str) -> None:
-        other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
-        command = [*other, self._programs / program, "-D", self._data, *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, timeout=60)
-
-    def start(self) -> None:
-        where = f"-p {self.port} -k {self._data} -c listen_addresses=127.0.0.1 -c fsync=off"
-        self._run("pg_ctl", "-w", "-l", str(self._data / "log"), "-o", where, "start")
-
-    def stop(self) -> None:
-        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
-
-    def new_database(self, name: str) -> str:
-        import psycopg
-
-        with psycopg.connect(f"postgresql://tester@127.0.0.1:{self.port}/postgres", autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")
-        return f"postgresql+psycopg://tester@127.0.0.1:{self.port}/{name}"
-
-
 @pytest.fixture(scope="module")
 def server():
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    programs = shutil.which("initdb") or (found[-1] if found else None)
-    if programs is None:
+    if server_programs() is None:
         pytest.skip("no PostgreSQL server here (Debian's package 'postgresql' has one)")
-    folder = Path(f"/tmp/batchtune-postgresql-{getpass.getuser()}-{os.getpid()}")  # its own user must be able to enter
-    folder.mkdir()
-    server = None
-    try:
-        server = Server(Path(programs).resolve().parent, folder)
-        yield server
-    finally:
-        if server is not None:
-            server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+    with own_server() as started:
+        yield started
 
 
 @pytest.fixture
 def opened(server):
-    """Opens the storage in a new database, and closes its connections afterwards."""
-    storages = []
+    """Opens the storage in a database of that name, new the first time; closes its connections afterwards."""
+    storages, urls = [], {}
 
     def open_new(name: str):
-        storages.append(open_storage(server.new_database(name), Path()))
+        url = urls[name] = urls.get(name) or server.new_database(name)
+        storages.append(open_storage(url, Path()))
         return storages[-1]
 
     yield open_new
     for storage in storages:
-        storage.database.scoped_session.remove()
-        storage.database.engine.dispose()
+        storage._backend.scoped_session.remove()
+        storage._backend.engine.dispose()
 
 
 @pytest.fixture
@@ -197,30 +157,46 @@ def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
     study.enqueue_trial({"x": 0.5}, user_attrs={"role": "confirm", "seed": 7})
     machines = Machines(study)
     trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
-    with machines.sign_of_life(trial):
-        time.sleep(3.5)
+
+    def is_missed():
         machines.take_over()
-        assert study.get_trials()[0].state.name == "RUNNING"  # it is alive
-    time.sleep(3.5)
-    machines.take_over()
+        return study.get_trials()[0].state.name != "RUNNING"
+
+    with machines.sign_of_life(trial):
+        time.sleep(2.5)
+        assert not is_missed()
+    wait_until(is_missed)
     old, new = study.get_trials()
     assert (old.state.name, new.state.name) == ("FAIL", "WAITING")
     assert new.user_attrs == {"role": "confirm", "seed": 7, "retry_of": 0}
     assert new.system_attrs["fixed_params"] == {"x": 0.5}
 
 
+def test_how_a_run_of_another_machine_ended_is_seen_though_it_is_not_read_meanwhile(opened, monkeypatch):
+    monkeypatch.setattr(storage_module, "STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(storage_module, "PATIENCE_SECONDS", 0.0)
+    here = optuna.create_study(study_name="read", storage=opened("read"))
+    there = optuna.load_study(study_name="read", storage=opened("read"))
+    for number in range(3):
+        trial = there.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
+        for step in range(3):
+            trial.report(1.0, step)
+            assert here.get_trials()[number].params == trial.params
+        assert len(here.get_trials()[number].intermediate_values) < 3
+        there.tell(trial, number)
+        assert [each.value for each in here.get_trials()] == list(range(number + 1))
+
+
 def test_a_server_that_goes_away_is_waited_for(server, opened):
     study = optuna.create_study(storage=opened("outage"))
     trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
     server.stop()
-    back = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
-    import threading
-
-    thread = threading.Thread(target=lambda: (back.wait(), server.start()))
-    thread.start()
-    trial.report(1.0, 1)
-    study.tell(trial, 2.0)
-    thread.join()
+    telling = threading.Thread(target=lambda: (trial.report(1.0, 1), study.tell(trial, 2.0)))
+    telling.start()
+    telling.join(1.0)
+    assert telling.is_alive()  # there is nobody to tell
+    server.start()
+    telling.join(60)
     assert study.best_value == 2.0
 
 
@@ -247,9 +223,13 @@ def test_a_study_is_deleted_unless_a_machine_is_at_work_in_it(opened, quick):
     Machines(study).announce(trial)
     with pytest.raises(UsageError, match="a run of study law was alive a moment ago"):
         delete_study(storage, "law")
-    time.sleep(3.5)  # it has died
-    delete_study(storage, "law")
-    assert optuna.get_all_study_names(storage) == []
+
+    def is_deleted():
+        with contextlib.suppress(UsageError):
+            delete_study(storage, "law")
+        return optuna.get_all_study_names(storage) == []
+
+    wait_until(is_deleted)  # once nothing has been heard of it for long enough
 
 
 def test_the_same_seed_gives_the_same_trials_as_the_journal(opened, tmp_path):

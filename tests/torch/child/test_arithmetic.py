@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from batchtune.child.commands.attempt import attempt
-from batchtune.child.commands.count_flops import count_flops, flops_per_sample
-from batchtune.child.commands.time_steps import time_steps
-from batchtune.device._base import Peaks
+from batchtune.child.attempt import attempt
+from batchtune.child.timing import count_flops, flops_per_sample, time_steps
+from batchtune.device._base import Peaks, stopwatch_on_the_wall
 from batchtune.protocol.commands import CountFlops, TimeSteps, TryBatchSize
 from batchtune.task.contract import Task
 
@@ -31,6 +30,9 @@ class FakeMemory:
         pass
 
     synchronize = release = reset_peaks
+
+    def stopwatch(self):
+        return stopwatch_on_the_wall(self.synchronize)
 
 
 def linear_task(seen=None):

@@ -1,9 +1,11 @@
 """One attempt, in this process, on a device that runs out of memory on demand."""
 
 import contextlib
+import dataclasses
 import gc
 import re
 import tempfile
+import weakref
 
 import numpy as np
 import pytest
@@ -11,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from batchtune.child.commands.attempt import PeakTracker, attempt
-from batchtune.child.commands.time_steps import time_steps
-from batchtune.child.training import heartbeat
-from batchtune.child.training.trainer import NonFiniteLossError, Trainer
-from batchtune.protocol.commands import TimeSteps, TryBatchSize
+from batchtune.child import heartbeat
+from batchtune.child.attempt import attempt
+from batchtune.child.timing import time_steps
+from batchtune.child.trainer import NonFiniteLossError, Trainer
+from batchtune.device.peaks import PeakTracker
+from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
@@ -86,12 +89,13 @@ class TestFits:
         assert run(task, 4, verify=True)[0].purpose == "verify"
         assert seen == [(False, False)]
 
-    def test_the_final_check_says_that_it_lives_before_it_evaluates_and_before_it_saves(self, run, wide, monkeypatch):
-        for name in ("tell", "told_at"):
-            monkeypatch.setattr(heartbeat._Heartbeat, name, getattr(heartbeat._Heartbeat, name))  # put back in the end
+    def test_the_final_check_says_that_it_lives_before_it_evaluates_and_before_it_saves(
+        self, run, wide, listen, monkeypatch
+    ):
+        monkeypatch.setattr(heartbeat, "PERIOD_SECONDS", 3600.0)  # what is said every few seconds is not meant
         told = []
         task = wide(evaluate=lambda model: told.append("evaluating") or 0.5)
-        heartbeat.start(lambda: told.append("alive"))
+        listen(lambda: told.append("alive"))
         assert run(task, 4)[0].fits
         assert told == []
         assert run(task, 4, verify=True)[0].fits
@@ -110,6 +114,48 @@ class TestFits:
         monkeypatch.setattr(Trainer, "update", watched)
         assert run(wide(), 8, steps=steps, verify=verify)[0].fits
         assert late[:steps] == ([True] * 10 + [False] * (steps - 11) + [True] if verify else [True, False, True])
+
+    def test_after_evaluation_it_trains_on_until_no_room_must_be_made(self, fake_device, wide):
+        steps = []
+        task = wide(compute_loss=lambda model, batch: steps.append(1) or model(batch).square().mean())
+        with fake_device() as device:
+            peaks = device.peaks
+            device.peaks = lambda: dataclasses.replace(peaks(), retries=min(len(steps), 11))
+            assert tried(task, device, batch_size=8, steps=8, precision="fp32", verify=True)[0].fits
+        assert len(steps) == 12
+
+    def test_after_evaluation_no_more_losses_live_than_in_a_loop(self, run, wide):
+        losses, alive = [], []
+
+        def compute_loss(model, batch):
+            loss = model(batch).square().mean()
+            losses.append(weakref.ref(loss.untyped_storage()))
+            return loss
+
+        def build_optimizer(model, lr):
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            optimizer.register_step_pre_hook(lambda *_: alive.append(sum(each() is not None for each in losses)))
+            return optimizer
+
+        task = wide(compute_loss=compute_loss, build_optimizer=build_optimizer)
+        assert run(task, 8, steps=4, verify=True)[0].fits
+        assert alive == [1] * 6
+
+    def test_an_old_loss_lives_until_the_next_one_is_there_and_not_while_gradients_are_calculated(self, run, wide):
+        losses, alive = [], []
+
+        def living():
+            return sum(each() is not None for each in losses)
+
+        def compute_loss(model, batch):
+            loss = model(batch).square().mean()
+            alive.append(("forward", living()))
+            losses.append(weakref.ref(loss.untyped_storage()))
+            loss.register_hook(lambda _: alive.append(("backward", living())))
+            return loss
+
+        assert run(wide(compute_loss=compute_loss), 8, steps=4)[0].fits
+        assert alive == [("forward", 0), ("backward", 1)] + [("forward", 1), ("backward", 1)] * 3
 
     @pytest.mark.parametrize("how", ["tried", "timed"])
     def test_in_half_precision_no_step_is_skipped_however_high_the_gradients_are(self, fake_device, wide, how):
@@ -314,3 +360,69 @@ def test_the_peak_of_forward_and_backward_is_kept_apart_from_the_optimizers(fake
         tracker.end_phase(forward_backward=forward_backward)
     assert tracker.forward_backward_bytes == 300
     assert (tracker.highest.allocated_bytes, tracker.highest.reserved_bytes) == (900, 900)
+
+
+class TestSeveralLengths:
+    """One attempt that trains batches of several lengths one after another."""
+
+    SIZES = ((64, 2), (16, 8))  # 128 positions each
+
+    @pytest.fixture
+    def lengths_task(self, wide):
+        def make(**functions):
+            task = wide(make_batch=lambda batch_size, length: torch.ones(batch_size, length, WIDTH), **functions)
+            task.find_lengths((16, 64))
+            return task
+
+        return make
+
+    @pytest.fixture
+    def mixed(self, fake_device):
+        def mixed(task, sizes, order, *, limit=None, evaluate_after=()):
+            command = TryLengths(
+                batch_size=sizes[0][1],
+                length=sizes[0][0],
+                steps=len(order),
+                precision="fp32",
+                verify=True,
+                sizes=sizes,
+                order=order,
+                evaluate_after=evaluate_after,
+            )
+            with fake_device(limit) as device:
+                return attempt(task, device, command).attempt
+
+        return mixed
+
+    def test_every_step_takes_the_batch_that_its_order_says(self, mixed, lengths_task):
+        seen = []
+
+        def loss(model, batch):
+            seen.append(tuple(batch.shape[:2]))
+            return model(batch).square().mean()
+
+        found = mixed(lengths_task(compute_loss=loss), self.SIZES, (1, 0, 0, 1))
+        assert seen == [(8, 16), (2, 64), (2, 64), (8, 16)]
+        assert (found.outcome, found.steps, found.purpose) == ("fit", 4, "verify")
+
+    def test_it_is_of_the_length_that_took_most(self, mixed, lengths_task):
+        found = mixed(lengths_task(), ((64, 2), (16, 20)), (0, 1, 0))
+        assert (found.length, found.batch_size) == (16, 20)
+
+    def test_it_is_of_the_length_that_failed(self, mixed, lengths_task):
+        found = mixed(lengths_task(), ((64, 2), (16, 400)), (0, 0, 1), limit=30_000_000)
+        assert (found.outcome, found.length, found.batch_size, found.steps) == ("oom", 16, 400, 2)
+
+    def test_it_evaluates_and_saves_between(self, mixed, lengths_task):
+        seen = []
+
+        def evaluate(_model):
+            seen.append("evaluation")
+            return 0.0
+
+        def loss(model, batch):
+            seen.append("step")
+            return model(batch).square().mean()
+
+        mixed(lengths_task(compute_loss=loss, evaluate=evaluate), self.SIZES, (0, 1, 0, 1), evaluate_after=(2, 3))
+        assert seen == ["step", "step", "evaluation", "step", "evaluation", "step"]

@@ -5,16 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchtune.child import server as child
+from batchtune.child import opening as beginning
 from batchtune.child.rank import RankChild
+from batchtune.child.ranks.parallel import Parallel
 from batchtune.child.server import Child, run_command
-from batchtune.child.training.parallel import Parallel
-from batchtune.device.sharing import Sharing
-from batchtune.device.telemetry import Sensors
+from batchtune.device.nvml import Sensors, Sharing
 from batchtune.document import DeviceProcess
 from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import Describe, OpenTask
-from batchtune.protocol.rendezvous import Rendezvous
+from batchtune.protocol.messages import Rendezvous
 
 TASK = """
 from torch import nn
@@ -44,10 +43,10 @@ def done(monkeypatch):
         )
 
     monkeypatch.setattr(Sensors, "sharing", look)
-    monkeypatch.setattr("batchtune.child.server.open_device", open_device)
+    monkeypatch.setattr(beginning, "open_device", open_device)
     monkeypatch.setattr(Parallel, "join", lambda _: done.append("joined"))
-    monkeypatch.setattr(child, "set_libraries_apart", lambda: None)
-    monkeypatch.setattr(child.heartbeat, "start", lambda _: None)
+    monkeypatch.setattr(beginning, "set_libraries_apart", lambda: None)
+    monkeypatch.setattr(beginning.heartbeat, "start", lambda _: None)
     return done
 
 
@@ -63,7 +62,7 @@ def opening(tmp_path):
 def rank(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    return RankChild(None, Rendezvous("127.0.0.1", 1, "", "fsdp", ""))
+    return RankChild(None, Rendezvous(host="127.0.0.1", port=1, token="", strategy="fsdp", name=""))
 
 
 def test_a_child_looks_who_is_there_before_it_opens_the_device(done, opening):
@@ -141,7 +140,7 @@ def test_a_device_that_is_busy_is_said_to_be_with_those_who_hold_it(done, openin
     def refuse(_):
         raise RuntimeError(BUSY)
 
-    monkeypatch.setattr("batchtune.child.server.open_device", refuse)
+    monkeypatch.setattr(beginning, "open_device", refuse)
     told = run_command(Child(None), opening if command == "open" else Describe(device="cpu"))
     assert told["exit_code"] == 5
     assert told["setting"] == "device"

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.child.training.clock import SLOWED, StepClock
+from batchtune.child.training_run import SLOWED, StepClock
 
 
 def test_steps_at_the_usual_pace_count_in_full():
@@ -38,20 +38,37 @@ def test_warm_up_teaches_the_pace_and_is_not_counted():
 
 
 def test_a_machine_that_is_slow_from_the_first_step_on_is_found_out_by_what_was_expected():
-    clock = StepClock(expected_step_seconds=1.0)
+    clock = StepClock(most_step_seconds=1.0)
     clock.add(1, 60.0)
-    assert clock.seconds < 60.0 / 20
+    assert clock.seconds == SLOWED
     assert clock.measured_seconds == 60.0
 
 
+def test_what_the_thread_waited_for_a_processor_is_not_counted():
+    clock = StepClock()
+    for waited in (0.0, 1.0, 9.0):
+        clock.add(2, 2.0 + waited, waited)
+    assert clock.step_seconds == 1.0
+    assert (clock.seconds, clock.measured_seconds) == (6.0, 16.0)
+
+
+def test_a_stretch_in_which_the_thread_waited_counts_at_the_usual_pace_at_most():
+    clock = StepClock()
+    for _ in range(3):
+        clock.add(1, 1.0)
+    clock.add(1, 1.4)  # as steps differ
+    clock.add(1, 1.9, 0.5)  # another of its threads waited, too
+    assert clock.seconds == 3.0 + 1.4 + 1.0
+
+
 def test_steps_somewhat_slower_than_foretold_count_in_full():
-    clock = StepClock(expected_step_seconds=1.0)
+    clock = StepClock(most_step_seconds=1.0)
     clock.add(10, 13.0)
     assert clock.seconds == 13.0
 
 
 def test_an_expectation_that_was_too_high_forgives_nothing():
-    clock = StepClock(expected_step_seconds=100.0)
+    clock = StepClock(most_step_seconds=100.0)
     for seconds in (1.0, 1.0, 1.0, 60.0):
         clock.add(1, seconds)
     assert clock.seconds == 3.0 + SLOWED
@@ -66,11 +83,11 @@ def test_a_machine_that_stays_slower_has_a_new_usual_pace():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e4)), min_size=1))
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e4), st.floats(0, 1e4)), min_size=1))
 def test_no_more_is_counted_than_was_measured_and_never_nothing(stretches):
     clock = StepClock()
-    for steps, seconds in stretches:
+    for steps, seconds, waited in stretches:
         before = clock.seconds
-        clock.add(steps, seconds)
+        clock.add(steps, seconds, waited)
         assert before < clock.seconds
     assert clock.seconds <= clock.measured_seconds

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from batchtune.child.training import evaluate
-from batchtune.child.training.evaluate import fitting_metric_value, metric_value
-from batchtune.child.training.trainer import Trainer
+from batchtune.child import evaluate
+from batchtune.child.evaluate import fitting_metric_value, metric_value
+from batchtune.child.trainer import Trainer
 from batchtune.errors import UsageError, UserCodeError
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.child.commands.attempt import attempt
-from batchtune.child.commands.count_flops import flops_per_sample
-from batchtune.child.commands.time_steps import time_steps
+from batchtune.child.attempt import attempt
+from batchtune.child.timing import flops_per_sample, time_steps
 from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import CountFlops, TimeSteps, TryBatchSize
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchtune.child.commands import train as loop
-from batchtune.child.commands.train import EVALUATION_SHARE, next_evaluation, train
-from batchtune.child.training.trainer import NonFiniteLossError
-from batchtune.protocol.run_spec import RunSpec
+from batchtune.child import training_run as loop
+from batchtune.child.trainer import NonFiniteLossError
+from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
+from batchtune.device import _base
+from batchtune.protocol.commands import TimeInTurn
+from batchtune.protocol.messages import RunSpec
 
 SECONDS_PER_SAMPLE = 1 / 128
 
@@ -35,7 +37,7 @@ class Clock:
     """Stands still unless told to go on."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.waited = 0.0
 
     def perf_counter(self) -> float:
         return self.now
@@ -44,7 +46,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
+    for module in (loop, _base):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(loop, "waited_seconds", lambda: clock.waited)
     return clock
 
 
@@ -77,6 +81,37 @@ def run(clock, linear_task, fake_device):
     return to_the_end
 
 
+class TestInTurn:
+    def test_runs_take_turns_so_that_a_slow_spell_hits_both(self, clock, linear_task, fake_device):
+        own_loss, turns, began = linear_task().source.compute_loss, [], clock.now
+
+        def compute_loss(model, batch):
+            slow = 3.0 if clock.now - began > 5.0 else 1.0  # from then on
+            clock.now += slow * len(batch[0]) * SECONDS_PER_SAMPLE
+            turns.append(len(batch[0]))
+            return own_loss(model, batch)
+
+        specs = (spec_of(), spec_of(micro_batch_size=16), spec_of(accumulation_steps=4))
+        command = TimeInTurn(specs=specs, seconds=20.0, stretch_seconds=0.5)
+        rounds = loop.time_in_turn(linear_task(compute_loss=compute_loss), fake_device(), command)
+        assert len(set(rounds[0]) | set(rounds[-1])) == 3 * 2  # quiet at first, slow at the end
+        for each in (rounds[0], rounds[-1]):
+            assert [each[1] / each[0], each[2] / each[0]] == [2.0, 4.0]
+        assert 20.0 <= clock.now - began < 25.0
+        assert [size for size, _ in itertools.groupby(turns[-60:])].count(16) >= 3
+
+    def test_steps_that_take_longer_than_asked_are_still_timed_three_times(self, clock, linear_task, fake_device):
+        own_loss = linear_task().source.compute_loss
+
+        def compute_loss(model, batch):
+            clock.now += 60.0
+            return own_loss(model, batch)
+
+        command = TimeInTurn(specs=(spec_of(), spec_of()), seconds=2.0, stretch_seconds=0.1)
+        rounds = loop.time_in_turn(linear_task(compute_loss=compute_loss), fake_device(), command)
+        assert rounds == [[60.0, 60.0]] * 3
+
+
 class TestEndings:
     def test_a_run_without_a_target_trains_to_its_limit(self, run):
         done = run(spec_of(limit_seconds=5.0))
@@ -89,6 +124,12 @@ class TestEndings:
         done = run(spec, go_on=lambda point: not point.seconds or clock.now < until)
         assert done.outcome == "pruned"
         assert until <= clock.now < until + 0.5
+
+    def test_a_run_that_others_slow_down_asks_at_its_time_on_the_clock_all_the_same(self, run, clock):
+        until = clock.now + 30.0
+        spec = spec_of(limit_seconds=100.0, evaluate_every=50.0, wall_seconds=30.0)
+        run(spec, go_on=lambda point: not point.seconds or clock.now < until, slow=lambda step: 20 if step > 10 else 1)
+        assert clock.now < until + 2 * 20 * 16 * SECONDS_PER_SAMPLE  # two steps as they are now
 
     def test_a_run_ends_when_it_reaches_its_target(self, run):
         done = run(spec_of(target=0.5, limit_seconds=100.0))
@@ -242,6 +283,16 @@ class TestTime:
         last = done.points[-1]
         assert last.seconds == pytest.approx(5.0, abs=0.2)
         assert last.measured_seconds > last.seconds + 1
+
+    def test_other_programs_on_the_processors_change_nothing_but_the_measured_time(self, run, clock):
+        def slow(step):
+            clock.waited += 2 * 8 * SECONDS_PER_SAMPLE if step > 30 else 0.0
+            return 3 if step > 30 else 1
+
+        quiet, busy = (run(spec_of(limit_seconds=5.0), slow=each).points for each in (None, slow))
+        assert [(point.samples, point.value) for point in quiet] == [(point.samples, point.value) for point in busy]
+        assert busy[-1].seconds == quiet[-1].seconds
+        assert busy[-1].measured_seconds > 2 * quiet[-1].seconds
 
     def test_undisturbed_runs_have_one_time_only(self, run):
         assert {point.measured_seconds for point in run(spec_of()).points} == {None}

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from batchtune.child.commands.noise_scale import estimate, noise_scale
+from batchtune.child.before_study import estimate, noise_scale
 from batchtune.protocol.commands import MeasureNoiseScale
 
 SMALL, LARGE = 8, 128

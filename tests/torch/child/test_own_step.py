@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchtune.child.training.batches import TrainingBatches
-from batchtune.child.training.trainer import Trainer
+from batchtune.child.trainer import Trainer, TrainingBatches
 from batchtune.document import GradientClipping
 from batchtune.errors import UserCodeError
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from batchtune.child.training.precision import Precision, choose, every_precision
+from batchtune.child.stepping import Precision, choose, every_precision
 from batchtune.errors import DeviceError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from batchtune.child.commands.range_test import Edge, range_test
+from batchtune.child.before_study import Edge, range_test
 from batchtune.protocol.commands import RunRangeTest
 
 

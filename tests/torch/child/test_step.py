@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from batchtune.child.training.batches import TrainingBatches, move
-from batchtune.child.training.trainer import Trainer, seed_everything
+from batchtune.child.trainer import Trainer, TrainingBatches, move, seed_everything
 from batchtune.errors import UserCodeError
 
 CPU = torch.device("cpu")

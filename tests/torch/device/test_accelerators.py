@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchtune.device._base import Peaks
-from batchtune.device.accelerator import AcceleratorMemory
+from batchtune.device.memory import AcceleratorMemory
 
 GIB = 2**30
 

@@ -1,18 +1,31 @@
 """Why a GPU's clocks are held back, and how long a reason must last to be named."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from batchtune.device.telemetry import Readings, Sensors
+from batchtune.device.nvml import Readings, Sensors
 
 
 class OldDriver:
-    """NVML of a driver that knows the older of two names only."""
+    """NVML of a driver that knows the older of two names only, and of a GPU that cannot be cut into slices."""
 
     class NVMLError(Exception):
         """As pynvml's."""
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return SimpleNamespace()
+
+    def nvmlDeviceIsMigDeviceHandle(self, handle):
+        return 0
+
+    def nvmlDeviceGetMigMode(self, handle):
+        raise self.NVMLError("Not Supported")
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
         raise self.NVMLError("Function Not Found")
@@ -26,19 +39,27 @@ class NoSuchSensor(OldDriver):
         raise self.NVMLError("Not Supported")
 
 
-def sensors_of(nvml):
-    sensors = Sensors(torch.device("cpu"))
-    sensors._nvml, sensors._handle = nvml, SimpleNamespace()
-    return sensors
+@pytest.fixture
+def sensors_of(monkeypatch):
+    """Opens the sensors of a GPU whose driver library is this one."""
+
+    def opened(nvml):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2-3"))
+        sensors = Sensors(torch.device("cuda", 0))
+        assert sensors.present
+        return sensors
+
+    return opened
 
 
-def test_a_driver_that_knows_the_older_name_is_asked_by_it():
+def test_a_driver_that_knows_the_older_name_is_asked_by_it(sensors_of):
     assert sensors_of(OldDriver()).throttle_mask() == 0x24
 
 
-@pytest.mark.parametrize("sensors", [sensors_of(NoSuchSensor()), Sensors(torch.device("cpu"))])
-def test_a_device_that_does_not_tell_has_no_reasons(sensors):
-    assert sensors.throttle_mask() is None
+def test_a_device_that_does_not_tell_has_no_reasons(sensors_of):
+    assert sensors_of(NoSuchSensor()).throttle_mask() is None
+    assert Sensors(torch.device("cpu")).throttle_mask() is None
 
 
 def test_reasons_that_last_are_named():

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from batchtune.estimate import calibration
-from batchtune.estimate.calibration import UNMEASURED, cache_folder, offsets_of, record
-from batchtune.estimate.memory.overheads import capacity_bytes, confidence, kind_of, workspace_bytes
+from batchtune.estimate.calibration import cache_folder, offsets_of, record
+from batchtune.estimate.memory.overheads import UNMEASURED, capacity_bytes, confidence, kind_of
 
 MIB, GIB = 1 << 20, 1 << 30
 DRIVER = "NVIDIA A100-SXM4-80GB"  # the catalogue calls it A100-80GB
@@ -22,11 +22,11 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_median_of_what_was_measured_is_found_under_the_catalogues_name():
     for value in (90 * MIB, 10 * MIB, 40 * MIB):
-        record(DRIVER, "workspace_bytes", value)
-    record(DRIVER, "context_bytes", 480 * MIB)
+        record(DRIVER, "context_bytes", value + 400 * MIB)
+    record(DRIVER, "convolution_share", 0.25)
     found = offsets_of("A100-80GB")
-    assert (found.workspace_bytes, found.context_bytes, found.probes) == (40 * MIB, 480 * MIB, 3)
-    assert found.convolution_share is None
+    assert (found.convolution_share, found.context_bytes, found.probes) == (0.25, 440 * MIB, 3)
+    assert found.recurrent_share is None
     assert offsets_of("H100 SXM") == UNMEASURED
 
 
@@ -93,18 +93,16 @@ def test_the_file_lies_where_the_platform_keeps_caches(monkeypatch, platform, va
 def test_measured_overheads_take_the_place_of_the_tables():
     plain, conv = {"aten.addmm.default"}, {"aten.addmm.default", "aten.convolution.default"}
     record(DRIVER, "context_bytes", 700 * MIB)
-    record(DRIVER, "workspace_bytes", 100 * MIB)
     record(DRIVER, "convolution_share", 0.25)
-    measured = offsets_of("A100-80GB")
-    assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", plain, None, measured) == 80 * GIB - 800 * MIB
-    table = 80 * GIB - 700 * MIB - workspace_bytes(conv, measured)
-    assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", conv, None, measured) == pytest.approx(table / 1.25, abs=1)
+    measured, left = offsets_of("A100-80GB"), 80 * GIB - 700 * MIB
+    assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", plain, None, measured) == left
+    assert capacity_bytes(80 * GIB, "Ampere", "NVIDIA", conv, None, measured) == pytest.approx(left / 1.25, abs=1)
     assert (kind_of(plain), kind_of(conv), kind_of({"nn.RNNBase"} | conv)) == ("plain", "convolution", "recurrent")
 
 
 def test_an_estimate_says_that_it_is_calibrated():
     for _ in range(2):
-        record(DRIVER, "workspace_bytes", 100 * MIB)
+        record(DRIVER, "context_bytes", 400 * MIB)
     sure = confidence({"aten.mm.default"}, [], aligned=True, vendor="NVIDIA", measured=offsets_of("A100-80GB"))
     assert str(sure) == "high (±4% of memory), calibrated"
     assert sure.notes == ("overheads as measured in 2 probes of this GPU here",)

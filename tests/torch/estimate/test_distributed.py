@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from batchtune.estimate.memory.allocator import MIB
-from batchtune.estimate.memory.events import Birth, Trace
+from batchtune.estimate.memory.events import Birth, Trace, distributed
 from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes
-from batchtune.estimate.tracing.distributed import distributed, unit_bytes
+from batchtune.estimate.tracing.trace import unit_bytes
 
 UNITS = [[8 * MIB], [20 * MIB, 10 * MIB], [20 * MIB, 10 * MIB]]  # root, and two blocks
 PARAMETERS = sum(map(sum, UNITS))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
 from batchtune.estimate.memory.capacity import Search, TracedGrid, TracedStep, largest_allocated
-from batchtune.estimate.memory.events import SCRATCH, Birth, Trace, Work, normalized
-from batchtune.estimate.memory.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, peak_of, replay
-from batchtune.estimate.memory.scratch import Block, Gpu
+from batchtune.estimate.memory.events import SCRATCH, Birth, Block, Gpu, Trace, Work, normalized
+from batchtune.estimate.memory.fit import FittedStep, Misaligned, fit, peak_allocated_bytes, replay
+from batchtune.estimate.tracing.answers import detail
 from batchtune.vocabulary import LARGEST
 
 
@@ -83,12 +83,14 @@ def test_what_a_step_computes_and_moves_is_interpolated():
 
 
 def test_the_peak_is_split_by_what_storages_are_for():
-    peak = peak_of(fit(step_trace), 16)
-    assert peak.allocated_bytes == sum(peak.by_category.values()) == peak_allocated_bytes(fit(step_trace), 16)
-    assert peak.by_category["parameters"] == MIB
-    assert peak.by_category["activations"] == MIB
-    assert peak.activations == [("blocks.*.up", "model.py:7", MIB)]
-    assert (peak.moment, peak.op) == ("backward", SCRATCH + "aten.mm")
+    peak = detail(fit(step_trace), 16, "fp32")
+    assert peak.peak_allocated_bytes == peak_allocated_bytes(fit(step_trace), 16)
+    assert peak.peak_allocated_bytes == 2 * MIB + peak.temporaries_bytes
+    assert peak.parameters_bytes == peak.activations_bytes == MIB
+    assert [each.model_dump() for each in peak.holders] == [
+        {"module": "blocks.*.up", "line": "model.py:7", "activation_bytes": MIB}
+    ]
+    assert (peak.peak_moment, peak.peak_operator) == ("backward", SCRATCH + "aten.mm")
 
 
 @pytest.mark.parametrize("allocator", [CachingAllocator, ExpandableAllocator])
@@ -217,6 +219,33 @@ def test_a_third_step_frees_its_gradients_late_where_the_first_did(late, held):
     allocator = replay(step, 3, CachingAllocator())
     assert allocator.allocated_bytes == held  # the parameter, the last batch, and the last gradient or none
     assert allocator.peak_allocated_bytes == (101 if late else 71) * MIB  # with the next batch, and without it
+
+
+def test_what_trains_in_turns_but_not_where_gradients_are_always_freed_late_is_too_large():
+    """Sizes at which the gradients of a step lie where the next one's activations would."""
+    births, events = [Birth(MIB, "empty", category="parameters")], [1]
+
+    def born(size, moment, category="temporaries"):
+        births.append(Birth(size * MIB, "op", moment=moment, category=category))
+        events.append(len(births))
+        return len(births)
+
+    left = []
+    for step in (1, 2):
+        batch, *held = (born(size, f"forward {step}") for size in (30, 29, 40, 59))
+        events.extend(-number for number in left)
+        left = []
+        for size, activation in zip((53, 21, 21), reversed(held), strict=True):
+            left.append(born(size, f"backward {step}", "gradients"))
+            events.append(-activation)
+        if step == 2:
+            events.extend(-number for number in left)
+        left.append(batch)
+    step = fit(lambda size: Trace(size, events, births))
+    assert replay(step, 3, CachingAllocator()).peak_reserved_bytes < 370 * MIB
+    with pytest.raises(OutOfMemory):
+        replay(step, 3, CachingAllocator(370 * MIB), check=True)
+    assert Search(step)(370 * MIB) == 0
 
 
 def test_a_gradient_in_two_parts_is_one_gradient():

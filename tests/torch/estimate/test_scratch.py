@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchtune.estimate.memory.scratch import RESULTS, Gpu, inside, workspaces
-from batchtune.estimate.memory.scratch.blocks import Block, Held
+from batchtune.estimate.memory.events import RESULTS, Block, Gpu, Held
+from batchtune.estimate.memory.scratch import inside, workspaces
 
 aten = torch.ops.aten
 GPU = Gpu()

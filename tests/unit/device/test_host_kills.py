@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchtune.device.host_kills import describe_kill, oom_kills
+from batchtune.device.host import describe_kill, oom_kills
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from batchtune.device import host_load
-from batchtune.device.host_load import watching_others
+from batchtune.device import host
+from batchtune.device.host import watching_others
 
-pytestmark = pytest.mark.skipif(not host_load.STAT.exists(), reason="needs /proc/stat")
+pytestmark = pytest.mark.skipif(not host.STAT.exists(), reason="needs /proc/stat")
 
 
 def work(seconds):
@@ -19,8 +19,8 @@ def work(seconds):
 def test_what_this_process_does_is_not_counted(monkeypatch, tmp_path):
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 0 900 0 0 0 0 0 0\n")
-    monkeypatch.setattr(host_load, "STAT", stat)
-    monkeypatch.setattr(host_load.os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(host, "STAT", stat)
+    monkeypatch.setattr(host.os, "sysconf", lambda _: 100)
     with watching_others() as load:
         work(0.3)
         stat.write_text("cpu  130 0 0 900 0 0 0 0 0 0\n")
@@ -36,7 +36,7 @@ def test_a_stretch_too_short_to_tell_says_nothing():
 @pytest.mark.parametrize("text", ["", "cpu  a b c\n"])
 def test_a_system_that_does_not_tell_says_nothing(monkeypatch, tmp_path, text):
     (tmp_path / "stat").write_text(text)
-    monkeypatch.setattr(host_load, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(host, "STAT", tmp_path / "stat")
     with watching_others() as load:
         time.sleep(0.25)
     assert load.others is None

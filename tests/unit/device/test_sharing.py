@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchtune.device.sharing import candidate_uuids, find_handle, look, sharing
+from batchtune.device.nvml import candidate_uuids, find_handle, look, sharing
 from batchtune.document import DeviceProcess
 
 WHOLE, SLICE = "GPU-1f2e", "MIG-77aa"

@@ -19,7 +19,7 @@ class FakeWorker(FakeChild):
         environment = {"device": "NVIDIA A100-SXM4-80GB"}
         return opened(memory_limit_bytes=800, device="cuda:0", environment=environment)
 
-    def renew(self):
+    def renew(self, *, as_fork=True):
         self.asked.append(("renew", None))
 
     def answer(self, command, *, timeout, batch_size, precision, **arguments):

@@ -10,6 +10,7 @@ from batchtune.probe.final_check import (
     size_below,
     steps_to_verify,
     timed_out_twice,
+    with_spread,
 )
 from batchtune.probe.options import ProbeOptions
 
@@ -76,3 +77,31 @@ def test_a_check_has_the_steps_that_its_time_allows_but_those_of_an_attempt_at_l
     assert steps_to_verify([slow], ProbeOptions(verify_seconds=4.0)) == 8
     assert steps_to_verify([slow], ProbeOptions(verify_seconds=0.1)) == 3
     assert steps_to_verify([], ProbeOptions(verify_seconds=0.1)) == 20
+
+
+def passed(peak):
+    return Attempt(batch_size=100, outcome="fit", steps=20, purpose="verify", peak_reserved_bytes=peak)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "limit", "outcome", "told"),
+    [
+        ([900], 1000, "fit", 900),
+        ([900, 930, 880], 980, "fit", 930),
+        ([900, 930, 880], 979, "oom", 980),
+        ([900, 900, 900], 945, "fit", 900),
+        ([900, 900, 900], 944, "oom", 945),
+        ([900, 930, 880], None, "fit", 930),
+        ([None], 1000, "fit", None),
+    ],
+)
+def test_a_size_passes_where_its_peak_would_by_as_much_as_processes_differ(peaks, limit, outcome, told):
+    found = with_spread([passed(peak) for peak in peaks], limit)
+    assert (found.outcome, found.peak_reserved_bytes) == (outcome, told)
+
+
+def test_a_peak_that_was_measured_beyond_the_limit_says_how_much_smaller_the_next_size_is():
+    beyond = Check(Attempt(batch_size=1000, outcome="oom", steps=1, peak_reserved_bytes=1250), 20)
+    assert size_below([beyond], ProbeOptions(), 1000) == pytest.approx(700, abs=1)
+    fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=750 + size // 2) for size in (100, 480)]
+    assert size_below([beyond], ProbeOptions(), 1000, fits) == 500

@@ -1,17 +1,11 @@
 """What a probe's reader is told besides the numbers: shared devices, recompiling; and FLOPs along the curve."""
 
-import platform
-
 import pytest
 from fakes import opened
 
-from batchtune.document import Attempt, DeviceProcess, Environment, ProbeResult, ThroughputPoint
-from batchtune.probe.findings import Findings
-from batchtune.probe.options import ProbeOptions
-from batchtune.probe.search import Bounds
-from batchtune.probe.timing.throughput import with_flops
-from batchtune.probe.warnings import (
-    allocator_warnings,
+from batchtune.document import Attempt, DeviceProcess, Environment, ThroughputPoint
+from batchtune.probe.findings import (
+    Findings,
     attempt_warnings,
     busy_warnings,
     foreign_warnings,
@@ -20,6 +14,8 @@ from batchtune.probe.warnings import (
     recompile_warnings,
     sharing_warnings,
 )
+from batchtune.probe.options import Bounds, ProbeOptions
+from batchtune.probe.timing import with_flops
 
 GIB = 2**30
 
@@ -106,30 +102,6 @@ def test_memory_that_grows_whatever_the_batch_size_is_told(steps, said):
     assert kept_warnings([*checks, Attempt(batch_size=1, outcome="fit")], checks) == []
 
 
-def limited(by, size=8):
-    return ProbeResult(precision="fp32", max_batch_size=size, limited_by=by)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
-@pytest.mark.parametrize(
-    ("kind", "probe", "variable", "count"),
-    [
-        ("cpu", limited("memory"), None, 1),
-        ("cpu", limited("memory"), "65536", 0),
-        ("cpu", limited("dataset"), None, 0),
-        ("cpu", limited(None, None), None, 0),
-        ("cuda", limited("memory"), None, 0),
-    ],
-)
-def test_what_glibc_keeps_on_top_is_told_where_memory_was_the_limit_of_a_cpu(monkeypatch, kind, probe, variable, count):
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    if variable:
-        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", variable)
-    said = allocator_warnings(Environment(device="a device", device_type=kind), [probe])
-    assert len(said) == count
-    assert all("run with MALLOC_MMAP_THRESHOLD_=65536" in each for each in said)
-
-
 def point(size, recompiles=None):
     return ThroughputPoint(batch_size=size, samples_per_second=100.0, step_seconds=1.0, recompiles=recompiles)
 
@@ -138,7 +110,7 @@ def test_compiling_again_is_told_once_where_it_was_worst():
     attempts = [Attempt(batch_size=4, outcome="fit", recompiles=1), Attempt(batch_size=8, outcome="fit", recompiles=7)]
     (said,) = recompile_warnings(attempts, [point(2, 3)])
     assert "compiled 7 more graphs" in said
-    assert "batch size 8" in said
+    assert "at batch 8" in said
 
 
 def test_speeds_of_a_busy_machine_are_told_as_such():

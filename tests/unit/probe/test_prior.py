@@ -7,11 +7,11 @@ import pytest
 from fakes import FakeChild, opened
 
 from batchtune.document import Attempt
-from batchtune.estimate.prior import TaskEstimate
+from batchtune.estimate.commands import TaskEstimate
 from batchtune.observer import Observer
-from batchtune.probe.options import ProbeOptions
+from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.probe.search import Bounds, next_size
+from batchtune.probe.search import next_size
 from batchtune.protocol.commands import OpenTask
 
 run = importlib.import_module("batchtune.probe.run")
@@ -43,7 +43,7 @@ class Device(FakeChild):
     def prepare(self):
         return None
 
-    def renew(self):
+    def renew(self, *, as_fork=True):
         return None
 
     def close(self):
@@ -75,7 +75,6 @@ def expecting(size):
         start=math.ceil(size / 1.01),
         peaks=[(1, int(GIB + per_sample)), (10 * size, int(GIB + 10 * size * per_sample))],
         unseen_share=0.0,
-        workspace_bytes=0,
         kind="plain",
         model_independent=True,
     )

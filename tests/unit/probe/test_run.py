@@ -4,15 +4,14 @@ import pytest
 from fakes import FakeChild, opened
 
 import batchtune
-from batchtune.device.sharing import Sharing
+from batchtune.device.nvml import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
-from batchtune.files import load_result
 from batchtune.observer import Observer
-from batchtune.probe import run
+from batchtune.probe import free_memory, run
 from batchtune.probe.options import ProbeOptions
 from batchtune.protocol.commands import OpenTask
-from batchtune.result import Result
+from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 
@@ -56,7 +55,7 @@ class ScriptedGpu(FakeChild):
             self.free -= CONTEXT // 2
         return self.opened
 
-    def renew(self):
+    def renew(self, *, as_fork=True):
         self.free = FREE
 
     close = renew
@@ -101,7 +100,7 @@ class NoForesight:
 @pytest.fixture
 def recorded(monkeypatch):
     recorded = []
-    monkeypatch.setattr(run, "record", lambda *what: recorded.append(what))
+    monkeypatch.setattr(free_memory, "record", lambda *what: recorded.append(what))
     return recorded
 
 
@@ -111,8 +110,8 @@ def probed(monkeypatch, recorded):
         gpu = ScriptedGpu(outcome, precisions)
         monkeypatch.setattr(run, "EstimatePrior", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
-        monkeypatch.setattr(run, "look", lambda _uuid: Sharing(gpu.free))
-        monkeypatch.setattr(run, "_SETTLING_SECONDS", (0.0,))
+        monkeypatch.setattr(free_memory, "look", lambda _uuid: Sharing(gpu.free))
+        monkeypatch.setattr(free_memory, "SETTLING_SECONDS", (0.0,))
         settings = OpenTask(task=__file__, device="cuda")
         return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer(), folder=folder)
 
@@ -230,7 +229,7 @@ class TestContexts:
         assert recorded == [("NVIDIA H200", "context_bytes", CONTEXT)]
 
     def test_what_somebody_else_took_meanwhile_is_not(self, probed, recorded, monkeypatch):
-        monkeypatch.setattr(run, "_SAME_BYTES", -1)
+        monkeypatch.setattr(free_memory, "SAME_BYTES", -1)
         probed(fits)
         assert recorded == []
 

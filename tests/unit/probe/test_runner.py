@@ -51,7 +51,7 @@ class ScriptedWorker(FakeChild):
         self.worn_bytes, self.sample_seconds = worn_bytes, sample_seconds
         self.failed_steps, self.words, self.maps_file = failed_steps, words, maps_file
         self.running = False
-        self.device = "cpu"
+        self.device = "cuda:0"
         self.log, self.arguments = [], []
 
     def start(self):
@@ -59,7 +59,7 @@ class ScriptedWorker(FakeChild):
         about = {"memory_limit_bytes": self.limit, "train_size": self.samples}
         return opened(device=self.device, environment={"device": "NVIDIA H200"}, **about)
 
-    def renew(self):
+    def renew(self, *, as_fork=True):
         self.running = False
 
     def answer(self, command, *, timeout, batch_size, **arguments):
@@ -104,6 +104,11 @@ class Listener(Observer):
 
     def note(self, text):
         self.notes.append(text)
+
+
+def on_a_cpu(worker):
+    worker.device = "cpu"
+    return worker
 
 
 def up_to(largest, otherwise="oom"):
@@ -375,10 +380,40 @@ class TestFailures:
         assert "smaller model" not in str(raised.value)
         assert len(found.result().warnings) == 1
 
+    def test_on_a_cpu_the_first_size_to_be_checked_leaves_the_room_that_another_process_may_need(self):
+        worker = on_a_cpu(ScriptedWorker(up_to(1000)))
+        found = probe(worker, throughput=False).run()
+        assert [size for _, size, steps, _, _ in worker.log if steps == 20] == [952] * 3
+        assert found.max_batch_size == 952
+
+    def test_on_a_cpu_what_fresh_processes_leave_is_used(self):
+        worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(1000), worn_bytes=300))
+        found = probe(worker, throughput=False).run()
+        assert 900 < found.max_batch_size <= 952
+
+    def test_on_a_cpu_the_answer_passes_in_several_fresh_processes_and_with_what_they_differ(self):
+        worker = on_a_cpu(ScriptedWorker(up_to(1000)))
+        peaks = iter([960, 1000, 950, *[940, 950, 930] * 3])
+        tell = worker.answer
+
+        def answer(command, *, batch_size, **arguments):
+            told = tell(command, batch_size=batch_size, **arguments)
+            if arguments.get("verify"):
+                told["attempt"]["peak_reserved_bytes"] = next(peaks)
+            return told
+
+        worker.answer = answer
+        found = probe(worker, throughput=False).run()
+        checks = [(size, process) for _, size, steps, process, _ in worker.log if steps == 20]
+        assert [size for size, _ in checks[:3]] == [checks[0][0]] * 3
+        assert {process for _, process in checks} == {"fresh"}
+        assert found.max_batch_size < checks[0][0]
+        assert found.peak_reserved_bytes == 950
+
     def test_a_file_that_cannot_be_mapped_has_a_remedy_of_its_own(self):
         words = "[Errno 12] Cannot allocate memory"
         with pytest.raises(NothingFitsError) as raised:
-            probe(ScriptedWorker(up_to(0), words=words, maps_file=True)).run()
+            probe(on_a_cpu(ScriptedWorker(up_to(0), words=words, maps_file=True))).run()
         assert f"ended in oom ({words}); a file that is memory-mapped during training counts" in str(raised.value)
         assert "map it at import" in str(raised.value)
         assert "smaller model" not in str(raised.value)

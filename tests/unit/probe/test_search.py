@@ -10,7 +10,8 @@ from statistics import mean
 import pytest
 
 from batchtune.document import Attempt
-from batchtune.probe.search import Bounds, Choice, bracket, next_size
+from batchtune.probe.options import Bounds
+from batchtune.probe.search import Choice, bracket, next_size
 from batchtune.vocabulary import LARGEST, Outcome
 
 GIB = 1 << 30
@@ -345,7 +346,7 @@ SHAPES = ["linear", "quadratic", "two phases", "jumps", "not monotone", "noisy"]
 @pytest.mark.parametrize(("tolerance", "most"), [(0.01, 8.5), (0.0, 12.0)])
 def test_every_curve_ends_with_a_proven_bracket(shape: str, tolerance: float, most: float) -> None:
     bounds, counts = Bounds(tolerance=tolerance), []
-    for seed in range(120):
+    for seed in range(60):
         attempts = search(curves(shape, seed), bounds)
         if bracket(attempts)[0] == 0:
             assert [attempt.batch_size for attempt in attempts] == [1]
@@ -359,7 +360,7 @@ def test_every_curve_ends_with_a_proven_bracket(shape: str, tolerance: float, mo
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_bound_is_ever_exceeded(shape: str) -> None:
-    for seed in range(50):
+    for seed in range(30):
         draw = random.Random(seed)
         minimum = draw.randint(1, 50)
         bounds = Bounds(
@@ -373,7 +374,7 @@ def test_no_bound_is_ever_exceeded(shape: str) -> None:
 
 
 def test_the_worst_case_holds_even_where_memory_lies() -> None:
-    for seed in range(150):
+    for seed in range(80):
         draw = random.Random(seed)
         true_limit, memory = int(math.exp(draw.uniform(0, math.log(200_000)))), draw.uniform(0.01, 0.99)
 

@@ -1,14 +1,19 @@
 """Which sizes are timed, and the step-time line through what was timed."""
 
+import math
 import random
 from statistics import median
 
 import pytest
+from fakes import FakeChild
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchtune.document import ThroughputPoint
-from batchtune.probe.timing.throughput import MAX_POINTS, fit_step_time, sizes_to_time
+from batchtune.errors import UserCodeError
+from batchtune.observer import Observer
+from batchtune.probe.timing import MAX_POINTS, fit_step_time, measure_curve, sizes_to_time, step_line
+from batchtune.protocol.commands import TimeSteps
 
 
 def timed(steps):
@@ -52,6 +57,95 @@ class TestSizes:
         assert sizes == sorted(set(sizes))
         assert 1 <= len(sizes) <= MAX_POINTS
         assert all(size % unit == 0 and min(minimum, maximum) <= size for size in sizes)
+
+
+class BusyMachine(FakeChild, Observer):
+    """A child whose steps take 0.01 s and 0.001 s a sample, times what other programs make of it, call by call."""
+
+    def __init__(self, *slower):
+        self.slower, self.asked, self.notes = list(slower), [], []
+
+    def answer(self, command, *, timeout, batch_size, **_):
+        self.asked.append(batch_size)
+        slower = self.slower.pop(0) if self.slower else 1.0
+        if slower is None:
+            raise UserCodeError("no")
+        seconds = slower * (0.01 + 0.001 * batch_size)
+        others = min(1.0, (slower - 1) / 2)
+        return timed({batch_size: seconds})[0].model_dump() | {"processors_used_by_others": others}
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def curve(self, sizes=(8, 32, 128)):
+        points = []
+        measure_curve(self, points, sizes, self, TimeSteps(batch_size=1, precision="fp32", seconds=0.1), 9.0)
+        return {point.batch_size: round(point.step_seconds, 6) for point in points}
+
+
+class TestTiming:
+    QUIET = {8: 0.018, 32: 0.042, 128: 0.138}  # noqa: RUF012 - read only
+
+    def test_on_a_quiet_machine_every_size_is_timed_once(self):
+        machine = BusyMachine()
+        assert machine.curve() == self.QUIET
+        assert machine.asked == [8, 32, 128]
+
+    def test_sizes_that_others_disturbed_are_timed_again_in_turn_and_the_least_time_counts(self):
+        machine = BusyMachine(2.0, 1.0, 3.0, 1.5, 1.0)
+        assert machine.curve() == self.QUIET
+        assert machine.asked == [8, 32, 128, 8, 128, 8]
+        assert not machine.notes
+
+    def test_two_least_times_that_agree_are_enough(self):
+        machine = BusyMachine(1.6, 1.0, 1.0, 1.62)
+        assert machine.curve()[8] == pytest.approx(1.6 * 0.018)
+        assert machine.asked == [8, 32, 128, 8]
+
+    def test_a_machine_that_is_never_quiet_is_told_of(self):
+        machine = BusyMachine(*(2.0 + 0.5 * number for number in range(12)))
+        assert machine.curve()[8] == pytest.approx(2 * 0.018)
+        assert len(machine.asked) == 12
+        assert machine.notes == ["other programs kept the machine busy: step times at [8, 32, 128] may be too long"]
+
+    def test_a_size_that_cannot_be_timed_is_left_out_and_asked_for_once(self):
+        machine = BusyMachine(1.0, None, 2.0)
+        assert machine.curve() == {8: 0.018, 128: 0.138}
+        assert machine.asked == [8, 32, 128, 128]
+
+
+class TestDoubt:
+    """What the times of steps leave open about the saturation batch size."""
+
+    SIZES = (32, 64, 128, 256, 512)
+
+    def line(self, alpha, beta, error):
+        return step_line([(size, alpha + beta * size, error) for size in self.SIZES])
+
+    def test_it_grows_with_the_error_of_the_times(self):
+        exact, rough = (self.line(0.05, 0.001, error) for error in (0.01, 0.1))
+        assert exact.saturation_batch_size == pytest.approx(50) == rough.saturation_batch_size
+        assert exact.spread < 0.1
+        assert rough.spread == pytest.approx(10 * exact.spread)
+
+    def test_a_step_without_fixed_time_may_have_what_its_error_hides(self):
+        line = self.line(0.0, 1e-5, 0.2)
+        assert line.alpha_seconds == 0
+        assert 1 < line.saturation_batch_size < 32
+        assert line.spread >= 1
+
+    def test_samples_that_cost_nothing_may_cost_what_the_error_hides(self):
+        line = self.line(0.01, 0.0, 0.1)
+        assert 512 < line.saturation_batch_size < 1e5
+        assert line.spread >= 1
+
+    @settings(deadline=None)
+    @given(st.floats(32, 512), st.floats(0.01, 0.2), st.integers(0, 1000))
+    def test_it_covers_what_noise_makes_of_the_answer(self, saturation, error, seed):
+        noise = random.Random(seed)
+        times = [(size, (saturation + size) * (1 + noise.uniform(-error, error)), error) for size in self.SIZES]
+        line = step_line(times)
+        assert abs(math.log(line.saturation_batch_size / saturation)) < 3 * line.spread
 
 
 class TestLine:

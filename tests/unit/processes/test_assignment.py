@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.errors import DeviceError, UsageError
-from batchtune.processes.assignment import DeviceAssignment, assign_devices, count_workers
+from batchtune.processes.pool import DeviceAssignment, assign_devices, count_workers
 
 HERE = {"devices": 4, "processors": 8, "visible": None}
 
@@ -24,6 +24,31 @@ class TestHowMany:
         assert count_workers(8, "cpu", **HERE) == 8
         with pytest.raises(UsageError, match="workers 9: more than the 8 processors"):
             count_workers(9, "cpu", **HERE)
+
+
+class TestGroups:
+    """Workers that are groups of ranks each."""
+
+    def test_each_takes_as_many_devices_as_it_has_ranks(self):
+        assert count_workers("auto", "cuda:0", **HERE, each=2) == 2
+        assert count_workers(1, "cuda:0", **HERE, each=4) == 1
+        with pytest.raises(DeviceError, match="workers 2 of 4 ranks each: there are only 4 devices"):
+            count_workers(2, "cuda:0", **HERE, each=4)
+
+    def test_on_a_cpu_the_ranks_of_one_worker_share_it_and_several_workers_do_not(self):
+        assert count_workers(1, "cpu", **HERE, each=16) == 1
+        assert count_workers(2, "cpu", **HERE, each=4) == 2
+        with pytest.raises(UsageError, match="workers 3 of 4 ranks each: more than the 8 processors here"):
+            count_workers(3, "cpu", **HERE, each=4)
+
+    def test_side_by_side_they_need_devices_that_can_be_hidden_from_each_other(self):
+        with pytest.raises(UsageError, match="workers 2 of 2 ranks each: groups side by side need CUDA"):
+            count_workers(2, "xpu:0", **HERE, each=2)
+
+    @pytest.mark.parametrize(("visible", "sets"), [(None, ["0,1", "2,3"]), ("5,4,7,6,1", ["5,4", "7,6"])])
+    def test_each_has_a_set_of_its_own(self, visible, sets):
+        found = assign_devices("cuda:0", 2, devices=4, visible=visible, each=2)
+        assert found == [DeviceAssignment("cuda", {"CUDA_VISIBLE_DEVICES": each}) for each in sets]
 
 
 class TestAssignment:

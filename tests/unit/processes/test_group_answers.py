@@ -2,7 +2,7 @@
 
 from fakes import opened
 
-from batchtune.processes.ranks.answers import failed, merge
+from batchtune.processes.coordinator import failed, merge
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
 OPEN = OpenTask(task="model.py")
@@ -53,6 +53,25 @@ def test_the_memory_limit_of_a_group_is_that_of_its_least_rank_and_its_neighbour
     done = merge(OPEN, {1: facts(7, 42, 43), 0: facts(9, 42)}, 2)["done"]
     assert (done["memory_limit_bytes"], done["rank_memory_limits_bytes"]) == (7, (9, 7))
     assert done["environment"]["other_processes"] == [{"pid": 42}, {"pid": 43}]
+
+
+def test_what_the_ranks_know_already_is_told_again_by_none():
+    assert merge(OPEN, {0: {"done": None}, 1: {"done": None}}, 2) == {"done": None}
+    assert not failed({"done": None})
+    assert not failed({"done": [[0.1, 0.2]]})
+
+
+def test_a_group_begins_anew_by_forks_only_where_all_its_ranks_do():
+    for others, forks in ((True, True), (False, False)):
+        told = [opened(forks=each).model_dump(exclude_unset=True) for each in (True, others)]
+        assert merge(OPEN, {rank: {"done": each} for rank, each in enumerate(told)}, 2)["done"]["forks"] is forks
+
+
+def test_an_evaluation_is_as_large_as_fits_on_every_rank():
+    answers = {rank: attempt() for rank in range(3)}
+    answers[1]["done"]["attempt"]["evaluation_batch_size"] = 64
+    answers[2]["done"]["attempt"]["evaluation_batch_size"] = 32
+    assert merged(answers, 3)["attempt"]["evaluation_batch_size"] == 32
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank():

@@ -9,7 +9,7 @@ from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.processes import worker as worker_module
 from batchtune.processes.worker import NodeLost, Worker, WorkerDied
 from batchtune.protocol.commands import Describe, OpenTask, Train
-from batchtune.protocol.run_spec import RunSpec
+from batchtune.protocol.messages import RunSpec
 
 HERE = {"done": opened(device="cuda:0", memory_limit_bytes=7).model_dump()}
 BUSY = refusal(DeviceError("--device cuda: cannot be used now"))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from batchtune.report.terminal.ascii import written_in
+from batchtune.report.terminal import written_in
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "M", "Zl", "Zp"], max_codepoint=0xFFFF))
 

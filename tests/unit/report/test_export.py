@@ -7,9 +7,9 @@ import json
 import pytest
 
 from batchtune.document import Failure, Interval
-from batchtune.files import load_result
-from batchtune.report.export.settings import pytorch
 from batchtune.report.formats import environment_text, to_csv, to_json, to_markdown
+from batchtune.report.view.settings import pytorch
+from batchtune.result import load_result
 
 
 def test_json_reads_back_as_the_same_result(tuned, tmp_path):
@@ -46,7 +46,7 @@ def test_markdown_sets_the_recommendation_beside_what_is_run_today(tuned):
     assert lines[0] == "## batchtune tune: digits"
     assert "| batch size | 256 = 128 × 2 accumulated | 32 |" in lines
     assert "| time to target | 41 s (39 to 44) | 127 s (120 to 130) |" in lines
-    assert "| speed-up | 3.1× (2.8 to 3.4) | 1× |" in lines
+    assert "**3.1×** as fast as today (2.8 to 3.4)" in lines
     assert "> warning: batch size 300 ended in crash" in lines
 
 

@@ -4,14 +4,13 @@ import io
 
 from rich.console import Console
 
-from batchtune.report.terminal.table import FittedTable, bar
-from batchtune.report.view.columns import numbers, table, words
-from batchtune.report.view.model import Column
+from batchtune.report.terminal import FittedTable, bar
+from batchtune.report.view.model import Column, numbers, table
 
 
-def shown(made, width=80):
+def shown(made, width=80, *, verbose=False):
     page = io.StringIO()
-    Console(file=page, width=width).print(FittedTable(made))
+    Console(file=page, width=width).print(FittedTable(made, verbose=verbose))
     return [line.rstrip() for line in page.getvalue().splitlines()]
 
 
@@ -19,7 +18,7 @@ COLUMNS = [
     Column(name="batch", cells=["1", "1,000"], values=[1, 1000]),
     Column(name="time", cells=["12.5 s", "7.25 s"], values=[12.5, 7.25], unit="s", lined_up=["12.5 ", "7.25"], spare=1),
     Column(name="bar", cells=["100%", "50%"], values=[1.0, 0.5], drawn=True, spare=3),
-    words("why", ["a reason of many words, and then some", ""], spare=2, wraps=True),
+    Column("why", ["a reason of many words, and then some", ""], spare=2, wraps=True),
 ]
 
 
@@ -30,10 +29,11 @@ def test_all_columns_are_shown_where_there_is_room():
     assert not any("no room" in line for line in lines)
 
 
-def test_the_column_that_can_be_spared_most_goes_first_and_is_named():
-    assert shown(table("rows", COLUMNS), 40)[-1] == "no room here for: bar"
+def test_the_column_that_can_be_spared_most_goes_first_and_is_named_where_all_was_asked_for():
+    assert shown(table("rows", COLUMNS), 40, verbose=True)[-1] == "no room here for: bar"
     for width, names in ((20, "bar, why"), (8, "bar, why, time, s")):
-        assert " ".join(shown(table("rows", COLUMNS), width)).endswith(f"no room here for: {names}")
+        assert " ".join(shown(table("rows", COLUMNS), width, verbose=True)).endswith(f"no room here for: {names}")
+        assert "no room" not in " ".join(shown(table("rows", COLUMNS), width))
 
 
 def test_words_wrap_and_figures_do_not():
@@ -44,7 +44,7 @@ def test_words_wrap_and_figures_do_not():
 
 
 def test_a_column_in_which_nothing_was_measured_is_left_out_without_a_word():
-    lines = shown(table("rows", [words("batch", ["1", "2"]), words("power", ["-", ""])]))
+    lines = shown(table("rows", [Column("batch", ["1", "2"]), Column("power", ["-", ""])]))
     assert lines[1] == "batch"
     assert "power" not in " ".join(lines)
 
@@ -55,7 +55,7 @@ def test_decimal_points_stand_under_one_another():
 
 
 def test_text_in_brackets_is_no_markup():
-    assert "[red]x" in " ".join(shown(table("[b]", [words("why", ["[red]x"])])))
+    assert "[red]x" in " ".join(shown(table("[b]", [Column("why", ["[red]x"])])))
 
 
 def test_a_bar_is_as_long_as_its_share():

@@ -7,15 +7,16 @@ import pytest
 from rich.console import Console
 
 from batchtune.errors import UsageError
-from batchtune.report.export.settings import pytorch, to_train_with
-from batchtune.report.export.trainers import EXPORTS
-from batchtune.report.formats import FORMATS
-from batchtune.report.page.html import notebook
+from batchtune.report.formats import FORMATS, notebook
+from batchtune.report.terminal import render
+from batchtune.report.view.read import view_of
+from batchtune.report.view.settings import pytorch, to_train_with
+from batchtune.report.view.trainers import EXPORTS
 
 
 def in_terminal(result):
     console = Console(file=io.StringIO(), width=400)
-    console.print(result)
+    console.print(render(result, verbose=True))
     return console.file.getvalue()
 
 
@@ -37,7 +38,7 @@ def estimated(result_of):
 def test_every_report_says_that_it_is_inference_and_names_no_training(inference, report):
     text = REPORTS[report](inference)
     assert "inference batch" in text
-    assert "ran 20 forward passes" in text
+    assert "an 20 forward passes" in text  # a sentence in a notebook begins with it
     assert "inference throughput at bf16" in text.lower()
     for of_training in ("size that trains", "evaluation and saving", "accumulation_steps", "train_batch_size"):
         assert of_training not in text
@@ -61,3 +62,8 @@ def test_an_estimate_says_so_too(estimated, report):
     text = REPORTS[report](estimated)
     assert "inference batch on each gpu" in text.lower()
     assert "could train it" not in text
+
+
+def test_what_an_estimate_says_to_run_next_is_of_inference_too(estimated, result_of):
+    assert view_of(estimated).commands[-1].text == "batchtune probe model.py --inference"
+    assert view_of(result_of("estimate")).commands[-1].text == "batchtune probe model.py"

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
-from batchtune.report.terminal.live import LiveObserver
+from batchtune.report.live import LiveObserver
 
 ATTEMPTS = [
     Attempt(batch_size=1, outcome="fit", steps=3, peak_reserved_bytes=200 << 20, step_seconds=0.004),
@@ -94,3 +94,68 @@ def test_outcomes_have_their_colours_in_a_terminal():
 
 def test_an_error_stream_that_knows_few_characters_gets_others_instead():
     assert "20 us" in run(encoding="ascii")
+
+
+def played(text):
+    """What a terminal shows after all this, and how many lines it needed at most."""
+    rows, at, across = [""], 0, 0
+    for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            at, across = at + 1, 0
+            rows += [""] if at == len(rows) else []
+        elif part == "\r":
+            across = 0
+        elif part.startswith("\x1b"):
+            at -= int(part[2:-1] or 1) if part.endswith("A") else 0
+            rows[at] = "" if part.endswith("K") else rows[at]
+        else:
+            rows[at] = rows[at][:across].ljust(across) + part + rows[at][across + len(part) :]
+            across += len(part)
+    return [row for row in rows if row.strip()], len(rows)
+
+
+def trial(number, batch, seconds, role="search"):
+    made = {"state": "complete", "outcome": "reached", "precision": "bf16", "seed": number, "role": role}
+    return Trial(number=number, batch_size=batch, learning_rate=1e-3, time_to_target_seconds=seconds, **made)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20)])
+def test_a_terminal_shows_a_picture_no_higher_than_it_that_is_gone_at_the_end(width, height):
+    page = io.StringIO()
+    console = Console(file=page, width=width, height=height, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveObserver(console, verbose=False, total_seconds=60.0) as observer:
+        observer.stage("probing bf16")
+        for attempt in ATTEMPTS * 9:
+            observer.attempted(attempt)
+        shown, lines = played(page.getvalue())
+        assert lines <= height
+        assert "probing bf16" in shown[0]
+        assert shown[1].strip() == "1,437 fits, 4,096 does not"
+        observer.stage("searching")
+        for number in range(40):
+            observer.trial_ended(trial(number, 16 + number, 50.0 - number), done=number, seconds_left=30.0)
+        observer.trial_started(trial(40, 64, None), best_seconds=11.0)
+        observer.stage("confirming")
+        shown, lines = played(page.getvalue())
+        assert lines <= height
+        assert "30 s left" in shown[0]
+        assert shown[1].strip() == "best so far: 11 s at batch 55, lr 0.001"
+    assert played(page.getvalue())[0] == []
+
+
+def test_a_study_s_picture_has_a_row_for_each_configuration_the_best_first():
+    page = io.StringIO()
+    console = Console(file=page, width=80, height=24, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveObserver(console, verbose=False) as observer:
+        observer.stage("confirming")
+        for number, (batch, seconds, role) in enumerate(
+            [(32, 30.0, "baseline"), (64, 12.0, "search"), (64, 14.0, "confirm"), (8, None, "search")]
+        ):
+            observer.trial_ended(trial(number, batch, seconds, role), done=number, seconds_left=30.0)
+        rows = [line.split() for line in played(page.getvalue())[0]]
+    assert rows[-4:] == [
+        ["batch", "lr", "median", "runs", "last", "run"],
+        ["64", "0.001", "13", "s", "2", "reached"],
+        ["32", "0.001", "30", "s", "1", "today,", "reached"],
+        ["8", "0.001", "-", "1", "reached"],
+    ]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import documents
 import plotly.graph_objects as go
@@ -10,11 +11,15 @@ from documents import DOCUMENTS, estimate, estimated
 
 from batchtune.device.gpus import all_gpus
 from batchtune.errors import UsageError
-from batchtune.report.figures.plots import figures
-from batchtune.report.figures.theme import DARK, LIGHT, label
+from batchtune.report.plotly_figures import draw, label
+from batchtune.report.view.read import plots_of
 from batchtune.result import Result
 
 PLOTS = ["estimates", "curves", "landscape", "memory", "throughput", "sensors"]
+
+
+def figures(result):
+    return {name: draw(plot) for name, plot in plots_of(result).items()}
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +191,12 @@ def test_whatever_the_page_draws_a_notebook_can_draw_alone(drawn, name):
     assert figure.to_json() == drawn(document)[name].to_json()
 
 
-def test_the_page_can_exchange_each_light_colour_for_one_dark_one():
-    assert len(set(LIGHT.values())) == len(LIGHT) == len(DARK)
+@pytest.mark.parametrize("name", ["memory", "curves"])
+def test_who_lacks_plotly_reads_how_to_get_it(result_of, monkeypatch, name):
+    monkeypatch.delitem(sys.modules, "batchtune.report.plotly_figures", raising=False)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(UsageError, match=r"draws with plotly: pip install 'batchtune-cli\[plots\]'"):
+        getattr(result_of("tune"), f"plot_{name}")()
 
 
 def test_labels_are_escaped_and_short():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchtune.report.terminal.plots import MIN_WIDTH, draw
-from batchtune.report.view.model import Axis, Series
+from batchtune.report.text_figures import MIN_WIDTH, draw
+from batchtune.report.view.figure import Axis, Series
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 POINTS = st.lists(st.tuples(FINITE, FINITE), min_size=1, max_size=12)
@@ -72,7 +72,7 @@ def test_larger_numbers_stand_further_right_and_higher():
 
 
 def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
-    lines = drawn(Series("fit", "fits", [(8, 1), (32, 2), (128, 3)]), x_axis=Axis("batch", log=True))
+    lines = drawn(Series("fit", "fits", [(8, 1), (32, 2), (128, 3)]), x_axis=Axis("batch", log=True, whole=True))
     first, second, third = sorted(column for column, _ in places(lines, "●"))
     assert second - first == pytest.approx(third - second, abs=1)
     assert [label for label in ("8", "16", "32", "64", "128") if label in " ".join(lines).split()] == [

@@ -7,13 +7,14 @@ import pytest
 from documents import estimate as estimated_row
 from rich.console import Console
 
+from batchtune.device.gpus import COMMON, all_gpus
 from batchtune.document import Attempt, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
 from batchtune.report.formats import to_markdown
-from batchtune.report.terminal.report import render
-from batchtune.report.terminal.table import FittedTable
-from batchtune.report.view import estimate, tune
+from batchtune.report.terminal import FittedTable, render
+from batchtune.report.view import estimate, study
 from batchtune.report.view.probe import attempts, throughput
 from batchtune.report.view.probe import lines as lines_about
+from batchtune.report.view.read import view_of
 from batchtune.result import Result
 
 
@@ -32,7 +33,7 @@ def text_of(*probes, kind="probe"):
         probes=list(probes) if len(probes) > 1 else None,
     )
     page = io.StringIO()
-    Console(file=page, width=160).print(render(result))
+    Console(file=page, width=160).print(render(result, verbose=True))
     return page.getvalue()
 
 
@@ -102,14 +103,14 @@ def test_a_peak_too_small_to_be_told_is_said_to_be_that_wherever_it_stands(probe
     small = probed.probe.model_copy(update={"attempts": tried, "peak_reserved_bytes": peak, "throughput": []})
     text = text_of(small)
     assert "peak < 1 MiB of 20.0 GiB" in text
-    assert [line.split()[2:4] for line in text.splitlines() if re.match(r" +(1|176) +fit", line)] == [["<", "1"]] * 2
+    assert [line.split()[3:5] for line in text.splitlines() if re.match(r"\d +(1|176) +fit", line)] == [["<", "1"]] * 2
     page = probed.model_copy(update={"probe": small}).to_html()
-    assert page.count("&lt; 1 MiB") == 6  # answer, proof, certificate, Markdown to paste, two attempts
+    assert page.count("&lt; 1 MiB") == 5  # proof, certificate, Markdown to paste, two attempts
     assert not re.search(r">0 B|\d KiB|0\.0%|Peak memory against", page)
 
 
 def test_runs_are_listed_best_first_without_those_that_never_ran(tuned):
-    lines = lines_of(tune.runs(tuned))
+    lines = lines_of(study.runs(tuned))
     assert lines[0].strip() == "every run, best first; ● with what is recommended"
     runs = [line.split() for line in lines if re.search(r"baseline|search", line)]
     assert [cells[0] for cells in runs] == ["●", "0", "●"]
@@ -124,7 +125,7 @@ def test_runs_of_a_metric_to_maximise_are_ranked_by_it(result_of):
         | {"value": value}
         for n, value in enumerate((0.5, 0.9, 0.7))
     ]
-    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(study.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert [line.split()[0] for line in lines[3:]] == ["1", "2", "0"]
     assert "to target" not in lines[1]
 
@@ -167,15 +168,16 @@ def test_the_safe_size_comes_first_and_a_speed_is_a_bound_that_must_be_asked_for
     assert "samples/s at most" in result.to_html()
 
 
-def test_of_many_gpus_one_of_about_each_size_is_shown_and_all_where_they_are_asked_for(result_of):
-    sizes = [8, 12, 12, 12, 11, 16, 24, 24, 32, 32, 40, 48, 80, 80, 96]
-    rows = [estimated_row(f"GPU{at}", gibibytes) | {"samples_per_second": at} for at, gibibytes in enumerate(sizes)]
-    section = estimate.section(result_of("estimate", estimates=rows).estimates)
-    short, every = section.tables
-    assert list(short.columns[0].cells) == ["GPU0", "GPU3", "GPU5", "GPU7", "GPU9", "GPU11", "GPU13"]
-    assert (len(every.columns[0].cells), every.folded, short.folded) == (len(sizes), True, False)
-    assert section.notes[0] == "7 of 15 GPUs are shown: -v shows all, --gpu NAME those that you name"
-    assert len(estimate.section(result_of("estimate", estimates=rows[:12]).estimates).tables) == 1
+def test_of_many_gpus_the_most_common_are_shown_and_all_where_they_are_asked_for(result_of):
+    rows = [estimated_row(gpu.name, gpu.memory_bytes >> 30) for gpu in all_gpus()]
+    short, every = estimate.section(result_of("estimate", estimates=rows).estimates).tables
+    assert set(short.columns[0].cells) == set(COMMON)
+    assert (len(every.columns[0].cells), every.folded, short.folded) == (len(rows), True, False)
+    assert f"on 10 of {len(rows)} GPUs" in short.title
+    at_three = [row | {"precision": precision} for row in rows for precision in ("bf16", "fp16", "fp32")]
+    (shown, _) = estimate.section(result_of("estimate", estimates=at_three).estimates).tables
+    assert set(shown.columns[0].cells) == set(COMMON[:3])
+    assert len(estimate.section(result_of("estimate", estimates=rows[:10]).estimates).tables) == 1
 
 
 def test_memory_is_told_by_phase_with_what_holds_the_most_activations(result_of):
@@ -226,7 +228,7 @@ def test_the_verdict_on_the_data_loader_is_shown():
 
 
 def test_runs_of_a_study_of_energy_are_ranked_by_it(result_of):
-    lines = lines_of(tune.runs(result_of("tune of energy")))
+    lines = lines_of(study.runs(result_of("tune of energy")))
     assert "energy, J" in lines[1]
     joules = [re.search(r"\d,000", line) for line in lines[3:]]
     assert [found[0] if found else None for found in joules] == [
@@ -238,14 +240,14 @@ def test_where_no_run_got_there_the_best_metric_comes_first(result_of):
     common = {"batch_size": 32, "learning_rate": 0.1, "precision": "bf16", "seed": 0, "state": "pruned"}
     trials = [{"number": number, "value": value} | common for number, value in enumerate((0.5, 0.1, 0.3))]
     target = {"metric": "val_loss", "goal": "minimize", "kind": "time_to_target", "value": 0.01}
-    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(study.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "0"]
 
 
 def test_joules_that_were_counted_besides_do_not_rank_the_runs(result_of):
-    study = result_of("tune of energy")
-    timed = study.target.model_copy(update={"kind": "time_to_target"})
-    lines = lines_of(tune.runs(study.model_copy(update={"target": timed})))
+    result = result_of("tune of energy")
+    timed = result.target.model_copy(update={"kind": "time_to_target"})
+    lines = lines_of(study.runs(result.model_copy(update={"target": timed})))
     assert [line.split()[1] for line in lines[3:6] if "●" in line] == ["2", "5"]
 
 
@@ -257,5 +259,16 @@ def test_what_a_run_had_reached_before_it_broke_is_no_best(result_of):
         {"number": 2, "state": "fail", "outcome": "crash", "value": 0.2} | common,
     ]
     target = {"metric": "val_loss", "goal": "minimize"}
-    lines = lines_of(tune.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
+    lines = lines_of(study.runs(result_of("tune", target=target, trials=trials, recommendation=None)))
     assert lines[3].split()[0] == "1"
+
+
+def test_gpus_of_which_nothing_is_known_are_told_with_the_reason_and_shown_after_those_with_an_answer(result_of):
+    reason = "tracing took longer than 60 s (0% of it was done): --timeout 10m gives it longer"
+    known_of_it = {"gpu": "A100-80GB", "memory_bytes": 80 << 30, "precision": "bf16"}
+    refused = known_of_it | {"confidence": "refused", "notes": [reason]}
+    known = [estimated_row(gpu.name, gpu.memory_bytes >> 30) for gpu in all_gpus() if gpu.name not in COMMON]
+    view = view_of(result_of("estimate", estimates=[refused, *known]))
+    assert [(line.name, line.text) for line in view.lines] == [("refused", "1 of them: tracing took longer than 60 s")]
+    assert "A100-80GB" not in view.overview.columns[0].cells
+    assert view_of(result_of("estimate", estimates=[refused])).lines == []

@@ -3,14 +3,14 @@
 import io
 from html.parser import HTMLParser
 
-import pytest
 from rich.console import Console
 
 from batchtune.document import ProbeResult
-from batchtune.report.export.settings import UNCHECKED, is_checked, to_train_with
 from batchtune.report.formats import to_markdown
-from batchtune.report.view.columns import byte_sizes, counts, numbers, table, words
+from batchtune.report.terminal import render
+from batchtune.report.view.model import Column, byte_sizes, counts, numbers, table
 from batchtune.report.view.read import view_of
+from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
 
 
 class Cells(HTMLParser):
@@ -50,15 +50,15 @@ def test_the_page_has_every_row_of_every_table_of_the_view(any_result):
     assert Cells(any_result.to_html()).tables == expected
 
 
-def test_the_terminal_has_every_cell_of_the_same_tables_but_for_details(any_result):
+def test_a_verbose_terminal_has_every_cell_of_the_same_tables(any_result):
     page = io.StringIO()
-    Console(file=page, width=400).print(any_result)
+    Console(file=page, width=400).print(render(any_result, verbose=True))
     shown = " ".join(page.getvalue().split())
     for section in view_of(any_result).sections:
-        for made in section.tables if not section.detail else ():
-            for column in made.columns if not (made.detail or made.folded) else ():
+        for made in section.tables:
+            for column in made.columns:
                 cells = column.lined_up or column.cells
-                told = [cell for cell in cells if not (column.detail or column.drawn)]
+                told = [cell for cell in cells if not column.drawn]
                 assert [cell for cell in told if " ".join(cell.split())[:90] not in shown] == []
 
 
@@ -69,15 +69,8 @@ def test_markdown_has_the_tables_of_a_summary_and_no_others(any_result):
         assert (" ".join(title.split())[1:] in text) is summary
 
 
-@pytest.mark.parametrize("name", ["probe", "probe at two precisions", "tune", "interrupted in its probe"])
-def test_attempts_and_speeds_are_the_answer_of_a_probe_and_a_detail_of_a_study(result_of, name):
-    result = result_of(name)
-    details = {section.title: section.detail for section in view_of(result).sections}
-    assert details["Attempts"] is details["Throughput"] is (result.kind == "tune")
-
-
 def test_columns_in_which_nothing_is_known_are_no_columns():
-    made = table("rows", [words("name", ["a", "b"]), words("note", ["", "-"]), byte_sizes("peak", [None, None])])
+    made = table("rows", [Column("name", ["a", "b"]), Column("note", ["", "-"]), byte_sizes("peak", [None, None])])
     assert [column.name for column in made.columns] == ["name"]
 
 
@@ -115,5 +108,4 @@ def test_what_is_not_confirmed_has_no_ratio_but_the_command_that_confirms_it(res
     view = view_of(result_of("tune", recommendation=found.model_dump(exclude_none=True) | few))
     assert view.headline.figure == "not confirmed"
     assert "×" not in view.headline.words + view.headline.reason
-    assert ("to confirm", command) in [(line.name, line.text) for line in view.lines]
-    assert "speed-up" not in view.comparison.columns[0].cells
+    assert ("to confirm", command) in [(line.name, line.text) for line in view.commands]

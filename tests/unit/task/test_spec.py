@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchtune.errors import UsageError
-from batchtune.task.spec import file_hash, split_spec, task_name
+from batchtune.task.spec import file_hash, names_task, split_spec, task_name
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +70,16 @@ def test_the_hash_is_of_the_file_and_changes_with_it(here):
 
 def test_a_module_has_no_hash():
     assert file_hash("package.module") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["model.py", "missing.py", "model.py:Task", "recipe", "package.module", "module:attribute"]
+)
+def test_what_names_a_task(text):
+    assert names_task(text)
+
+
+@pytest.mark.parametrize("text", ["config.yaml", "missing.yml", "config", "recipe/plain", ".", "/dev/zero"])
+def test_what_names_a_configuration(text, here):
+    (here / "config.yaml").write_text("task: model.py")
+    assert not names_task(text)

@@ -3,8 +3,7 @@
 import law
 import pytest
 
-from batchtune.tune.optuna_parts.surface import Run, SurfacePrior
-from batchtune.tune.verdict.landscape import landscape
+from batchtune.tune.optuna_parts.surface import Run, SurfacePrior, landscape
 
 PRIOR = SurfacePrior(
     saturation_batch_size=law.ALPHA / law.BETA, saturation_spread=0.3, anchor_batch_size=16, anchor_learning_rate=2e-3

@@ -1,5 +1,8 @@
 """What is measured before the search, on a worker that answers what it is told to."""
 
+import json
+
+import documents
 import pytest
 from fakes import FakeChild, opened
 
@@ -13,10 +16,11 @@ from batchtune.tune.plan.measure_prior import (
     affordable_noise_scale,
     affordable_range_test,
     measure_prior,
-    require,
 )
-from batchtune.tune.plan.steps import with_loading
-from batchtune.tune.verdict.warnings import loading_warnings
+from batchtune.tune.plan.open_task import require
+from batchtune.tune.plan.prior import with_loading
+from batchtune.tune.plan.warm_start import read_warm_start
+from batchtune.tune.progress import loading_warnings
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {
@@ -114,7 +118,7 @@ def test_runs_that_mostly_wait_for_their_data_are_warned_of():
     assert warned(100_000.0) == warned(None) == []
 
 
-def test_the_range_test_starts_at_todays_rate_with_which_training_goes_well():
+def test_the_range_test_starts_at_the_baselines_rate_with_which_training_goes_well():
     worker = Answers()
     prepared(worker)
     (given,) = (given for command, given in worker.asked if command == "range_test")
@@ -138,7 +142,7 @@ def test_an_edge_beyond_the_rates_searched_is_a_weaker_hint():
     assert found.learning_rate_decades > prepared(Answers(edge=1.0)).learning_rate_decades
 
 
-def test_without_a_range_test_there_is_todays_rate_at_todays_batch():
+def test_without_a_range_test_there_is_the_baselines_rate_at_its_batch():
     found = prepared(Answers(), run=0.1)
     assert found.range_tests == []
     assert (found.start_batch_size, found.learning_rate) == (32, 2e-3)
@@ -165,9 +169,9 @@ def test_what_is_measured_stays_a_small_share_of_the_longest_run(run):
 
 
 def test_what_takes_too_long_is_left_out_with_the_reason():
-    small, large, seconds = affordable_noise_scale(32, probe(), 10.0)
+    small, large, draws, seconds = affordable_noise_scale(32, probe(), 10.0)
     assert (small, large) == (32, 256)
-    assert affordable_noise_scale(32, probe(), seconds) == (32, 256, seconds)
+    assert affordable_noise_scale(32, probe(), seconds) == (32, 256, draws, seconds)
     assert "a noise scale at batch 32 and 256 would take about" in affordable_noise_scale(32, probe(), seconds / 2)
     assert affordable_range_test(256, (1e-3, 1.0), probe(), 10.0) == 42
     assert "42 steps of a range test at batch 256" in affordable_range_test(256, (1e-3, 1.0), probe(), 0.1)
@@ -190,7 +194,7 @@ def test_a_fixed_global_batch_is_split_as_trains_fastest():
     worker = Answers(speeds={512: 4000.0, 256: 4400.0, 128: 4100.0})
     found = prepared(worker, largest=512, batch_size={"global": 512}, baseline={})
     assert (found.batch_sizes, found.micro_batch_size) == ([512], 256)
-    assert "4400 samples/s as 256 x 2" in found.micro_batch_reason
+    assert "4,400 samples/s as 256 × 2" in found.micro_batch_reason
 
 
 def test_of_two_splits_as_fast_the_one_with_fewer_steps_is_taken():
@@ -247,10 +251,41 @@ def test_nothing_is_started_from_outside_of_the_users_bounds():
     assert "half of that is the usual best of SGD; kept within 0.01 to 0.1" in found.learning_rate_reason
 
 
-def test_above_the_rates_searched_there_is_no_range_test_and_the_start_is_the_candidate_nearest_to_today():
+def test_above_the_rates_searched_there_is_no_range_test_and_the_start_is_the_candidate_nearest_to_the_baseline():
     worker = Answers()
     bounds = {"learning_rate": {"min": 1e-6, "max": 1e-4}, "batch_size": {"min": 64, "max": 512}}
     found = prepared(worker, **bounds)
     assert "range_test" not in [command for command, _ in worker.asked]
     assert (found.start_batch_size, found.learning_rate) == (64, 1e-4)
     assert "no range test, since today's 0.001 is above 0.0001, the largest to search" in found.learning_rate_reason
+
+
+class TestWarmStart:
+    """A study that starts where an earlier one of the same task ended."""
+
+    def earlier(self, tmp_path, *, task="model.py", **changes):
+        """The run folder of an earlier study, and what a start from it is told."""
+        (tmp_path / "earlier").mkdir()
+        document = documents.tuned()
+        document["task"]["path"] = str(tmp_path / task)
+        (tmp_path / "earlier" / "result.json").write_text(json.dumps(document | changes))
+        (tmp_path / "model.py").write_text("")
+        return read_warm_start("earlier", config(task=str(tmp_path / "model.py")), tmp_path)
+
+    def test_it_measures_nothing_that_is_known_and_believes_what_the_other_found(self, tmp_path):
+        known, worker = self.earlier(tmp_path), Answers()
+        facts = opened(**FACTS)
+        prior = measure_prior(config(), probe(), facts, worker, Observer(), known)
+        assert {command for command, _ in worker.asked} <= {"time_loader"}
+        found = documents.tuned()["recommendation"]
+        assert (prior.start_batch_size, prior.learning_rate) == (found["global_batch_size"], found["learning_rate"])
+        assert prior.learning_rate_decades < prepared(Answers()).learning_rate_decades
+        assert "study earlier ended" in prior.learning_rate_reason
+
+    def test_a_study_of_another_task_is_refused(self, tmp_path):
+        with pytest.raises(UsageError, match=r"--warm-start earlier: that was a study of .*other\.py"):
+            self.earlier(tmp_path, task="other.py")
+
+    def test_a_study_without_a_recommendation_is_refused(self, tmp_path):
+        with pytest.raises(UsageError, match="it holds no recommendation to start from"):
+            self.earlier(tmp_path, recommendation=None)

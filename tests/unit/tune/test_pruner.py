@@ -4,8 +4,8 @@ import pytest
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 
 
-def study_with_best(curve, seconds, goal="minimize"):
-    study = optuna.create_study(pruner=TimeToValuePruner(goal))
+def study_with_best(curve, seconds, goal="minimize", **settings):
+    study = optuna.create_study(pruner=TimeToValuePruner(goal, **settings))
     study.add_trial(
         optuna.trial.create_trial(value=seconds, intermediate_values={int(s * 1000): v for s, v in curve.items()})
     )
@@ -28,6 +28,12 @@ def test_a_run_that_takes_three_times_as_long_for_the_same_loss_is_pruned():
 
 def test_a_run_that_keeps_up_goes_on():
     assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, 3: 0.7})
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(14.9, False), (15.1, True)])
+def test_a_run_without_a_limit_of_its_own_ends_once_it_is_too_late_to_be_the_answer(seconds, ends):
+    assert pruned(study_with_best(BEST, 10.0, cap=1.5), {0: 2.0, seconds: 0.31}) is ends
+    assert not pruned(study_with_best(BEST, 10.0), {0: 2.0, seconds: 0.31})
 
 
 def test_nothing_is_judged_before_a_third_of_the_best_time():

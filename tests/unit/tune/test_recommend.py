@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from batchtune.document import Trial
-from batchtune.tune.verdict.recommend import config_of, finalists, recommend
+from batchtune.document import Interval, Trial
+from batchtune.tune.recommend import recommend, seeds_to_tell
+from batchtune.tune.scores import config_of, finalists
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):
@@ -51,6 +52,49 @@ def test_a_clear_winner_comes_with_its_interval():
     assert found.speedup_over_baseline.low > 1
     assert found.speedup_over_baseline.median == pytest.approx(11 / 5)
     assert found.speedup_over_baseline.low <= 11 / 5 <= found.speedup_over_baseline.high
+
+
+class TestNoise:
+    """A candidate that seems faster, by runs too noisy to say so."""
+
+    NOISY = (((32, 1e-3), (10.0, 11.0, 13.0)), ((64, 1e-2), (8.0, 9.2, 10.5)))
+
+    def test_it_is_told_how_many_seeds_would_tell(self):
+        found, base = recommend(confirmed(*self.NOISY), kind="time_to_target", goal="minimize")
+        assert (found.global_batch_size, found.speedup_over_baseline) == (32, None)
+        assert 3 < found.seeds_to_confirm <= 12
+        assert found.reason.startswith("no significant speed-up over the baseline; the best candidate got there 1.20 ")
+        assert found.reason.endswith(f"; {found.seeds_to_confirm} seeds of each may tell")
+        assert base is not None
+
+    def test_more_seeds_of_the_same_noise_do_tell(self):
+        more = seeds_to_tell(Interval(median=1.25, low=0.9, high=1.6), 3)
+        noise = math.log(1.25 / 0.9) * math.sqrt(3 / more)
+        assert 1.25 / math.exp(noise) >= 1 > 1.25 / math.exp(noise * math.sqrt(more / (more - 1)))
+
+    def test_a_machine_that_was_busy_meanwhile_is_named(self):
+        trials = [
+            each.model_copy(update={"measured_training_seconds": 1.8 * each.training_seconds})
+            for each in confirmed(*self.NOISY)
+        ]
+        found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+        assert found.reason.endswith(" may tell, on an idle machine fewer (these took 1.8 times as long)")
+
+    @pytest.mark.parametrize("slower", [1.0, 1.8])
+    def test_where_seeds_are_out_of_reach_it_is_the_machine_that_may_tell(self, slower):
+        groups = ((32, 1e-3), (10.0, 11.0, 13.0)), ((64, 1e-2), (6.0, 10.4, 16.0))
+        trials = [
+            each.model_copy(update={"measured_training_seconds": slower * each.training_seconds})
+            for each in confirmed(*groups)
+        ]
+        found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+        assert found.seeds_to_confirm is None
+        told = "; on an idle machine it may show (these took 1.8 times as long)"
+        assert found.reason.endswith(told) == (slower > 1)
+
+    @pytest.mark.parametrize(("median", "low"), [(1.02, 0.9), (1.06, 0.7), (0.8, 0.7), (1.5, 1.2)])
+    def test_what_is_level_worse_hopeless_or_sure_needs_no_more(self, median, low):
+        assert seeds_to_tell(Interval(median=median, low=low, high=2.0), 3) is None
 
 
 def test_a_tie_goes_to_the_smaller_batch():

@@ -13,8 +13,8 @@ from batchtune.document import (
     ThroughputPoint,
     Trial,
 )
-from batchtune.tune.verdict.recommend import config_of
-from batchtune.tune.verdict.scaling import scaling, split
+from batchtune.tune.scaling import scaling, split
+from batchtune.tune.scores import config_of
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
 PROBE = ProbeResult(

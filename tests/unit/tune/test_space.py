@@ -1,16 +1,16 @@
+import law
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-from batchtune.config.schema import Baseline, Config, LearningRate, Parameter
+from batchtune.config.schema import Baseline, Config
+from batchtune.config.space import LearningRate, Parameter
 from batchtune.document import NO_CLIPPING, GradientClipping, ProbeResult, Trial
 from batchtune.errors import UsageError
-from batchtune.tune.plan.plan import Plan
-from batchtune.tune.plan.prior import Candidates
-from batchtune.tune.plan.space import Space
+from batchtune.tune.plan.space import Plan, Space
 
 
 def space(
-    *, precisions=("fp32",), today=None, sizes=(32, 48, 64), rates=None, clipping=None, own=NO_CLIPPING, **parameters
+    *, precisions=("fp32",), defaults=None, sizes=(32, 48, 64), rates=None, clipping=None, own=NO_CLIPPING, **parameters
 ):
     config = Config(
         task="model.py",
@@ -22,16 +22,15 @@ def space(
     plan = Plan(
         config=config,
         probe=ProbeResult(precision="fp32", max_batch_size=64),
-        candidates=Candidates(sizes, "for the test"),
+        prior=law.prior(config, sizes),
         precisions=list(precisions),
-        optimizer="SGD",
-        optimizer_defaults=today or {},
+        optimizer_defaults=defaults or {},
         gradient_clipping=own,
     )
     return Space(plan)
 
 
-def test_the_range_of_learning_rates_holds_that_of_today():
+def test_the_range_of_learning_rates_holds_that_of_the_baseline():
     found = space()
     rates = found.distributions["learning_rate"]
     assert (rates.low, rates.high, rates.log) == (1e-5, 2.0, True)
@@ -48,20 +47,20 @@ def test_the_range_of_learning_rates_holds_that_of_today():
         ({"min": 3.0, "max": 5.0}, (3.0, 5.0), (2.0, 5.0)),
     ],
 )
-def test_what_is_searched_keeps_to_the_users_rates_and_the_study_holds_that_of_today(rates, searched, holds):
+def test_what_is_searched_keeps_to_the_users_rates_and_the_study_holds_that_of_the_baseline(rates, searched, holds):
     found = space(rates=rates)
     assert found.learning_rates == searched
     assert found.searched["learning_rate"] == FloatDistribution(*searched, log=True)
     assert found.distributions["learning_rate"] == FloatDistribution(*holds, log=True)
 
 
-def test_the_study_holds_a_batch_of_today_that_is_not_searched():
+def test_the_study_holds_a_baseline_batch_that_is_not_searched():
     found = space(sizes=(64, 128))
     assert found.searched["batch_size"] == CategoricalDistribution((64, 128))
     assert found.distributions["batch_size"] == CategoricalDistribution((48, 64, 128))
 
 
-def test_precision_is_searched_where_there_is_a_choice_and_the_first_is_todays():
+def test_precision_is_searched_where_there_is_a_choice_and_the_first_is_the_baselines():
     both = space(precisions=("bf16", "fp32"))
     assert both.distributions["precision"].choices == ("bf16", "fp32")
     assert both.baseline["precision"] == "bf16"
@@ -71,28 +70,28 @@ def test_precision_is_searched_where_there_is_a_choice_and_the_first_is_todays()
 
 
 def test_the_baseline_has_the_defaults_of_the_users_optimizer():
-    found = space(today={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
+    found = space(defaults={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
     assert found.baseline == {"batch_size": 48, "learning_rate": 2.0, "momentum": 0.9}
     assert found.optimizer_arguments(found.baseline) == {"momentum": 0.9}
 
 
-def test_a_range_is_widened_to_hold_today():
-    found = space(today={"decay": 0.5}, decay={"min": 1e-4, "max": 0.1, "log": True})
+def test_a_range_is_widened_to_hold_the_baseline():
+    found = space(defaults={"decay": 0.5}, decay={"min": 1e-4, "max": 0.1, "log": True})
     assert found.distributions["decay"] == FloatDistribution(1e-4, 0.5, log=True)
     assert found.searched["decay"] == FloatDistribution(1e-4, 0.1, log=True)  # and not searched beyond
 
 
 @pytest.mark.parametrize(
-    ("choices", "today", "expected"),
+    ("choices", "default", "expected"),
     [(["a", "b"], "b", ("a", "b")), (["a", "b"], "c", ("c", "a", "b")), ([1, 2], True, (True, 1, 2))],
 )
-def test_todays_value_is_one_of_the_choices(choices, today, expected):
-    found = space(today={"kind": today}, kind={"choices": choices})
+def test_the_baselines_value_is_one_of_the_choices(choices, default, expected):
+    found = space(defaults={"kind": default}, kind={"choices": choices})
     assert found.distributions["kind"] == CategoricalDistribution(expected)
 
 
 @pytest.mark.parametrize(
-    ("today", "parameter", "told"),
+    ("default", "parameter", "told"),
     [
         (0.0, {"min": 1e-4, "max": 0.1, "log": True}, "default 0, what you run today, has no logarithm"),
         (True, {"min": 0.0, "max": 1.0}, "default True is in no range; write choices"),
@@ -101,13 +100,13 @@ def test_todays_value_is_one_of_the_choices(choices, today, expected):
         ("adam", {"min": 0.0, "max": 1.0}, "default 'adam' is in no range; write choices"),
     ],
 )
-def test_a_range_that_cannot_hold_today_is_refused(today, parameter, told):
+def test_a_range_that_cannot_hold_the_baseline_is_refused(default, parameter, told):
     with pytest.raises(UsageError, match=f"space.decay: .*{told}"):
-        space(today={"decay": today}, decay=parameter)
+        space(defaults={"decay": default}, decay=parameter)
 
 
 def test_a_trial_gives_its_parameters_back():
-    found = space(precisions=("bf16", "fp32"), today={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
+    found = space(precisions=("bf16", "fp32"), defaults={"momentum": 0.9}, momentum={"min": 0.0, "max": 0.95})
     trial = Trial(
         number=3,
         state="complete",
@@ -127,7 +126,7 @@ def test_gradients_are_clipped_as_the_task_does_where_that_is_not_searched():
     assert found.gradient_clipping(found.baseline) == own
 
 
-def test_clipping_is_searched_around_what_is_done_today():
+def test_clipping_is_searched_around_what_the_baseline_does():
     searched = {"norm": {"min": 0.1, "max": 10.0, "log": True}}
     found = space(clipping=searched, own=GradientClipping(norm=20.0))
     assert found.distributions["gradient_clipping"] == FloatDistribution(0.1, 20.0, log=True)

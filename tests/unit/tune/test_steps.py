@@ -1,5 +1,5 @@
 from batchtune.document import ThroughputPoint
-from batchtune.tune.plan.steps import fastest_split, split_batch
+from batchtune.tune.plan.prior import fastest_split, split_batch
 
 
 def test_micro_batches_fit_and_divide_evenly():
@@ -19,4 +19,4 @@ def test_of_two_splits_that_are_as_fast_the_larger_micro_batch_is_taken():
     assert fastest_split(512, [timed(128, 995.0), timed(64, 1000.0), timed(32, 900.0)])[0] == 128
     chosen, reason = fastest_split(512, [timed(128, 950.0), timed(64, 1000.0)])
     assert chosen == 64
-    assert reason == "global batch 512 is kept; measured 1000 samples/s as 64 x 8, 950 samples/s as 128 x 4"
+    assert reason == "global batch 512 is kept; measured 1,000 samples/s as 64 × 8, 950 samples/s as 128 × 4"

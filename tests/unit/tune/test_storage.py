@@ -1,17 +1,16 @@
 """What storages have in common, and drivers that are missing; servers have tests in `tests/system`."""
 
 import importlib.util
-import time
 
+import numpy as np
 import optuna
 import pytest
-import sqlalchemy
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
-from batchtune.tune.storage import storage as storage_module
-from batchtune.tune.storage.storage import Journal, OneReading, open_storage
+from batchtune.tune import storage as storage_module
+from batchtune.tune.storage import Journal, SharedStorage, open_storage
 
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
@@ -53,56 +52,64 @@ def test_a_resumed_study_that_is_interrupted_while_it_is_read_can_still_be_read(
     assert [trial.value for trial in study.get_trials(deepcopy=False)] == [1.0, 1.0]
 
 
-@pytest.mark.filterwarnings("ignore:Heartbeat of storage|heartbeat")  # they are given elsewhere
-class TestAskingAgain:
-    """Questions at one moment are answered at once, and nobody is told what is no longer true."""
+X = {"x": optuna.distributions.FloatDistribution(0, 1)}
 
-    @pytest.fixture(params=["journal", "database"])
-    def machines(self, request, tmp_path):
-        """Two machines' views of one study, and how long one may not see what the other writes."""
-        if request.param == "journal":
-            yield *(Journal(tmp_path / "study.log") for _ in range(2)), 0.0
-            return
-        url = f"sqlite:///{tmp_path}/study.db"
-        storages = [OneReading(storage_module.shared_database(url)) for _ in range(2)]
-        yield *storages, storage_module.MOMENT_SECONDS
-        for storage in storages:
-            storage.remove_session()
-            storage.database.engine.dispose()
 
-    def test_what_this_machine_writes_is_seen_at_once_and_what_another_does_a_moment_later(self, machines):
-        mine, theirs, moment = machines
-        study = optuna.create_study(study_name="both", storage=mine)
-        other = optuna.load_study(study_name="both", storage=theirs)
-        for number in range(4):
-            trial = study.ask()
-            assert [each.number for each in study.get_trials(deepcopy=False)] == list(range(2 * number + 1))
-            trial.set_user_attr("seed", number)
-            assert study.get_trials(deepcopy=False)[-1].user_attrs == {"seed": number}
-            study.tell(trial, 1.0)
-            assert study.get_trials(deepcopy=False)[-1].state is TrialState.COMPLETE
-            other.tell(other.ask(), 2.0)
-            time.sleep(moment)
-            assert [each.value for each in study.get_trials(deepcopy=False)] == [1.0, 2.0] * (number + 1)
-            assert study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) == []
+def machines(folder, count=2):
+    """A study as so many machines see it, and as Optuna does by itself."""
+    url = f"sqlite:///{folder}/study.db"
+    own = optuna.create_study(study_name="shared", storage=url)
+    seen = [SharedStorage(optuna.storages.RDBStorage(url)) for _ in range(count)]
+    return own, [optuna.load_study(study_name="shared", storage=each) for each in seen]
 
-    def test_whoever_changes_an_answer_changes_only_his_own(self, machines):
-        study = optuna.create_study(study_name="both", storage=machines[0])
-        study.tell(study.ask(), 1.0)
-        study.get_trials(deepcopy=False).clear()
-        assert len(study.get_trials(deepcopy=False)) == 1
 
-    def test_a_database_is_read_once_in_a_moment(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(storage_module, "MOMENT_SECONDS", 600.0)
-        backend = storage_module.shared_database(f"sqlite:///{tmp_path}/study.db")
-        study, statements = optuna.create_study(storage=OneReading(backend)), []
-        study.ask()
-        study.get_trials(deepcopy=False)
-        sqlalchemy.event.listen(backend.engine, "before_cursor_execute", lambda *about: statements.append(about[2]))
-        for states in (None, (TrialState.RUNNING,), (TrialState.COMPLETE,)):
-            study.get_trials(deepcopy=False, states=states)
-        assert statements == []
-        study.ask()
-        assert len(study.get_trials(deepcopy=False)) == 2
-        backend.remove_session()
-        backend.engine.dispose()
+def test_what_others_do_in_a_shared_study_is_seen_but_for_evaluations_under_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_module, "STARTING_SECONDS", -1.0)  # each run is read once, and then at its end
+    own, studies = machines(tmp_path)
+    random, under_way, states = np.random.default_rng(0), [], set()
+    for number in range(40):
+        study = studies[random.integers(len(studies))]
+        what = random.choice(["queue", "ask", "ask", "ask", "report", "tell", "fail"])
+        if what == "queue":
+            study.enqueue_trial({"x": random.random()}, user_attrs={"queued": number})
+        elif what == "ask":
+            under_way.append(study.ask(X))
+        elif under_way and what == "report":
+            under_way[random.integers(len(under_way))].report(random.random(), number)
+        elif under_way:
+            trial = under_way.pop(random.integers(len(under_way)))
+            trial.set_user_attr("outcome", what)
+            state = {"tell": TrialState.COMPLETE, "fail": TrialState.FAIL}[what]
+            study.tell(trial.number, random.random() if what == "tell" else None, state=state)
+        for study in studies:
+            truth, found = own.get_trials(deepcopy=False), study.get_trials(deepcopy=False)
+            assert [(each.number, each.state) for each in found] == [(each.number, each.state) for each in truth]
+            for seen, there in zip(found, truth, strict=True):
+                assert seen == there or not seen.state.is_finished()
+        states |= {each.state.name for each in truth}
+    assert states == {"WAITING", "RUNNING", "COMPLETE", "FAIL"}
+
+
+def test_what_a_run_that_has_just_begun_tries_is_seen_though_it_was_read_before_that_was_written(tmp_path):
+    _, (here, there) = machines(tmp_path)
+    trial = there.ask()
+    assert here.get_trials()[0].params == {}
+    trial.suggest_float("x", 0, 1)
+    trial.set_user_attr("role", "search")
+    (seen,) = here.get_trials()
+    assert seen.params.keys() == {"x"}
+    assert seen.user_attrs == {"role": "search"}
+
+
+def test_evaluations_of_others_are_not_read_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_module, "STARTING_SECONDS", 0.0)
+    _, (here, there) = machines(tmp_path)
+    trial = there.ask(X)
+    for step in range(5):
+        trial.report(1.0, step)
+        here.get_trials()
+    (seen,) = here.get_trials()
+    assert len(seen.intermediate_values) < 5
+    there.tell(trial, 2.0)
+    (seen,) = here.get_trials()
+    assert (len(seen.intermediate_values), seen.value) == (5, 2.0)

@@ -16,30 +16,19 @@ from batchtune.document import Attempt, CurvePoint, NoiseScale, Prior, RangeTest
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
-from batchtune.protocol.run_spec import pace_kind
-from batchtune.tune.objective.cost import SECONDS
-from batchtune.tune.objective.history import StudyHistory
-from batchtune.tune.objective.records import curve_attribute
-from batchtune.tune.optuna_parts import surface
-from batchtune.tune.plan.prior import Candidates
+from batchtune.protocol.messages import pace_kind
+from batchtune.tune.budget import CAP_FACTOR, Limits
+from batchtune.tune.history import StudyHistory, curve_attribute
 from batchtune.tune.plan.space import Space
-from batchtune.tune.storage.storage import open_storage
-from batchtune.tune.study.limits import CAP_FACTOR, Limits
-from batchtune.tune.study.study import TuneStudy
-from batchtune.tune.verdict.recommend import recommend
+from batchtune.tune.recommend import recommend
+from batchtune.tune.scores import SECONDS
+from batchtune.tune.storage import open_storage
+from batchtune.tune.study import TuneStudy
+
+pytestmark = pytest.mark.usefixtures("few_particles")
 
 BUDGET = Budget(run=120.0, total=3600.0, trials=14)
 MEMORY = defaultdict(optuna.storages.InMemoryStorage)  # a journal costs a disk's patience for each evaluation
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_particles():
-    """These tests ask in which order a study does what; how well the surface guesses has tests of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surface, "PARTICLES", surface.PARTICLES // 8)
-        patch.setattr(surface, "TEMPERATURES", 4)
-        patch.setattr(surface, "MOVES", 1)
-        yield
 
 
 def study(folder, worker=None, *, storage=None, settled=None, clock=time.perf_counter, at_once=1, **changes):
@@ -303,6 +292,27 @@ def test_with_a_target_and_a_range_test_the_search_comes_first_and_the_baseline_
     assert base.global_batch_size == 16
 
 
+@pytest.mark.parametrize(("workers", "baseline"), [(2, None), (4, 1)])
+def test_several_workers_search_from_the_start_and_from_four_on_one_runs_the_baseline(tmp_path, workers, baseline):
+    prior, target = measured(0.01), Objective(target=0.5)
+    tuned = study(tmp_path, settled={"prior": prior}, objective=target, at_once=workers)
+    tuned.run()
+    records = tuned.records()
+    assert (records[0].role, records[0].batch_size, records[0].learning_rate) == ("search", 64, 0.01)
+    roles = [trial.role for trial in records]
+    searched = max(number for number, role in enumerate(roles) if role == "search")
+    assert roles.index("baseline") == (searched + 1 if baseline is None else baseline)
+    assert roles.count("baseline") == 1
+    assert roles.count("confirm") == 9
+
+
+def test_two_workers_of_whose_first_runs_nothing_comes_run_the_baseline_beside_the_search(tmp_path):
+    worker = Probing(settles_above=2e-3)
+    tuned = study(tmp_path, worker, settled={"prior": measured(0.9)}, objective=Objective(target=0.5), at_once=2)
+    tuned.run()
+    assert [trial.role for trial in tuned.records()[:5]] == ["search", "search", "search", "baseline", "search"]
+
+
 def test_a_first_run_that_comes_to_nothing_is_followed_by_one_at_a_lower_rate(tmp_path):
     worker = Probing(settles_above=0.05)
     tuned = study(tmp_path, worker, settled={"prior": measured(0.09)}, objective=Objective(target=0.5))
@@ -325,9 +335,9 @@ OUTSIDE = {"learning_rate": {"min": 1e-3, "max": 0.012345}, "baseline": Baseline
     ],
 )
 def test_nothing_but_the_baseline_is_run_outside_of_the_users_bounds(tmp_path, changes):
-    settled = {"candidates": Candidates((32, 64), "for the test"), "optimizer_defaults": {"momentum": 0.9}}
+    settled = {"optimizer_defaults": {"momentum": 0.9}}
     for _ in range(2):  # the second start goes on in the same study
-        tuned = study(tmp_path, settled=settled, **OUTSIDE | changes)
+        tuned = study(tmp_path, settled=settled, sizes=(32, 64), **OUTSIDE | changes)
         tuned.run()
     searched = [trial for trial in tuned.records() if trial.role == "search"]
     assert len(searched) >= 8
@@ -466,7 +476,7 @@ def test_a_search_in_which_nothing_but_errors_comes_ends_with_the_error_and_the_
 def test_errors_do_not_stop_what_another_worker_still_trains(tmp_path):
     tuned = study(tmp_path)
     tuned.trials.raised.extend([UserCodeError("compute_loss raised AssertionError")] * 3)
-    tuned.queue.add(tuned.parts.space.baseline, "search", 0)
+    tuned.trials.add(tuned.parts.space.baseline, "search", 0)
     running = tuned.parts.study.ask(tuned.parts.space.distributions)
     assert not tuned.search.is_wanted()
     tuned.parts.study.tell(running, state=optuna.trial.TrialState.FAIL)
@@ -484,7 +494,7 @@ def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_
         learning_rate_reason="for the test",
         micro_batch_size=128,
     )
-    settled = {"prior": prior, "candidates": Candidates((512,), "kept")}
+    settled = {"prior": prior}
     tuned = study(tmp_path, worker, settled=settled, batch_size={"global": 512}, baseline={"learning_rate": 1e-3})
     tuned.run()
     assert {(spec["micro_batch_size"], spec["accumulation_steps"]) for spec in worker.specs} == {(128, 4)}
@@ -522,8 +532,7 @@ class Small(law.LawWorker):
 
 def test_a_precision_that_takes_more_memory_goes_on_in_smaller_micro_batches(tmp_path):
     worker = Small(noise=0.05)
-    settled = {"precisions": ["bf16", "fp32"], "candidates": Candidates((16, 256), "for the test")}
-    tuned = study(tmp_path, worker, settled=settled)
+    tuned = study(tmp_path, worker, settled={"precisions": ["bf16", "fp32"]}, sizes=(16, 256))
     tuned.run()
     runs = {name: [spec for spec in worker.specs if spec["precision"] == name] for name in ("bf16", "fp32")}
     assert {spec["micro_batch_size"] for spec in runs["bf16"]} <= {16, 256}
@@ -636,8 +645,8 @@ def test_a_baseline_that_diverges_sets_no_target_and_is_said_to(tmp_path):
 
 def test_a_study_whose_time_went_before_its_search_says_so(tmp_path):
     tuned = study(tmp_path, objective=Objective(target=0.01), budget=Budget(run=5.0, total=3600.0, trials=2))
-    tuned.queue.add(tuned.parts.space.baseline, "baseline", 0)
-    tuned.queue.drain()
+    tuned.trials.add(tuned.parts.space.baseline, "baseline", 0)
+    tuned.trials.drain()
     assert tuned.why_nothing().startswith("probe and baseline used up budget.total (3600 s) before anything else")
 
 
@@ -737,11 +746,11 @@ def test_an_interruption_while_the_journal_is_read_costs_nothing_of_it(tmp_path,
 
 
 def test_a_study_of_time_leaves_a_landscape_of_all_its_runs(tmp_path, finished):
-    assert study(tmp_path).landscape() is None
-    found = finished.landscape()
+    assert study(tmp_path).belief.landscape() is None
+    found = finished.belief.landscape()
     assert found.runs == len([trial for trial in finished.records() if trial.state in {"complete", "pruned"}])
     assert found.batch_sizes == [8, 16, 32, 64, 128, 256, 512]
-    assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).landscape() is None
+    assert study(tmp_path / "metric", objective=Objective(kind="best_metric")).belief.landscape() is None
 
 
 def test_a_baseline_that_takes_a_large_part_of_the_budget_leaves_room_to_search(tmp_path):
@@ -810,7 +819,8 @@ class TestPace:
         sizes |= {name: optuna.distributions.FloatDistribution(0.0, 1.0) for name in arguments}
         self.study.enqueue_trial({"batch_size": batch_size, "learning_rate": 0.1} | arguments)
         trial = self.study.ask(sizes)
-        curve = [CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
+        start = CurvePoint(seconds=0.0, samples=0, value=2.0)
+        curve = [start, CurvePoint(seconds=100 * step_seconds, samples=100 * batch_size, value=1.0)]
         made_up = {"micro_batch_size": micro, "gradient_accumulation_steps": steps, "precision": precision}
         for key, value in (made_up | {"curve": curve_attribute(curve), "outcome": "reached"}).items():
             trial.set_user_attr(key, value)
@@ -818,29 +828,37 @@ class TestPace:
 
     def test_runs_with_another_kind_of_optimizer_tell_nothing_and_other_numbers_do(self, history):
         self.ran(history, 64, 1e-3, decay=0.01)
-        assert history.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1e-3)
-        assert history.step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
+        assert history.most_step_seconds(64, 1, "bf16", self.FIT, pace_kind({"decay": 0.5})) == pytest.approx(1.33e-3)
+        assert history.most_step_seconds(64, 1, "bf16", self.FIT, pace_kind({"kind": "shampoo"})) is None
         assert pace_kind({"kind": "sgd"}) != pace_kind({"kind": "shampoo"}) != pace_kind({"foreach": True})
 
     def test_runs_of_another_precision_tell_nothing(self, history):
         self.ran(history, 64, 1e-3)
-        assert history.step_seconds(64, 1, "fp32", self.FIT) is None
-        assert history.step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1e-3)
+        assert history.most_step_seconds(64, 1, "fp32", self.FIT) is None
+        assert history.most_step_seconds(64, 1, "bf16", self.FIT) == pytest.approx(1.33e-3)
 
     def test_a_larger_batch_is_never_foretold_to_take_less_than_loading_it_may(self, history):
         load = 1e-5  # seconds of a sample, which the fit does not know
         self.ran(history, 32, 1e-3 + 32 * (1e-6 + load))
-        assert history.step_seconds(4096, 1, "bf16", self.FIT) >= 1e-3 + 4096 * (1e-6 + load)
+        assert history.most_step_seconds(4096, 1, "bf16", self.FIT) >= 2 * (1e-3 + 4096 * (1e-6 + load))
         self.ran(history, 1024, 1e-3 + 1024 * (1e-6 + load))
-        assert history.step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(4 * (1e-3 + 1024 * (1e-6 + load)))
+        assert history.most_step_seconds(4096, 1, "bf16", self.FIT) == pytest.approx(8 * (1e-3 + 1024 * (1e-6 + load)))
 
     def test_a_smaller_batch_is_foretold_by_the_fit_as_it_holds_here(self, history):
         self.ran(history, 1000, 4e-3)  # twice what the fit says
-        assert history.step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * (1e-3 + 1e-4))
+        assert history.most_step_seconds(100, 1, "bf16", self.FIT) == pytest.approx(2 * 2 * (1e-3 + 1e-4))
+
+    def test_one_slow_run_of_a_size_does_not_make_its_steps_slow(self, history):
+        for step_seconds in (2e-3, 1e-3, 3e-3, 1.02e-3):
+            self.ran(history, 64, step_seconds)
+        paces = history.paces("bf16")
+        assert paces == {(64, 1): pytest.approx(1.01e-3)}
+        shares = history.shares(paces)
+        assert shares == {0: pytest.approx(0.505), 1: 1.0, 2: pytest.approx(1.01 / 3), 3: pytest.approx(1.01 / 1.02)}
 
     def test_another_split_of_the_same_batch_has_a_pace_of_its_own(self, history):
         self.ran(history, 256, 1e-3 + 256e-6)
-        assert history.step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(16 * (1e-3 + 16e-6))
+        assert history.most_step_seconds(16, 16, "bf16", self.FIT) == pytest.approx(2 * 16 * (1e-3 + 16e-6))
 
 
 def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_nothing(tmp_path):
@@ -854,8 +872,7 @@ def test_a_missing_piece_of_memory_where_larger_batches_came_through_shrinks_not
             return super().train(**spec)
 
     worker = Crowded(noise=0.05)
-    settled = {"candidates": Candidates((16, 64), "for the test")}
-    study(tmp_path, worker, settled=settled, baseline=Baseline(batch_size=64, learning_rate=1e-3)).run()
+    study(tmp_path, worker, sizes=(16, 64), baseline=Baseline(batch_size=64, learning_rate=1e-3)).run()
     assert all(spec["accumulation_steps"] == 1 for spec in worker.specs)
 
 

@@ -164,6 +164,27 @@ def test_workers_that_ask_at_the_same_time_are_sent_to_different_places():
 
 
 @few_particles
+def test_a_study_of_which_nothing_has_ended_yet_is_searched_around_what_is_believed():
+    study = optuna.create_study(sampler=TimeToTargetSampler(PRIOR, seed=1))
+    study.enqueue_trial({"batch_size": 16, "learning_rate": 2e-3})
+    asked = [study.ask(SPACE).params for _ in range(6)]
+    assert asked[0] == {"batch_size": 16, "learning_rate": 2e-3}
+    assert len({tuple(params.values()) for params in asked}) == 6
+    assert all(2e-4 <= params["learning_rate"] <= 2e-1 for params in asked[1:])  # the prior is 0.7 decades wide
+
+
+def test_where_a_run_is_under_way_there_is_nothing_more_to_gain_and_elsewhere_no_more_than_before():
+    runs = [Run(16, 1e-3, 30.0, censored=False), Run(64, 1e-3, 25.0, censored=False)]
+    surface = Surface(PRIOR, runs, seed=0)
+    sizes, rates = np.array([16.0, 64.0, 64.0, 256.0]), np.array([-2.0, -2.0, -1.0, -1.5])
+    alone = surface.expected_improvement(sizes, rates)
+    beside = surface.expected_improvement(sizes, rates, [Run(64, 1e-2, 1.0, censored=False)])
+    assert beside[1] == 0 < alone[1]
+    assert (beside <= alone).all()
+    assert beside[3] > 0
+
+
+@few_particles
 def test_the_same_seed_gives_the_same_trials():
     first = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)
     second = run_study(TimeToTargetSampler(PRIOR, seed=7), 6)

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from batchtune.document import CurvePoint, Target
-from batchtune.tune.objective.targets import automatic_target
-from batchtune.tune.verdict.warnings import target_warnings
+from batchtune.tune.progress import target_warnings
+from batchtune.tune.targets import automatic_target, levelled_off
 
 
 def curve(*values):
@@ -37,6 +39,24 @@ def test_a_run_that_never_improves_sets_no_target(values):
 
 def test_a_target_that_a_diverging_baseline_has_set_is_warned_of():
     whole = Target(metric="val_loss", goal="minimize", value=0.5, reason="99% of the way, the baseline's best")
-    assert target_warnings(whole) == target_warnings(None) == []
+    assert target_warnings(whole) == []
     (told,) = target_warnings(whole.model_copy(update={"baseline_diverged_after_seconds": 0.2}))
     assert "the baseline diverged" in told
+
+
+def test_a_run_whose_second_half_hardly_gained_has_levelled_off():
+    falls = [10.0 * 0.5**n for n in range(20)]
+    assert [levelled_off(curve(*falls[:n]), "minimize") for n in (9, 10, 20)] == [False, False, True]
+    assert levelled_off(curve(*(-value for value in falls)), "maximize")
+
+
+def test_a_run_that_goes_on_falling_or_never_has_does_not_level_off():
+    assert not levelled_off(curve(*range(100, 60, -1)), "minimize")
+    assert not levelled_off(curve(*[1.0] * 40), "minimize")
+    assert not levelled_off(curve(), "minimize")
+
+
+def test_a_run_of_a_moment_does_not_level_off():
+    brief = [replace(point, seconds=point.seconds / 10) for point in curve(10, *[1.0] * 40)]
+    assert levelled_off(curve(10, *[1.0] * 40), "minimize")
+    assert not levelled_off(brief, "minimize")

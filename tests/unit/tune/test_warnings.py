@@ -1,7 +1,7 @@
 import pytest
 
 from batchtune.document import ProbeResult, Trial
-from batchtune.tune.verdict.warnings import baseline_warnings, search_warnings, uneven_warnings
+from batchtune.tune.progress import baseline_warnings, search_warnings, uneven_warnings
 
 
 def probe(largest, limited_by):
@@ -32,14 +32,15 @@ def trial(role, outcome):
 
 
 def test_a_study_that_had_time_for_its_baseline_alone_says_so():
-    (told,) = search_warnings([trial("baseline", "finished"), trial("search", None)])
+    (told,) = search_warnings([trial("baseline", "finished"), trial("search", None)], "12m")
     assert told.startswith("no other configuration was tried")
-    assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")]) == []
+    assert told.endswith("start again with budget.total=12m")
+    assert search_warnings([trial("baseline", "finished"), trial("search", "pruned")], "12m") == []
 
 
 def test_runs_in_which_the_task_raised_an_error_are_told_of():
     failed = trial("search", "user_error").model_copy(update={"message": "compute_loss raised AssertionError"})
-    assert search_warnings([failed, trial("search", "reached")]) == [
+    assert search_warnings([failed, trial("search", "reached")], "12m") == [
         "the task raised an error in 1 of 2 runs of the search, which tell nothing: compute_loss raised AssertionError"
     ]
 

@@ -1,0 +1,170 @@
+"""`tune --ranks` with real groups of ranks: whole studies, what is refused, and ranks that die, hang or lack memory."""
+
+import json
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from fixtures.waiting import wait_until
+
+from batchtune.tune import trials
+
+STUDY = ("tune", "config.yaml", "device=cpu", "budget.trials=3", "confirm.seeds=1", "confirm.top=1")
+
+# The first process that trains as rank 1 once the probe is done meets what FATE says, once.
+STRUCK = """
+import os, signal, time
+from pathlib import Path
+plain_loss = compute_loss
+
+def _strike(fate):
+    if fate == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "hangs":
+        time.sleep(600)
+    if fate == "lacks memory":
+        torch.ones(1 << 40)
+    raise ValueError("rank 1 has another opinion")
+
+def compute_loss(model, batch):
+    order = Path("strike")
+    if os.environ.get("RANK") == "1" and torch.is_grad_enabled() and order.exists():
+        fate = order.read_text()
+        order.unlink()
+        _strike(fate)
+    return plain_loss(model, batch)
+"""
+
+
+def of_these_tests(mark):
+    """Ranks that commands of this test have started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("OF_THIS_TEST") == mark and "batchtune.child.rank" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def marked(monkeypatch, tmp_path):
+    """At the end of the test no rank is left."""
+    monkeypatch.setenv("OF_THIS_TEST", str(tmp_path))
+    yield
+    wait_until(lambda: not of_these_tests(str(tmp_path)), 60)
+
+
+@pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_run_of_a_study_trains_on_all_ranks_and_the_answer_says_so(quick_cli, strategy):
+    done = quick_cli(*STUDY, "--ranks", "2", "--strategy", strategy, "--json", "-v")
+    assert done.code == 0, done.err
+    assert f"each run trains on 2 ranks with {strategy} (gloo)" in done.err
+    found = done.document
+    runs = [trial for trial in found["trials"] if trial["state"] in {"complete", "pruned"}]
+    assert {trial["role"] for trial in runs} == {"baseline", "search", "confirm"}
+    for trial in found["trials"]:
+        assert (trial["world_size"], trial["strategy"]) == (2, strategy)
+        assert trial["micro_batch_size"] * trial["gradient_accumulation_steps"] * 2 == trial["batch_size"]
+    assert found["probe"]["data_parallel"]["world_size"] == 2
+    answer = found["recommendation"]
+    assert (answer["world_size"], answer["strategy"]) == (2, strategy)
+    assert answer["micro_batch_size"] * answer["gradient_accumulation_steps"] * 2 == answer["global_batch_size"]
+    assert "scaling" not in answer
+    if strategy == "ddp":  # of shards there is no time to measure it in
+        small, large = found["prior"]["noise_scale"]["batch_sizes"]
+        assert large == 2 * small
+    lightning = quick_cli("report", "config", "--format", "lightning").out
+    assert "devices: 2" in lightning
+    assert f"strategy: {strategy}" in lightning
+    variables = quick_cli("report", "config", "--format", "env").out.splitlines()
+    assert {"NPROC_PER_NODE=2", f"STRATEGY={strategy}"} <= set(variables)
+    assert f"2 with {strategy}" in quick_cli("report", "config", "-v").out
+
+
+FATES = {
+    "killed": ("crash", "rank 1: the process died by SIGKILL"),
+    "lacks memory": ("oom", "rank 1: "),
+    "hangs": ("timeout", "no sign of life for 10 s"),
+    "raises": ("user_error", "rank 1 has another opinion"),
+}
+
+
+@pytest.mark.usefixtures("marked")
+def test_what_befalls_one_rank_is_the_outcome_of_its_run_and_the_study_goes_on(quick_cli, monkeypatch):
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + STRUCK)
+    monkeypatch.setattr(trials, "LONG_SILENCE_SECONDS", 10.0)
+    study = (*STUDY, "--ranks", "2", "confirm=off", "--json")
+    begun = quick_cli(*study, "budget.trials=1")
+    assert begun.code == 0, begun.err
+    for number, (fate, (outcome, told)) in enumerate(FATES.items(), 1):
+        quick_cli.write("strike", fate)
+        done = quick_cli(*study, f"budget.trials={1 + 2 * number}")
+        assert done.code == 0, done.err
+        struck = [trial for trial in done.document["trials"] if trial.get("outcome") == outcome]
+        assert len(struck) == 1
+        assert told in struck[0]["message"]
+        after = [trial for trial in done.document["trials"] if trial["number"] > struck[0]["number"]]
+        assert [trial for trial in after if trial["state"] in {"complete", "pruned"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--ranks", "2", "baseline.batch_size=15"], 2, "baseline.batch_size 15 cannot be split among 2 ranks"),
+        (["--ranks", "0"], 2, "--ranks 0: must be at least 1"),
+        (["--ranks", "2", "--strategy", "zero"], 2, "zero"),
+        (["--ranks", "2", "--executor", "ray"], 2, "a run on a Ray cluster trains on one device"),
+        (["--ranks", "2", "--workers", "99"], 2, "workers 99 of 2 ranks each: more than the"),
+        (["--ranks", "2", "device=cuda:1"], 2, "device cuda:1: each rank has a device of its own"),
+        (["--strategy", "fsdp"], 2, "there is nothing to share on one rank"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_in_one_line_before_anything_trains(quick_cli, arguments, code, told):
+    done = quick_cli("tune", "config.yaml", "device=cpu", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert told in done.err
+    assert not (quick_cli.run_folder() / "attempts.jsonl").exists()
+
+
+def test_a_step_of_the_users_own_is_for_one_device(quick_cli):
+    step = "\ndef train_step(model, batch, optimizers, context):\n    raise AssertionError\n"
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + step)
+    done = quick_cli("tune", "config.yaml", "device=cpu", "--ranks", "2", "--dry-run")
+    assert done.code == 2
+    assert "ranks.per_trial 2: " in done.err
+    assert "has a train_step, which trains on one device; leave it out" in done.err
+
+
+def test_a_dry_run_opens_the_group_and_says_so(quick_cli):
+    done = quick_cli("tune", "config.yaml", "device=cpu", "--ranks", "2", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert "on 2 ranks (ddp) on cpu" in done.err
+    facts = json.loads(done.out)
+    assert (facts["world_size"], facts["strategy"], facts["backend"]) == (2, "ddp", "gloo")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("marked")
+def test_ranks_killed_at_random_cost_their_runs_and_no_others(cli, tmp_path):
+    """A study of 12 runs whose ranks are killed again and again ends all the same, with every run told once."""
+    dice, strikes = random.Random(0), 0
+    study = cli.start(
+        "tune", "config.yaml", "device=cpu", "--ranks", "2", "budget.trials=12", "confirm=off", "--json", "-v"
+    )
+    study.wait_for("searching", 300)
+    while study.process.poll() is None:
+        victims = of_these_tests(str(tmp_path))
+        if victims and dice.random() < 0.3:
+            dice.choice(victims).send_signal(signal.SIGKILL)
+            strikes += 1
+        time.sleep(dice.uniform(0.5, 3.0))
+    done = study.finish(600)
+    assert done.code == 0, done.err
+    numbers = [trial["number"] for trial in done.document["trials"]]
+    assert numbers == sorted(set(numbers))
+    assert strikes > 0

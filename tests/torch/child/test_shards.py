@@ -1,0 +1,110 @@
+"""Which samples each rank trains on and evaluates: all of them see what one device would, and none sees another's."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+
+from batchtune.child.ranks._base import ALONE
+from batchtune.child.ranks.shards import every_nth
+from batchtune.child.trainer import TrainingBatches
+
+SAMPLES, MICRO, RANKS = 67, 4, 3
+
+
+def rank(number, count=RANKS):
+    return SimpleNamespace(rank=number, world_size=count)
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(SAMPLES))
+
+
+def drawn(task, batches, *, parallel=None, size=MICRO, seed=3):
+    """The samples of so many batches, batch by batch."""
+    found = TrainingBatches(task, size, seed, parallel)
+    return [torch.as_tensor(each).tolist() for each in itertools.islice(found, batches)]
+
+
+def of_all(task, batches):
+    """Of each batch, what the ranks have together."""
+    each = [drawn(task, batches, parallel=rank(number)) for number in range(RANKS)]
+    return [sorted(itertools.chain(*parts)) for parts in zip(*each, strict=True)]
+
+
+def test_ranks_together_train_the_batches_that_one_device_would(linear_task):
+    task = linear_task(train_dataset=Numbers)
+    epoch = SAMPLES // (MICRO * RANKS)
+    assert of_all(task, epoch) == [sorted(batch) for batch in drawn(task, epoch, size=MICRO * RANKS)]
+
+
+def test_no_sample_is_two_ranks_and_the_next_epoch_is_another_order(linear_task):
+    task, epoch = linear_task(train_dataset=Numbers), SAMPLES // (MICRO * RANKS)
+    first, second = of_all(task, 2 * epoch)[:epoch], of_all(task, 2 * epoch)[epoch:]
+    for found in (first, second):
+        samples = list(itertools.chain(*found))
+        assert len(set(samples)) == len(samples) == epoch * MICRO * RANKS
+    assert first != second
+
+
+def test_a_sampler_that_draws_from_the_global_random_numbers_gives_ranks_the_same_order(linear_task):
+    class Sampler(torch.utils.data.Sampler):
+        def __len__(self):
+            return SAMPLES
+
+        def __iter__(self):
+            return iter(torch.randperm(SAMPLES).tolist())
+
+    task = linear_task(train_dataset=Numbers)
+    task.sampler = lambda _: Sampler()
+    torch.manual_seed(1)
+    found = drawn(task, 5, parallel=rank(0))
+    torch.manual_seed(2)  # on another rank something else has been drawn meanwhile
+    others = drawn(task, 5, parallel=rank(1))
+    assert not set(itertools.chain(*found)) & set(itertools.chain(*others))
+
+
+def test_a_stream_is_read_by_all_and_each_keeps_its_own_part(linear_task):
+    found = of_all(linear_task(train_dataset=Stream), 5)
+    assert found == [list(range(first, first + 12)) for first in range(0, 60, 12)]
+    assert list(every_nth(range(7), rank(2))) == [2, 5]  # the last round is not whole
+
+
+def test_a_loader_of_the_users_own_is_dealt_out_batch_by_batch(linear_task):
+    data = TensorDataset(torch.arange(SAMPLES))
+    task = linear_task(
+        train_loader=lambda size: DataLoader(
+            data, size, shuffle=True, drop_last=True, collate_fn=lambda each: [n for (n,) in each]
+        )
+    )
+    each = []
+    for number in range(RANKS):
+        torch.manual_seed(number)
+        each.append(drawn(task, 5, parallel=rank(number)))
+    samples = list(itertools.chain(*itertools.chain(*each)))
+    assert len(set(samples)) == len(samples) == 5 * MICRO * RANKS
+
+
+def test_a_loader_that_shares_the_set_among_ranks_by_itself_is_taken_as_it_is(linear_task):
+    def loader(size, number=1):
+        sampler = DistributedSampler(Numbers(), num_replicas=RANKS, rank=number, shuffle=False)
+        return DataLoader(Numbers(), size, sampler=sampler)
+
+    assert drawn(linear_task(train_loader=loader), 2, parallel=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min", "first"])
+def test_alone_there_is_nobody_to_agree_with(how):
+    assert ALONE.together(how, 3.5) == 3.5
+    assert (ALONE.agree(go_on=True), ALONE.agree(go_on=False)) == (True, False)

@@ -1,0 +1,260 @@
+"""The largest batch of every length, on made-up memory: how many attempts it takes, and that none is too large."""
+
+import itertools
+import math
+import random
+from statistics import mean
+
+import pytest
+
+from batchtune.document import Attempt
+from batchtune.errors import NothingFitsError
+from batchtune.probe.frontier import check_lengths, length_points, lengths_of, mixed, mixed_order, next_attempt
+from batchtune.probe.lengths.surface import PeakPoint, fit_surface
+from batchtune.probe.options import Bounds
+from batchtune.probe.search import bracket, next_size
+from batchtune.protocol.commands import TryBatchSize
+from batchtune.protocol.data import LengthGroup, LengthsSeen
+
+GIB, MIB = 1 << 30, 1 << 20
+LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+MEMORY = {  # bytes: held, a sample, a sample and unit of length, its square, the square of the batch, the optimizer's
+    "flash attention": (2e9, 2e6, 1.2e6, 0, 0, 5e9),
+    "attention by matrices": (1e9, 1e6, 0.3e6, 600, 0, 2e9),
+    "recurrent": (0.2e9, 1e5, 0.5e6, 0, 0, 0.3e9),
+    "contrastive": (1e9, 0, 0.2e6, 0, 3e3, 2e9),
+    "pixels": (0.1e9, 1e6, 0, 800, 0, 0.2e9),
+    "nothing by length": (1e9, 4e8, 0, 0, 0, 0),
+}
+
+
+def device(held, sample, unit, square, batch_square, optimizer, limit, *, noise=0.0):
+    """A device whose allocator takes blocks of 2 MiB and keeps a hundredth beside them."""
+
+    def attempt(size, length):
+        number = math.prod(length) if isinstance(length, tuple) else length
+        used = held + size * (sample + unit * number + square * number**2) + batch_square * size**2
+        used *= 1 + noise * random.Random(f"{size} {number}").uniform(-1, 1)
+        activation = math.ceil(used / (2 * MIB)) * 2 * MIB
+        allocated = int(max(activation, optimizer))
+        if allocated * 1.01 > limit:
+            return Attempt(batch_size=size, length=length, outcome="oom")
+        return Attempt(
+            batch_size=size,
+            length=length,
+            outcome="fit",
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=int(allocated * 1.01),
+            forward_backward_peak_bytes=activation,
+        )
+
+    return attempt
+
+
+def search(attempt, lengths=LENGTHS, limit=24 * GIB, bounds=None):
+    """Searches the longest and then all others, to the end."""
+    bounds = bounds or Bounds()
+    longest, *others = sorted(lengths, key=lambda each: math.prod(each) if isinstance(each, tuple) else each)[::-1]
+    tried = {longest: []} | {length: [] for length in others}
+    while (size := next_size(tried[longest], bounds, limit).batch_size) is not None:
+        tried[longest].append(attempt(size, longest))
+    while True:
+        length, choice = next_attempt(tried, bounds, limit)
+        if choice.batch_size is None:
+            return tried
+        assert choice.batch_size not in {each.batch_size for each in tried[length]}
+        tried[length].append(attempt(choice.batch_size, length))
+        assert sum(map(len, tried.values())) < 200
+
+
+def largest(attempt, length):
+    low, high = 0, 1
+    while attempt(high, length).fits:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if attempt(middle, length).fits else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.003])
+@pytest.mark.parametrize("gib", [24, 80])
+@pytest.mark.parametrize("name", MEMORY)
+def test_every_length_gets_nearly_the_largest_batch_that_fits(name, gib, noise):
+    attempt = device(*MEMORY[name], gib * GIB, noise=noise)
+    for length, attempts in search(attempt, limit=gib * GIB).items():
+        found, most = bracket(attempts)[0], largest(attempt, length)
+        assert attempt(found, length).fits
+        assert found >= min(math.floor(0.97 * most), most - 1)
+
+
+def test_few_attempts_and_failures_suffice():
+    runs = [
+        search(device(*memory, gib * GIB, noise=0.002), limit=gib * GIB)
+        for memory in MEMORY.values()
+        for gib in (24, 80)
+    ]
+    attempts = [sum(map(len, tried.values())) / len(tried) for tried in runs]
+    failures = [sum(not each.fits for some in tried.values() for each in some) / len(tried) for tried in runs]
+    assert mean(attempts) <= 2.6  # without an estimate to start from, which saves some at the longest
+    assert mean(failures) <= 0.6
+
+
+def test_the_longest_and_the_shortest_are_proven_by_a_failure():
+    tried = search(device(*MEMORY["recurrent"], 24 * GIB))
+    for length in (128, 2048):
+        low, high = bracket(tried[length])
+        assert high is not None
+        assert high - low <= max(1, 0.01 * low)
+
+
+def test_an_exact_search_proves_every_length():
+    tried = search(device(*MEMORY["recurrent"], 24 * GIB), bounds=Bounds(tolerance=0.0))
+    assert all(bracket(attempts)[1] == bracket(attempts)[0] + 1 for attempts in tried.values())
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_search_that_must_not_fail_does_not_at_any_length_below_the_longest(name):
+    attempt = device(*MEMORY[name], 80 * GIB)
+    _, *others = search(attempt, (64, 128, 256, 512), 80 * GIB, Bounds(no_oom=True)).items()
+    assert all(each.fits for _, attempts in others for each in attempts)
+    assert all(bracket(attempts)[0] >= 0.9 * largest(attempt, length) for length, attempts in others)
+
+
+def test_sizes_are_multiples_within_bounds():
+    tried = search(device(*MEMORY["recurrent"], 24 * GIB), bounds=Bounds(multiple_of=8, maximum=100))
+    assert all(each.batch_size % 8 == 0 and each.batch_size <= 100 for some in tried.values() for each in some)
+    assert bracket(tried[128])[0] == 96
+
+
+def test_without_a_limit_sizes_grow_and_are_bisected():
+    attempt = device(*MEMORY["recurrent"], 4 * GIB)
+    tried = search(attempt, (128, 512), limit=None)
+    assert all(bracket(attempts)[0] >= 0.98 * largest(attempt, length) for length, attempts in tried.items())
+
+
+def test_lengths_of_two_numbers_are_searched_alike():
+    attempt = device(*MEMORY["recurrent"], 24 * GIB)
+    lengths = [(8, 16), (16, 16), (32, 16), (32, 32), (64, 32)]
+    for length, attempts in search(attempt, lengths).items():
+        assert bracket(attempts)[0] >= 0.97 * largest(attempt, length)
+
+
+def test_no_length_starts_below_what_a_longer_one_has_trained():
+    tried = {1024: [*search(device(*MEMORY["recurrent"], 24 * GIB), (1024,))[1024]], 512: []}
+    length, choice = next_attempt(tried, Bounds(), 24 * GIB)
+    assert length == 512
+    assert choice.batch_size > bracket(tried[1024])[0]
+
+
+class TestTheModel:
+    def test_it_finds_the_polynomial_that_made_the_points(self):
+        made = lambda batch, length: 1e9 + batch * (1e6 + 2e5 * length + 300 * length**2)  # noqa: E731
+        points = [PeakPoint(b, n, made(b, n), 1e-4) for n in (128, 512, 2048) for b in (2, 4096 // n * 4)]
+        surface = fit_surface(points)
+        assert surface.peak_bytes(10, 1024) == pytest.approx(made(10, 1024), rel=0.01)
+
+    def test_its_doubt_grows_away_from_what_was_measured(self):
+        surface = fit_surface([PeakPoint(batch, 1024, 1e9 + 1e8 * batch, 1e-3) for batch in (1, 10, 40)])
+        assert surface.doubt_bytes(40, 1024) < 0.3 * surface.doubt_bytes(160, 256)
+
+    def test_nothing_of_it_is_below_nothing(self):
+        surface = fit_surface([PeakPoint(batch, 64, 1e9 - 1e6 * batch, 1e-3) for batch in (1, 50, 100)])
+        assert min(surface.coefficients) >= 0
+        assert surface.largest_batch(64, 0.5e9) == 0
+
+
+class TestTheFinalCheck:
+    @pytest.mark.parametrize("first", [0, 1])
+    @pytest.mark.parametrize("count", [2, 8])
+    def test_its_order_begins_with_one_goes_down_and_up_and_then_everywhere(self, count, first):
+        order = mixed_order(count, 200, first)
+        assert len(order) == 200
+        assert order[0] == first
+        assert list(order[1 : 2 * count + 1]) == [*reversed(range(count)), *range(count)]
+        assert set(order[2 * count + 1 :]) == set(range(count))
+        assert {(0, count - 1), (count - 1, 0)} <= set(itertools.pairwise(order))
+        assert order == mixed_order(count, 200, first)
+
+    @pytest.mark.parametrize(("orders", "steps"), [(1, 200), (2, 100), (100, 5)])
+    def test_all_orders_together_take_ten_times_the_steps_of_one_length_s(self, orders, steps):
+        alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
+        command = mixed(alone, {512: 4, 128: 16}, 0, orders)
+        assert (command.steps, len(command.order), command.batch_size) == (steps, steps, 4)
+        assert command.sizes == ((512, 4), (128, 16))
+        assert command.evaluate_after == (4, steps * 3 // 4)
+
+    def test_what_fails_is_lowered_and_checked_again(self):
+        tried = {512: [fit(512, 40)], 128: [fit(128, 200)]}
+        seen = []
+
+        def check(sizes, _seed):
+            seen.append(dict(sizes))
+            return failed(128, sizes[128]) if sizes[128] > 196 else fit(512, sizes[512], "verify", steps=200)
+
+        found = check_lengths(tried, check, Bounds(), None)
+        assert seen == [{512: 40, 128: 200}, {512: 40, 128: 198}, {512: 40, 128: 195}]
+        assert (found.lowered, found.steps) == ([128], 200)
+        points = {each.length: each for each in length_points(tried, lambda *_: "memory")}
+        assert (points[128].max_batch_size, points[128].first_failing_batch_size) == (195, 198)
+        assert (points[512].max_batch_size, points[512].first_failing_batch_size) == (40, None)
+
+    def test_after_a_failure_every_order_is_tried_again(self):
+        tried, seeds = {512: [fit(512, 40)]}, []
+        outcomes = iter(["fit", "oom", "fit", "fit"])
+
+        def check(sizes, seed):
+            seeds.append(seed)
+            return fit(512, sizes[512], "verify", steps=200) if next(outcomes) == "fit" else failed(512, sizes[512])
+
+        found = check_lengths(tried, check, Bounds(), None, orders=2)
+        assert seeds == [0, 1, 1, 0]
+        assert (found.steps, found.lowered, bracket(tried[512])) == (400, [512], (39, 40))
+
+    def test_a_process_that_died_makes_all_smaller(self):
+        tried = {512: [fit(512, 40)], 128: [fit(128, 200)]}
+        died = Attempt(batch_size=40, outcome="crash", purpose="verify", message="killed")
+        answers = iter([died, fit(512, 39, "verify", steps=200)])
+        assert check_lengths(tried, lambda *_: next(answers), Bounds(), None).lowered == [128, 512]
+        assert [bracket(attempts) for attempts in tried.values()] == [(39, 40), (198, 200)]
+
+    def test_a_peak_beyond_the_limit_says_by_how_much(self):
+        tried = {512: [fit(512, 100)]}
+        beyond = failed(512, 100).model_copy(update={"peak_reserved_bytes": 1200})
+        answers = iter([beyond, fit(512, 70, "verify", steps=200)])
+        check_lengths(tried, lambda *_: next(answers), Bounds(), 1000)
+        assert bracket(tried[512])[0] == pytest.approx(70, abs=1)
+
+    def test_it_gives_up_where_nothing_passes(self):
+        tried = {512: [fit(512, 4)], 128: [fit(128, 8)]}
+        with pytest.raises(
+            NothingFitsError, match="the last of 8 final checks ended in oom at length 128, batch size 1"
+        ):
+            check_lengths(tried, lambda sizes, _seed: failed(128, sizes[128]), Bounds(), None)
+
+    def test_a_length_at_which_nothing_was_found_takes_the_next_longer_one_s(self):
+        tried = {512: [fit(512, 4)], 128: [failed(128, 9, "crash")]}
+        check_lengths(tried, lambda sizes, _seed: fit(512, sizes[512], "verify", steps=200), Bounds(), None)
+        assert bracket(tried[128])[0] == 4
+
+
+def fit(length, size, purpose="search", steps=3):
+    return Attempt(batch_size=size, length=length, outcome="fit", purpose=purpose, steps=steps)
+
+
+def failed(length, size, outcome="oom"):
+    return Attempt(batch_size=size, length=length, outcome=outcome, purpose="verify", message="no")
+
+
+def test_lengths_that_were_asked_for_are_probed_the_longest_first():
+    seen = LengthsSeen(groups=tuple(LengthGroup(length=each) for each in (128, 256, 512)))
+    assert lengths_of(seen, None) == [512, 256, 128]
+
+
+def test_of_many_lengths_few_are_chosen_and_the_longest_among_them():
+    lengths = range(10, 110)
+    counts = tuple((length, 200 - length) for length in lengths)
+    seen = LengthsSeen(groups=tuple(LengthGroup(length=each) for each in lengths), counts=counts)
+    chosen = lengths_of(seen, 8)
+    assert (len(chosen), chosen[0]) == (8, 109)
+    assert chosen == sorted(chosen, reverse=True)

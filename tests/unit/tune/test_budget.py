@@ -1,0 +1,154 @@
+"""One budget: what it is where nobody gives one, what it is enough for, and that this is told at once."""
+
+import re
+
+import law
+import optuna
+import pytest
+from fakes import FakeCrew
+
+from batchtune.config.schema import Budget, Confirm
+from batchtune.observer import Observer
+from batchtune.tune.budget import outlook_at_start
+from batchtune.tune.study import TuneStudy
+
+pytestmark = pytest.mark.usefixtures("few_particles")
+
+SLOWEST = {"baseline": {"batch_size": 8, "learning_rate": 1e-3}}  # takes minutes to the target
+
+
+class Told(Observer):
+    """What everybody is told, each with how many runs had begun by then."""
+
+    def __init__(self):
+        self.announced, self._runs = [], 0
+
+    def trial_started(self, trial, *, best_seconds):
+        self._runs += 1
+
+    def announce(self, text):
+        self.announced.append((self._runs, text))
+
+
+class Clock:
+    """Goes on by what runs train."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Worker(law.LawWorker):
+    """Its runs take time."""
+
+    def __init__(self, clock, wall=1.0, **options):
+        super().__init__(noise=0.05, **options)
+        self._clock, self._wall = clock, wall
+
+    def train(self, *, timeout, on_event, **spec):
+        began = self._clock.now
+
+        def told(point):
+            self._clock.now = began + self._wall * point.seconds
+            return on_event(point)
+
+        return super().train(timeout=timeout, on_event=told, **spec)
+
+
+def study(storage=None, wall=1.0, **keys):
+    """A study of the law that takes the time that its runs do, or `wall` times as long, and whom it told what."""
+    clock, told = Clock(), Told()
+    plan = law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys)
+    storage = storage or optuna.storages.InMemoryStorage()
+    return TuneStudy(plan, FakeCrew(Worker(clock, wall)), storage, told, clock), told, clock
+
+
+def baseline_of(tuned):
+    return next(trial for trial in tuned.records() if trial.role == "baseline")
+
+
+def test_it_is_told_before_the_first_run_and_after_the_baseline():
+    tuned, told, _ = study(budget=Budget(run=60.0, total=1800.0, trials=3))
+    tuned.run()
+    (first, before), (second, after) = told.announced
+    assert (first, second) == (0, 1)
+    assert re.fullmatch(r"29 min 59 s left, about \d+ runs of 60 s", before)
+    left, runs, each = re.fullmatch(r"(\d+) min \d+ s left, about (\d+) runs of ([\d.]+) s", after).groups()
+    assert int(runs) * float(each) < 60 * (int(left) + 1)
+
+
+def test_one_that_can_hold_no_search_is_told_with_one_that_can_before_it_is_spent():
+    tuned, _, clock = study(budget=Budget(run=60.0, total=100.0, trials=3))
+    text = tuned.parts.budget.outlook()
+    assert "too little for a search" in text
+    assert clock.now == 0.0
+    enough = re.search(r"budget\.total=(\d+)m", text).group(1)
+    larger, _, _ = study(budget=Budget(run=60.0, total=60.0 * int(enough), trials=30))
+    assert "too little" not in larger.parts.budget.outlook()
+    larger.run()
+    assert sum(trial.role == "search" for trial in larger.records()) >= 3
+
+
+def test_one_that_nobody_gave_follows_from_the_baseline_and_is_kept():
+    storage = optuna.storages.InMemoryStorage()
+    tuned, told, clock = study(storage, budget=Budget(run=30.0, trials=2))
+    tuned.run()
+    ((_, text),) = told.announced
+    assert tuned.parts.budget.outlook() != text
+    total = tuned.parts.budget.total
+    reached = baseline_of(tuned).time_to_target_seconds
+    assert 10 * reached < total < 30 * reached + 60
+    assert clock.now < total
+    again, _, _ = study(storage, budget=Budget(run=30.0, trials=2))
+    assert again.parts.budget.total == total
+    given, _, _ = study(storage, budget=Budget(run=30.0, total=60.0, trials=2))
+    assert given.parts.budget.total == 60.0
+
+
+def test_a_baseline_of_which_no_length_was_asked_ends_when_its_curve_has_levelled_off():
+    fast = {"baseline": {"batch_size": 64, "learning_rate": 0.02}}
+    open_, _, _ = study(budget=Budget(trials=2), **fast)
+    open_.run()
+    whole, _, _ = study(budget=Budget(run=60.0, trials=2), **fast)
+    whole.run()
+    assert baseline_of(open_).training_seconds < 30 < baseline_of(whole).training_seconds
+    assert baseline_of(open_).outcome == baseline_of(whole).outcome == "reached"  # the target that it set
+    assert open_.target.value == pytest.approx(whole.target.value, rel=0.1)
+
+
+def test_it_takes_no_more_than_a_tenth_of_a_given_budget():
+    tuned, _, _ = study(budget=Budget(total=120.0, trials=2), **SLOWEST)
+    tuned.run()
+    assert 12.0 <= baseline_of(tuned).training_seconds < 15.0
+
+
+def test_it_is_told_again_when_5_percent_of_it_have_shown_what_a_run_takes():
+    """On a machine with so much else to do that a second of training takes eight, budget.run is no run's length."""
+    tuned, told, clock = study(budget=Budget(run=25.0, total=900.0, trials=30), wall=8.0, **SLOWEST)
+    at = []
+    told.announce = lambda text: at.append((clock.now, text))
+    tuned.run()
+    (_, before), (when, text) = at[:2]
+    assert "too little" not in before
+    assert 0.05 * 900 <= when <= 0.08 * 900
+    assert "too little for a search" in text
+    assert int(re.search(r"budget\.total=(\d+)m", text).group(1)) > 15
+
+
+def test_a_baseline_on_a_busy_machine_leaves_half_of_the_rest_to_the_search():
+    tuned, _, clock = study(budget=Budget(run=25.0, total=240.0, trials=30), wall=5.5, **SLOWEST)
+    tuned.run()
+    assert baseline_of(tuned).training_seconds >= 20
+    assert sum(trial.role == "search" for trial in tuned.records()) >= 3
+    assert clock.now < 240 + 60
+
+
+def test_what_the_configuration_alone_tells_is_told_before_anything_is_measured():
+    config = law.plan(budget=Budget(run=60.0, total=100.0)).config
+    text = outlook_at_start(config, 1, 3.0, has_schedule=False)
+    assert "too little for a search" in text
+    assert text.startswith("97 s left")
+    enough = 60.0 * int(re.search(r"budget\.total=(\d+)m", text).group(1))
+    config = law.plan(budget=Budget(run=60.0, total=enough)).config
+    assert "too little" not in outlook_at_start(config, 1, 3.0, has_schedule=False)

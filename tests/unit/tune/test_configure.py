@@ -1,0 +1,75 @@
+"""What a study is compared with where no file says it."""
+
+from pathlib import Path
+
+import pytest
+
+import batchtune
+from batchtune.config.load import load_config
+from batchtune.config.options import check_options
+from batchtune.errors import UsageError
+from batchtune.observer import Observer
+from batchtune.tune.plan import open_task
+from batchtune.tune.plan.open_task import identity_of
+
+
+def configure(config, *, save_config=None, **options):
+    check_options(batchtune.tune, options)
+    return open_task.configure(config, options, Observer(), save_config)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text("BATCH_SIZE = 8\n")
+    Path("config.yaml").write_text("task: model.py\nbudget: {total: 1h}\nbaseline: {batch_size: 8}\n")
+
+
+def test_options_stand_for_keys_and_lie_over_a_file_or_a_task():
+    options = {"batch_size": 64, "lr": "3e-4", "budget": "10m", "target": "top1 > 0.9"}
+    for source in ("model.py", "config.yaml"):
+        found = configure(source, **options, overrides=["seed=3"])
+        assert (found.baseline.batch_size, found.baseline.learning_rate) == (64, 3e-4)
+        assert (found.budget.total, found.budget.given_total, found.seed) == (600.0, 600.0, 3)
+        assert (found.objective.metric, found.objective.goal, found.objective.target) == ("top1", "maximize", 0.9)
+
+
+def test_a_key_and_a_value_win_over_an_option():
+    assert configure("model.py", batch_size=64, lr=1.0, overrides=["baseline.batch_size=16"]).baseline.batch_size == 16
+
+
+@pytest.mark.parametrize(("target", "goal"), [("val_loss<0.3", "minimize"), ("val_loss<=.3", "minimize")])
+def test_a_target_says_metric_direction_and_value(target, goal):
+    found = configure("config.yaml", target=target).objective
+    assert (found.metric, found.goal, found.target) == ("val_loss", goal, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": "val_loss"}, "--target val_loss: write '--target \"val_loss<0.3\"'"),
+        ({"target": 0.3}, "--target 0.3: write"),
+        ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"lr": "fast"}, "--lr fast: must be a number greater than 0, for example 1e-3"),
+        ({"lr": 0.0}, "--lr 0.0: must be a number"),
+        ({"budget": "soon"}, "--budget: 'soon' is not a duration"),
+        ({"save_config": "missing/tune.yaml"}, "--save-config missing/tune.yaml: cannot be written: No such file"),
+    ],
+)
+def test_what_an_option_cannot_be_is_told_with_what_to_type(options, words):
+    with pytest.raises(UsageError) as raised:
+        configure("config.yaml", **options)
+    assert words in str(raised.value)
+
+
+def test_what_is_saved_goes_on_with_the_same_study():
+    found = configure("model.py", batch_size=64, lr=1e-3, target="val_loss<0.3", save_config="tune.yaml")
+    again = load_config("tune.yaml")
+    assert (again.name, identity_of(again)) == (found.name, identity_of(found))
+    assert again.budget.given_total is None
+    assert Path("tune.yaml").read_text().startswith("# batchtune tune FILE")
+
+
+def test_a_record_is_not_laid_over():
+    with pytest.raises(UsageError, match="a Config is complete"):
+        configure(load_config("config.yaml"), batch_size=64)
