@@ -146,13 +146,13 @@ def _orphan():
     between = os.fork()
     if between == 0:
         os.close(hold)
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
+            os.setsid()  # before anybody knows of it, who may kill its group
+            os.write(tell, str(os.getpid()).encode())
             os.read(begin, 1)
             for each in (told, tell, begin):
                 os.close(each)
             return 0, True
-        os.write(tell, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
     pid = int(os.read(told, 64))
@@ -182,7 +182,6 @@ def _import_much():
 
 def _become(request, files):
     """Makes this fork the process that was asked for; what is left to do is to run its code, which is returned."""
-    os.setsid()
     for own, file in enumerate(files):
         os.dup2(file, own)
     for file in files:
