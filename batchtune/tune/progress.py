@@ -18,8 +18,8 @@ from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
-from batchtune.tune.scores import slowdown
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.verdict.scores import slowdown
 from batchtune.units import number
 
 Status = Literal["complete", "interrupted", "failed"]

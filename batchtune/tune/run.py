@@ -16,14 +16,14 @@ from batchtune.protocol.commands import Opened
 from batchtune.report.view.words import counted
 from batchtune.result import ROOT, Result
 from batchtune.run_folder import RunFolder
-from batchtune.tune.budget import outlook_at_start
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior, study_probe
 from batchtune.tune.plan.open_task import identity_of, open_pool, open_task, require_executor
 from batchtune.tune.plan.warm_start import WarmStart, read_warm_start
 from batchtune.tune.progress import Progress, Status
 from batchtune.tune.scaling import scale
-from batchtune.tune.storage import Agreement, delete_study, open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.budget import outlook_at_start
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import Agreement, delete_study, open_storage
 from batchtune.units import duration
 
 _Kind = TypeVar("_Kind", bound=BaseException)

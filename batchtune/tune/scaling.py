@@ -18,9 +18,9 @@ from batchtune.probe.timing import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.plan.prior import split_batch, step_seconds
-from batchtune.tune.recommend import TIED
-from batchtune.tune.scores import SECONDS, Configuration, Expected, config_of, median_interval
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.verdict.recommend import TIED
+from batchtune.tune.verdict.scores import SECONDS, Configuration, Expected, config_of, median_interval
 from batchtune.vocabulary import FAILED_FOR_GOOD
 
 WORLD_SIZES = (1, 2, 4, 8)

@@ -32,11 +32,11 @@ from batchtune.probe.timing import fit_step_time, measure_curve, sizes_to_time
 from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train
 from batchtune.protocol.messages import Command, RunEnd
-from batchtune.tune import trials as tune_workers
 from batchtune.tune.plan import measure_prior as tune_prepare
 from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, measure_prior
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study import trials as tune_workers
+from batchtune.tune.study.phases import TuneStudy
 
 LARGEST = 512  # the batch size that fits, by decree
 MOST_TRIALS = 200  # of the other tuners

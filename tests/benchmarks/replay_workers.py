@@ -39,7 +39,7 @@ from replay_tuners import (
 
 from batchtune.document import CurvePoint, Trial
 from batchtune.processes.pool import work_alone
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
 
 MOST_TRIALS = 256  # of the other tuners
 HORIZON = 240  # oracle runs on the wall, after which the other tuners start no more trials

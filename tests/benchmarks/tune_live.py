@@ -42,8 +42,8 @@ from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask
 from batchtune.protocol.messages import RunSpec
 from batchtune.result import Result
-from batchtune.tune.scores import median_interval, ratio_interval
-from batchtune.tune.trials import TrialRun, run_trial
+from batchtune.tune.study.trials import TrialRun, run_trial
+from batchtune.tune.verdict.scores import median_interval, ratio_interval
 
 FIVE_MINUTES = ("charlm", ["budget.total=5m", "budget.run=30s", "objective.target=2.1"])  # no recipe takes as long
 RECIPES = Path(__file__).parents[2] / "recipes"

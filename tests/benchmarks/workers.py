@@ -28,8 +28,8 @@ from batchtune.observer import Observer
 from batchtune.protocol.commands import Train
 from batchtune.protocol.messages import RunEnd
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import open_storage
 
 SLEEPING = """
 import time

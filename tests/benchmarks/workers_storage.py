@@ -41,10 +41,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fixtures.postgresql import own_server
 
 from batchtune.observer import Observer
-from batchtune.tune import storage as tune_storage
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.storage import HEARTBEAT_SECONDS, open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study import storage as tune_storage
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import HEARTBEAT_SECONDS, open_storage
 
 RESULT = Path(__file__).parent / "results" / "workers_storage.md"
 TASK, SEED, ENDED = "charlm", 0, 6

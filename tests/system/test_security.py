@@ -8,7 +8,7 @@ import pytest
 
 from batchtune.config.load import load_config
 from batchtune.tune.plan.open_task import identity_of
-from batchtune.tune.storage import open_storage
+from batchtune.tune.study.storage import open_storage
 
 SECRET = "correct-horse-battery-staple"
 URL = f"postgresql+psycopg://you:{SECRET}@127.0.0.1:9/studies"

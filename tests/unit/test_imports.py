@@ -12,7 +12,7 @@ FLOORS = (
     ("document",),
     ("protocol", "errors", "observer", "units"),
     ("config", "device"),
-    ("processes", "report.view", "tune.optuna_parts"),
+    ("processes", "report.view", "tune.optuna_parts", "tune.verdict"),
     ("report",),
     ("result",),
     ("run_folder", "task.adapting"),
@@ -26,6 +26,7 @@ FLOORS = (
     ("probe.lengths",),
     ("probe",),
     ("tune.plan",),
+    ("tune.study",),
     ("tune",),
     ("api", "sampling"),
     ("",),  # the package's own names
@@ -102,7 +103,7 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 PURE = [
     *("probe/search.py", "probe/final_check.py", "probe/findings.py", "probe/lengths/buckets.py", "sampling/steps.py"),
-    *("tune/recommend.py", "tune/scores.py", "tune/progress.py", "tune/plan/prior.py"),
+    *("tune/verdict/recommend.py", "tune/verdict/scores.py", "tune/progress.py", "tune/plan/prior.py"),
     "processes/pool.py",
 ]
 
@@ -119,6 +120,6 @@ def test_the_functions_stay_functions_after_the_packages_of_their_names_are_impo
     import batchtune
     import batchtune.estimate.memory.allocator
     import batchtune.probe.search
-    import batchtune.tune.recommend
+    import batchtune.tune.verdict.recommend
 
     assert all(inspect.isfunction(each) for each in (batchtune.probe, batchtune.tune, batchtune.estimate))

@@ -9,8 +9,8 @@ import pytest
 from fakes import FakeCrew
 
 from batchtune.observer import Observer
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import open_storage
 
 
 @pytest.fixture

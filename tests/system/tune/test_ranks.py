@@ -9,7 +9,7 @@ import psutil
 import pytest
 from fixtures.waiting import wait_until
 
-from batchtune.tune import trials
+from batchtune.tune.study import trials
 
 STUDY = ("tune", "config.yaml", "device=cpu", "budget.trials=3", "confirm.seeds=1", "confirm.top=1")
 

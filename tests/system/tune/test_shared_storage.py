@@ -20,9 +20,9 @@ from fixtures.waiting import wait_until
 from batchtune.document import Prior
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.tune import storage as storage_module
-from batchtune.tune.storage import Agreement, Machines, delete_study, open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study import storage as storage_module
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import Agreement, Machines, delete_study, open_storage
 
 pytest.importorskip("psycopg", reason="the driver psycopg is not installed (extra 'postgresql')")
 
@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 import batchtune
 from batchtune.observer import Observer
-from batchtune.tune import storage
+from batchtune.tune.study import storage
 storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
 
 class Listener(Observer):

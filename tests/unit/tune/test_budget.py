@@ -9,8 +9,8 @@ from fakes import FakeCrew
 
 from batchtune.config.schema import Budget, Confirm
 from batchtune.observer import Observer
-from batchtune.tune.budget import outlook_at_start
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.budget import outlook_at_start
+from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 

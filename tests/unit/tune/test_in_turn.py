@@ -10,8 +10,8 @@ from fakes import FakeCrew
 from batchtune.config.schema import Baseline, Budget, Confirm, Objective
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
-from batchtune.tune.scores import at_pace, comparable_paces, is_disturbed
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.verdict.scores import at_pace, comparable_paces, is_disturbed
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 

@@ -1,4 +1,4 @@
-from batchtune.tune.scores import median_interval, ratio_interval
+from batchtune.tune.verdict.scores import median_interval, ratio_interval
 
 
 def test_intervals_hold_their_median_and_widen_with_the_spread():

@@ -14,7 +14,7 @@ from batchtune.processes.worker import WorkerDied
 from batchtune.tune.plan.measure_prior import affordable_noise_scale, make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
 from batchtune.tune.progress import baseline_warnings, loading_warnings
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from batchtune.document import Interval, Trial
-from batchtune.tune.recommend import recommend, seeds_to_tell
-from batchtune.tune.scores import config_of, finalists
+from batchtune.tune.verdict.recommend import recommend, seeds_to_tell
+from batchtune.tune.verdict.scores import config_of, finalists
 
 
 def trial(number, role, batch, rate, seconds, *, state="complete", value=0.1, used=None):

@@ -1,8 +1,8 @@
 """What a trial's attributes keep of its curve, and what they say of one that never came to a point."""
 
 from batchtune.document import CurvePoint, Target
-from batchtune.tune.history import curve_attribute, to_curve
-from batchtune.tune.targets import measured
+from batchtune.tune.study.history import curve_attribute, to_curve
+from batchtune.tune.study.targets import measured
 
 
 def test_a_curve_comes_back_with_what_the_machine_slowed_down_and_what_it_took():

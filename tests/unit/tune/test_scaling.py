@@ -14,7 +14,7 @@ from batchtune.document import (
     Trial,
 )
 from batchtune.tune.scaling import scaling, split
-from batchtune.tune.scores import config_of
+from batchtune.tune.verdict.scores import config_of
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
 PROBE = ProbeResult(

@@ -9,8 +9,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
-from batchtune.tune import storage as storage_module
-from batchtune.tune.storage import Journal, SharedStorage, open_storage
+from batchtune.tune.study import storage as storage_module
+from batchtune.tune.study.storage import Journal, SharedStorage, open_storage
 
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):

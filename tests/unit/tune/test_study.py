@@ -17,13 +17,13 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.messages import pace_kind
-from batchtune.tune.budget import CAP_FACTOR, Limits
-from batchtune.tune.history import StudyHistory, curve_attribute
 from batchtune.tune.plan.space import Space
-from batchtune.tune.recommend import recommend
-from batchtune.tune.scores import SECONDS
-from batchtune.tune.storage import open_storage
-from batchtune.tune.study import TuneStudy
+from batchtune.tune.study.budget import CAP_FACTOR, Limits
+from batchtune.tune.study.history import StudyHistory, curve_attribute
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import open_storage
+from batchtune.tune.verdict.recommend import recommend
+from batchtune.tune.verdict.scores import SECONDS
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 

@@ -4,7 +4,7 @@ import pytest
 
 from batchtune.document import CurvePoint, Target
 from batchtune.tune.progress import target_warnings
-from batchtune.tune.targets import automatic_target, levelled_off
+from batchtune.tune.study.targets import automatic_target, levelled_off
 
 
 def curve(*values):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from batchtune.document import Interval, Recommendation, Trial
-from batchtune.tune.scores import (
+from batchtune.tune.verdict.scores import (
     CONFIDENCE,
     JOULES,
     SECONDS,

@@ -15,13 +15,13 @@ from batchtune.document import ProbeResult, Value
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.messages import RunSpec, pace_kind
-from batchtune.tune.history import Role, StudyHistory, over
 from batchtune.tune.plan.measure_prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.prior import split_batch
 from batchtune.tune.plan.space import Plan, Space
-from batchtune.tune.scores import JOULES, SECONDS, cost_of
-from batchtune.tune.storage import Machines
-from batchtune.tune.targets import Targets
+from batchtune.tune.study.history import Role, StudyHistory, over
+from batchtune.tune.study.storage import Machines
+from batchtune.tune.study.targets import Targets
+from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
 from batchtune.units import duration
 
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search

@@ -17,12 +17,12 @@ from batchtune.errors import UserCodeError
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, Worker, WorkerDied
 from batchtune.protocol.commands import TimeInTurn, Train
 from batchtune.protocol.messages import Json, RunEnd, RunSpec
-from batchtune.tune.budget import CAP_FACTOR, Limits, StudyParts
-from batchtune.tune.history import CUT_OFF, Role, curve_attribute, over, to_record
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
-from batchtune.tune.scores import SECONDS
-from batchtune.tune.storage import requeue
-from batchtune.tune.targets import levelled_off, measured
+from batchtune.tune.study.budget import CAP_FACTOR, Limits, StudyParts
+from batchtune.tune.study.history import CUT_OFF, Role, curve_attribute, over, to_record
+from batchtune.tune.study.storage import requeue
+from batchtune.tune.study.targets import levelled_off, measured
+from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED
 
 IN_TURN_ROUNDS = 100  # in which steps are timed in turn: the quieter half of them counts

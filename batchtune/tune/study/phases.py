@@ -12,13 +12,13 @@ from optuna.storages import BaseStorage
 from batchtune.document import Recommendation, Target, Trial
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
-from batchtune.tune.budget import CAP_FACTOR, Clock, StudyParts
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.recommend import recommend
-from batchtune.tune.scores import SECONDS, cost_of
-from batchtune.tune.search import Belief, Confirmation, Search, make_sampler
-from batchtune.tune.trials import Trials
+from batchtune.tune.study.budget import CAP_FACTOR, Clock, StudyParts
+from batchtune.tune.study.search import Belief, Confirmation, Search, make_sampler
+from batchtune.tune.study.trials import Trials
+from batchtune.tune.verdict.recommend import recommend
+from batchtune.tune.verdict.scores import SECONDS, cost_of
 
 
 class TuneStudy:

@@ -11,8 +11,8 @@ from batchtune.config.schema import Config
 from batchtune.document import CurvePoint, Target
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.protocol.messages import Json
-from batchtune.tune.history import StudyHistory
-from batchtune.tune.scores import JOULES, SECONDS, cost_of
+from batchtune.tune.study.history import StudyHistory
+from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
 from batchtune.vocabulary import FAILED, Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it

@@ -11,13 +11,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import Landscape, Trial, Value
 from batchtune.processes.worker import Worker
-from batchtune.tune.budget import StudyParts
-from batchtune.tune.history import over, to_record
 from batchtune.tune.optuna_parts.sampler import RoundingSampler, TimeToTargetSampler
 from batchtune.tune.optuna_parts.surface import Surface, SurfacePrior, landscape
 from batchtune.tune.plan.prior import Paces, surface_prior
 from batchtune.tune.plan.space import Plan, Space
-from batchtune.tune.scores import (
+from batchtune.tune.study.budget import StudyParts
+from batchtune.tune.study.history import over, to_record
+from batchtune.tune.study.trials import Trials
+from batchtune.tune.verdict.scores import (
     SECONDS,
     Configuration,
     at_pace,
@@ -27,7 +28,6 @@ from batchtune.tune.scores import (
     finalists,
     is_disturbed,
 )
-from batchtune.tune.trials import Trials
 from batchtune.vocabulary import FAILED_FOR_GOOD
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import CurvePoint, ThroughputFit, Trial, Value
 from batchtune.protocol.messages import Json, RunSpec, pace_kind
-from batchtune.tune.scores import SECONDS, Cost
+from batchtune.tune.verdict.scores import SECONDS, Cost
 
 _OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping"}
 _KEPT = (  # attributes that have a field's name

@@ -1,0 +1,1 @@
+"""What the runs come to: how they are scored, and which setting is recommended."""
