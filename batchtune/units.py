@@ -14,6 +14,11 @@ LEAST_PEAK = _BYTES["MiB"]
 """A measured peak below it is nothing: those of a CPU are of the whole process, whose own memory varies by more."""
 
 
+def counted(count: int, name: str) -> str:
+    """So many of something."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
+
+
 def size(number: float | None, least: float = 0) -> str:
     """Bytes with a binary unit; '-' where not measured, '< 1 MiB' where less than the least that can be told."""
     if number is None:

@@ -18,8 +18,8 @@ from batchtune.report.theme import DARK, LIGHT, shades
 from batchtune.report.view.model import Table, View
 from batchtune.report.view.read import plots_of, view_of
 from batchtune.report.view.select import probes_of
-from batchtune.report.view.words import counted, sentence, stopped
-from batchtune.units import size
+from batchtune.report.view.words import sentence, stopped
+from batchtune.units import counted, size
 
 if TYPE_CHECKING:
     import pandas as pd

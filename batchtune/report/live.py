@@ -20,8 +20,8 @@ from batchtune.document import Attempt, CurvePoint, ThroughputPoint, Trial
 from batchtune.observer import Observer
 from batchtune.report.terminal import TONES, written_in
 from batchtune.report.view.select import by_configuration
-from batchtune.report.view.words import counted, tone
-from batchtune.units import LEAST_PEAK, duration, number, size
+from batchtune.report.view.words import tone
+from batchtune.units import LEAST_PEAK, counted, duration, number, size
 from batchtune.vocabulary import length_text
 
 _Columns = tuple[tuple[str, int], ...]  # names and widths; a negative width: words, which stand left

@@ -19,7 +19,8 @@ from batchtune.document import Document
 from batchtune.report.text_figures import Figures
 from batchtune.report.view.model import Certificate, Column, Fact, Headline, Table, View
 from batchtune.report.view.read import view_of
-from batchtune.report.view.words import counted, gist
+from batchtune.report.view.words import gist
+from batchtune.units import counted
 
 _UNBOUNDED = 10_000
 _CONTINUED = " \\"

@@ -25,14 +25,13 @@ from batchtune.report.view.words import (
     OUTCOMES,
     certificate,
     certificate_facts,
-    counted,
     largest_batch,
     nothing_does,
     ranks,
     step_time,
     tone,
 )
-from batchtune.units import LEAST_PEAK, bytes_unit, duration, number, size
+from batchtune.units import LEAST_PEAK, bytes_unit, counted, duration, number, size
 
 _BATCH = "micro-batch size"
 _CURVE_POINTS = 80

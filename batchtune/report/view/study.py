@@ -20,8 +20,8 @@ from batchtune.report.view.select import (
     metric_of,
     score,
 )
-from batchtune.report.view.words import OUTCOMES, batch_text, clipping_text, counted, named_values, ranks, tone
-from batchtune.units import bounds, duration, interval, number, time_interval
+from batchtune.report.view.words import OUTCOMES, batch_text, clipping_text, named_values, ranks, tone
+from batchtune.units import bounds, counted, duration, interval, number, time_interval
 
 _OURS, _THEIRS = "train with", "today"
 _MOST_CONFIGURATIONS = 12

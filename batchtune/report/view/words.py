@@ -64,11 +64,6 @@ def gist(text: str) -> str:
     return found[0] if found else shorten(text, _LONGEST_GIST, placeholder=" …")
 
 
-def counted(count: int, name: str) -> str:
-    """So many of something."""
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
-
-
 def clipping_text(found: GradientClipping | None) -> str:
     """Gradient clipping in words; '' where there is none, or it is not known."""
     given = {"norm": found.norm, "each": found.value} if found else {}

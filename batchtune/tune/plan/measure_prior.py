@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from batchtune.config.schema import Config
-from batchtune.document import Attempt, NoiseScale, Prior, ProbeResult, RangeTest
+from batchtune.document import NoiseScale, Prior, ProbeResult, RangeTest
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
-from batchtune.probe.runner import Probe
-from batchtune.probe.timing import MAX_POINTS
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker, WorkerDied
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeLoader, TimeSteps
+from batchtune.tune.plan.affordable import PRIOR_SHARE, WARM_UP_STEPS, affordable_noise_scale, affordable_range_test
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import (
     Candidates,
@@ -25,56 +23,13 @@ from batchtune.tune.plan.prior import (
     rate_belief,
     splits_to_time,
     start_batch_size,
-    step_seconds,
     with_loading,
 )
 from batchtune.tune.plan.space import Plan, rates_to_search
 from batchtune.tune.plan.warm_start import DECADES, WarmStart
 
-USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
-MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
-VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
-MAX_EVALUATION_BATCH = 1024  # samples in a forward pass of the default evaluation
-_LEAST_TIMING_SECONDS = 0.1  # of each size
-PRIOR_SHARE = 0.1  # of budget.total, and no more than one run: what range test and noise scale may take together
-STEPS_PER_DECADE, FEWEST_STEPS = 14, 20  # of a range test
-LARGE_FACTOR, LEAST_FACTOR = 8, 4  # between the two batch sizes of the noise scale
-WARM_UP_STEPS, DRAWS, SMALL_PER_LARGE = 40, 4, 4  # of the noise scale
-FORWARD_SHARE = 0.9  # of a step: the noise scale takes gradients and no optimizer step
 _LOADER_SECONDS = 0.1  # loading alone
 _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
-
-
-def study_probe(
-    config: Config, opened: Opened, worker: Worker, observer: Observer, earlier: Iterable[Mapping[str, object]]
-) -> Probe:
-    """The probe of a study, which goes on from the attempts of earlier starts."""
-    precision = opened.precision[0][0]
-    about = {"precision": precision, "purpose": "search"}.items()
-    limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
-    known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
-    return Probe(worker, _probe_options(config), precision, observer, known)
-
-
-def _probe_options(config: Config) -> ProbeOptions:
-    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer.
-
-    Its sizes are of each rank.
-    """
-    sizes, total, ranks = config.batch_size, config.budget.total, config.ranks.per_trial
-    unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
-    return ProbeOptions(
-        minimum=unit,
-        maximum=None if most is None else most // ranks,
-        multiple_of=unit,
-        verify_timeout=LONG_SILENCE_SECONDS,
-        max_step_seconds=config.budget.run / MIN_STEPS,
-        useful_size=USEFUL_FACTOR * config.baseline.batch_size // ranks,
-        evaluation_batch_size=MAX_EVALUATION_BATCH,
-        verify_seconds=VERIFY_SHARE * total,
-        timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
-        flops=False,
-    )
 
 
 def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) -> Plan:
@@ -155,12 +110,16 @@ def measure_prior(
         noise_scale=noise,
         seconds=round(time.perf_counter() - started, 3),
     )
-    observer.note(f"batch sizes {', '.join(map(str, chosen.batch_sizes))}: {chosen.reason}")
-    if micro_reason:
-        observer.note(f"micro-batch {micro:,}: {micro_reason}")
-    believed = f"learning rate {rate:.2g} give or take {decades:.1f} decades"
-    observer.note(f"start: batch {start:,}, {believed}: {prior.learning_rate_reason}")
+    _tell(prior, observer)
     return prior
+
+
+def _tell(prior: Prior, observer: Observer) -> None:
+    observer.note(f"batch sizes {', '.join(map(str, prior.batch_sizes))}: {prior.batch_sizes_reason}")
+    if prior.micro_batch_reason:
+        observer.note(f"micro-batch {prior.micro_batch_size:,}: {prior.micro_batch_reason}")
+    believed = f"learning rate {prior.learning_rate:.2g} give or take {prior.learning_rate_decades:.1f} decades"
+    observer.note(f"start: batch {prior.start_batch_size:,}, {believed}: {prior.learning_rate_reason}")
 
 
 def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float | None:
@@ -261,59 +220,3 @@ def _noise_scale(
         seconds=seconds,
     )
     return worker.call(command, timeout=LONG_SILENCE_SECONDS), needed
-
-
-def affordable_noise_scale(
-    batch_size: int, probe: ProbeResult, seconds: float, *, ranks_apart: bool = False
-) -> tuple[int, int, int, float] | str:
-    """The two batch sizes, the draws and the seconds of a noise scale that stays within so many, or why there is none.
-
-    The smaller size is the baseline's `batch_size`, or what of it fits. Where the gradients of several ranks are seen
-    apart, it is for warming up alone: a pass of the larger one tells what a rank's share of it does, too.
-    """
-    fit, largest = probe.throughput_fit, probe.max_batch_size or 1
-    if fit is None:
-        return "no noise scale, since steps were not timed"
-    small = min(batch_size, largest)
-    large = min(LARGE_FACTOR * small, largest)
-    warm_up = WARM_UP_STEPS * step_seconds(fit, small)
-    if ranks_apart:
-        draws = math.ceil(DRAWS * (SMALL_PER_LARGE * small / large + 1))  # of as many samples as below
-        needed = warm_up + draws * step_seconds(fit, large) * FORWARD_SHARE
-        told = f"a noise scale of the ranks' gradients at batch {large:,}"
-        return _too_long(told, needed, seconds) or (small, large, draws, needed)
-    if large < LEAST_FACTOR * small:
-        return f"no noise scale, since {largest}, the largest batch to train at once, is not {LEAST_FACTOR} of today's"
-    gradients = DRAWS * (SMALL_PER_LARGE * step_seconds(fit, small) + step_seconds(fit, large)) * FORWARD_SHARE
-    needed = warm_up + gradients
-    return _too_long(f"a noise scale at batch {small:,} and {large:,}", needed, seconds) or (
-        small,
-        large,
-        DRAWS,
-        needed,
-    )
-
-
-def affordable_range_test(batch_size: int, rates: tuple[float, float], probe: ProbeResult, seconds: float) -> int | str:
-    """The steps of a range test at a batch size that stays within so many seconds, or why there is none.
-
-    It starts at the baseline's learning rate, with which training is known to go well: below it there is nothing to
-    find; or at the user's least rate, where that is higher.
-    """
-    fit, largest = probe.throughput_fit, probe.max_batch_size or 1
-    if rates[0] > rates[1]:
-        return f"no range test, since today's {rates[0]:g} is above {rates[1]:g}, the largest to search"
-    if fit is None:
-        return "no range test, since steps were not timed"
-    if batch_size > largest:
-        return f"no range test, since batch {batch_size:,} must be accumulated"
-    steps = max(FEWEST_STEPS, math.ceil(STEPS_PER_DECADE * math.log10(rates[1] / rates[0])))
-    what = f"{steps} steps of a range test at batch {batch_size:,}"
-    return _too_long(what, steps * step_seconds(fit, batch_size), seconds) or steps
-
-
-def _too_long(what: str, needed: float, seconds: float) -> str | None:
-    if needed <= seconds:
-        return None
-    share = f"one run, or {PRIOR_SHARE:.0%} of budget.total, is for all of it"
-    return f"no more was measured: {what} would take about {needed:.2g} s, and {share}"

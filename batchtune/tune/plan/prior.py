@@ -15,6 +15,7 @@ from batchtune.units import number
 
 Paces = Mapping[tuple[int, int], float]
 """Seconds of an optimizer step by how it is made up: micro-batch size and number of micro-batches."""
+MAX_EVALUATION_BATCH = 1024  # samples in a forward pass of the default evaluation
 _MOST_SPLITS = 4  # of a fixed global batch are timed
 _TIMING_ERROR, _RUN_ERROR = 0.05, 0.05  # of a step's seconds at the least, as the probe timed it and as runs had it
 _UNLIKE = 0.2  # by which steps of runs may differ from those that the probe timed, at one size and not at another

@@ -15,8 +15,7 @@ from batchtune.document import ProbeResult, Value
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.messages import RunSpec, pace_kind
-from batchtune.tune.plan.measure_prior import MAX_EVALUATION_BATCH
-from batchtune.tune.plan.prior import split_batch
+from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH, split_batch
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.study.history import Role, StudyHistory, over
 from batchtune.tune.study.storage import Machines

@@ -10,6 +10,7 @@ from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 
 from batchtune.document import Recommendation, Target, Trial
+from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
@@ -136,6 +137,19 @@ class TuneStudy:
             reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was busy"
             found = found.model_copy(update={"reason": reason})
         return found, baseline
+
+    def answer(self) -> Recommendation:
+        """What is recommended now that all has run.
+
+        Raises:
+            NothingFitsError: nothing is, and why.
+        """
+        if not any(trial.state in {"complete", "pruned"} for trial in self.records()):
+            raise NothingFitsError("no trial was usable; see the messages of the trials")
+        found = self.recommendation()[0]
+        if found is None:
+            raise NothingFitsError(self.why_nothing())
+        return found
 
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""

@@ -1,0 +1,53 @@
+"""The probe of a study: which sizes it looks at, and how much time it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from batchtune.config.schema import Config
+from batchtune.document import Attempt
+from batchtune.observer import Observer
+from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
+from batchtune.probe.runner import Probe
+from batchtune.probe.timing import MAX_POINTS
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
+from batchtune.protocol.commands import Opened
+from batchtune.tune.plan.open_task import multiple_of
+from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
+
+USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
+MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
+VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
+_LEAST_TIMING_SECONDS = 0.1  # of each size
+
+
+def study_probe(
+    config: Config, opened: Opened, worker: Worker, observer: Observer, earlier: Iterable[Mapping[str, object]]
+) -> Probe:
+    """The probe of a study, which goes on from the attempts of earlier starts."""
+    precision = opened.precision[0][0]
+    about = {"precision": precision, "purpose": "search"}.items()
+    limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
+    known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
+    return Probe(worker, _probe_options(config), precision, observer, known)
+
+
+def _probe_options(config: Config) -> ProbeOptions:
+    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer.
+
+    Its sizes are of each rank.
+    """
+    sizes, total, ranks = config.batch_size, config.budget.total, config.ranks.per_trial
+    unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
+    return ProbeOptions(
+        minimum=unit,
+        maximum=None if most is None else most // ranks,
+        multiple_of=unit,
+        verify_timeout=LONG_SILENCE_SECONDS,
+        max_step_seconds=config.budget.run / MIN_STEPS,
+        useful_size=USEFUL_FACTOR * config.baseline.batch_size // ranks,
+        evaluation_batch_size=MAX_EVALUATION_BATCH,
+        verify_seconds=VERIFY_SHARE * total,
+        timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
+        flops=False,
+    )

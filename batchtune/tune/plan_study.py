@@ -1,0 +1,48 @@
+"""Probe and prior of a study, and the plan that comes of them."""
+
+from __future__ import annotations
+
+from batchtune.config.schema import Config
+from batchtune.observer import Observer
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import Opened
+from batchtune.tune.plan.measure_prior import make_plan, measure_prior
+from batchtune.tune.plan.space import Plan
+from batchtune.tune.plan.study_probe import study_probe
+from batchtune.tune.plan.warm_start import WarmStart
+from batchtune.tune.progress import Progress
+from batchtune.tune.study.storage import Agreement
+
+
+def plan_study(
+    config: Config,
+    progress: Progress,
+    worker: Worker,
+    opened: Opened,
+    agreement: Agreement,
+    observer: Observer,
+    warm_start: WarmStart | None = None,
+) -> Plan:
+    """The plan by another machine's probe and prior where it has begun the study, an earlier start's, or by new ones.
+
+    Raises:
+        BatchtuneError: nothing fits, or another machine's study is not this one; `progress` has what was found.
+    """
+    begun = agreement.look()
+    if begun is not None:
+        observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
+        progress.probe, progress.prior = begun
+    progress.probe = progress.probe or progress.earlier_probe()
+    if progress.probe is None:
+        progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
+        progress.probe = progress.probing.run()
+    progress.save("interrupted")
+    progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
+    if progress.prior is None:
+        progress.prior = measure_prior(config, progress.probe, opened, worker, observer, warm_start)
+    elif warm_start is not None:
+        observer.note(f"--warm-start {warm_start.run}: not used, as the study goes on from where it was")
+    probe, prior = progress.probe, progress.prior = agreement.settle(progress.probe, progress.prior)
+    progress.save("interrupted")
+    progress.keep_identity()  # of another machine's probe, too
+    return make_plan(config, opened, probe, prior)

@@ -1,0 +1,69 @@
+"""One start of `tune`: the workers, the plan, the study, and what its answer would come to on several ranks."""
+
+from __future__ import annotations
+
+import time
+
+from batchtune.config.schema import Config
+from batchtune.observer import Forwarder, Observer
+from batchtune.processes.pool import WorkerPool
+from batchtune.protocol.commands import Opened
+from batchtune.tune.plan.open_task import identity_of, open_pool, open_task
+from batchtune.tune.plan.warm_start import WarmStart
+from batchtune.tune.plan_study import plan_study
+from batchtune.tune.progress import Progress
+from batchtune.tune.recorder import Recorder
+from batchtune.tune.scaling import scale
+from batchtune.tune.study.budget import outlook_at_start
+from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.study.storage import Agreement, open_storage
+
+
+class Tuning:
+    """One start of `tune`, by what `progress` knows already."""
+
+    def __init__(
+        self, config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None
+    ) -> None:
+        self._config, self._progress, self._warm_start = config, progress, warm_start
+        self._observer = Forwarder(Recorder(progress, observer))  # of several threads
+
+    def run(self) -> None:
+        """Probe, then study.
+
+        Raises:
+            BatchtuneError: it cannot go on; `progress` has what was found until then.
+        """
+        progress, config, began = self._progress, self._config, time.perf_counter()
+        with open_pool(config, self._observer, progress.folder.attempts()) as pool:
+            opened = self._open(pool)
+            opening_seconds = time.perf_counter() - began
+            if progress.earlier is None and config.budget.given_total is not None:
+                schedule = opened.optimizer_settings.scheduler is not None
+                told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
+                self._observer.announce(told)
+            storage = open_storage(config.storage, progress.folder.path)
+            agreement = Agreement(storage, config, opened.device_name)
+            plan = plan_study(config, progress, pool.first, opened, agreement, self._observer, self._warm_start)
+            progress.study = study = TuneStudy(plan, pool, storage, self._observer, opening_seconds=opening_seconds)
+            study.run()
+        found = study.answer()
+        assert progress.probe is not None  # noqa: S101 - it is planned by
+        earlier = progress.earlier and progress.earlier.recommendation
+        timed = earlier.scaling if earlier else None
+        progress.scaling = scale(study, opened, progress.probe, found, timed, self._observer)
+
+    def _open(self, pool: WorkerPool) -> Opened:
+        progress = self._progress
+        progress.opened = opened = open_task(pool.first, self._config)
+        progress.identity = identity_of(self._config) | {"the device": opened.device_name}
+        progress.folder.check_identity(progress.identity)  # whatever 'auto' was
+        pool.grow(opened)
+        if len(pool) > 1:
+            self._observer.note(f"{len(pool)} workers{pool.where}")
+        if opened.is_group:
+            ranks = f"{opened.world_size} ranks with {opened.strategy} ({opened.backend})"
+            self._observer.note(f"each run trains on {ranks}: batch sizes are of all ranks together")
+        for name, reason in opened.precision:
+            self._observer.note(f"precision {name}: {reason}")
+        return opened
