@@ -187,7 +187,7 @@ def tuned(case: Case, folder: Path) -> list[str]:
     speedup = found["speedup_over_baseline"]
     claimed = f"{speedup['median']:.2f} ({speedup['low']:.2f} to {speedup['high']:.2f})"
     if speedup.get("at_least"):
-        claimed = f"at least {speedup['median']:.2f}"
+        claimed = f"at least {speedup['low']:.2f}"
     return [chosen, claimed, checked(case, folder, result)]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +18,7 @@ Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientCl
 Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
 CONFIDENCE = 0.9
 STEADY = 1.05  # times as long, or less, is no sign of other programs
-_RESAMPLES = 4000
-_MAX_ENUMERATED = 5**5
+_LEAST = 1e-9  # what has a logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,41 +184,53 @@ def at_pace(trial: Trial, step_seconds: float) -> Trial:
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median of a few runs with its bootstrap interval."""
-    return _interval(statistics.median(values), [statistics.median(each) for each in _resamples(values)])
+    """The median of a few runs with its interval; of times by their logarithms, as in `ratio_interval`."""
+    median = statistics.median(values)
+    if min(values) <= 0:  # a metric that is maximized, or has no logarithm
+        return _interval(median, statistics.fmean(values), _half_width(values))
+    logs = [math.log(each) for each in values]
+    return _interval(median, statistics.fmean(logs), _half_width(logs), math.exp)
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
-    """The ratio of two medians with its bootstrap interval over both."""
-    return _compared(numerators, denominators, operator.truediv)
+    """The ratio of two medians with its interval; seeds differ by factors, so that logarithms are what is compared."""
+    left, right = ([math.log(max(each, _LEAST)) for each in values] for values in (numerators, denominators))
+    median = statistics.median(numerators) / max(statistics.median(denominators), _LEAST)
+    return _interval(median, statistics.fmean(left) - statistics.fmean(right), _half_width(left, right), math.exp)
 
 
 def difference_interval(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """By how much one median exceeds another, with its bootstrap interval over both."""
-    return _compared(values, others, operator.sub)
+    """By how much one median exceeds another, with its interval."""
+    median = statistics.median(values) - statistics.median(others)
+    return _interval(median, statistics.fmean(values) - statistics.fmean(others), _half_width(values, others))
 
 
-def _compared(values: Sequence[float], others: Sequence[float], compare: Callable[[float, float], float]) -> Interval:
-    left = [statistics.median(each) for each in _resamples(values)]
-    right = [statistics.median(each) for each in _resamples(others)]
-    generator = random.Random(0)
-    pairs = (
-        list(itertools.product(left, right))
-        if len(left) * len(right) <= _MAX_ENUMERATED
-        else [(generator.choice(left), generator.choice(right)) for _ in range(_RESAMPLES)]
-    )
-    return _interval(compare(statistics.median(values), statistics.median(others)), [compare(*pair) for pair in pairs])
+def _half_width(*sides: Sequence[float]) -> float:
+    """Half of the interval for a mean, or for the difference of two whose runs need not vary alike (Welch 1947).
+
+    To resample so few values says too little of how they vary where one side's do so more than the other's, and so does
+    to pool them: `tests/benchmarks/interval_coverage.py`. A side of one run is taken to vary as the other does.
+    """
+    known = [(statistics.variance(each), len(each) - 1) for each in sides if len(each) > 1]
+    if not known:
+        return 0.0  # two single runs tell nothing of that
+    spreads = [(statistics.variance(each), len(each) - 1) if len(each) > 1 else max(known) for each in sides]
+    errors = [(variance / len(each), free) for (variance, free), each in zip(spreads, sides, strict=True)]
+    squared = sum(error for error, _ in errors)
+    if not squared:
+        return 0.0
+    return _student(squared**2 / sum(error**2 / free for error, free in errors)) * math.sqrt(squared)
 
 
-def _resamples(values: Sequence[float]) -> list[tuple[float, ...]]:
-    """Every resample where they can be counted out, else a fixed number drawn with a fixed seed."""
-    if len(values) ** len(values) <= _MAX_ENUMERATED:
-        return list(itertools.product(values, repeat=len(values)))
-    generator = random.Random(0)
-    return [tuple(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+def _student(freedom: float) -> float:
+    """Student's t beyond which lies half of what `CONFIDENCE` leaves.
+
+    By Wallace 1959: at 2, 3 and 4 degrees of freedom 1.8, 0.5 and 0.2 % more than it is, never less.
+    """
+    normal = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(normal**2 / freedom))
 
 
-def _interval(median: float, resampled: list[float]) -> Interval:
-    ordered = sorted(resampled)
-    cut = int((1 - CONFIDENCE) / 2 * len(ordered))
-    return Interval(median=median, low=min(median, ordered[cut]), high=max(median, ordered[-1 - cut]))
+def _interval(median: float, centre: float, half: float, shown: Callable[[float], float] = float) -> Interval:
+    low, high = (median, median) if not half else (shown(centre - half), shown(centre + half))
+    return Interval(median=median, low=min(median, low), high=max(median, high))

@@ -14,7 +14,7 @@ from batchtune.document import (
     Trial,
 )
 from batchtune.tune.scaling import scaling, split
-from batchtune.tune.verdict.scores import config_of
+from batchtune.tune.verdict.scores import config_of, median_interval
 
 ALPHA, BETA, LARGEST = 0.010, 0.001, 32
 PROBE = ProbeResult(
@@ -130,8 +130,9 @@ class TestTimes:
         second = scaling(TRIALS, FOUND, PROBE, ranks()).points[1]
         error = (ALPHA + BETA * 32) / 0.040 - 1
         ratio = second.time_to_target_seconds.median / 42
-        assert second.time_to_target_seconds.low == pytest.approx(40 * ratio * (1 - error))
-        assert second.time_to_target_seconds.high == pytest.approx(44 * ratio * (1 + error))
+        seeds = median_interval([40.0, 42.0, 44.0])
+        assert second.time_to_target_seconds.low == pytest.approx(seeds.low * ratio * (1 - error))
+        assert second.time_to_target_seconds.high == pytest.approx(seeds.high * ratio * (1 + error))
 
     def test_a_world_size_that_no_batch_divides_by_is_left_out(self):
         found = FOUND.model_copy(update={"global_batch_size": 12, "micro_batch_size": 12})
