@@ -71,14 +71,9 @@ def probe(  # noqa: D417 - takes_options adds them
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
     path, purpose = os.fspath(task), "inference" if inference else "probe"
     name = task_name(path)
-    settings: dict[str, Any] = {
-        "memory_limit": memory_limit,
-        "precision": precision,
-        "lengths": lengths,
-        "purpose": purpose,
-    }
+    how: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision, "lengths": lengths, "purpose": purpose}
     return run_probe(
-        OpenTask(task=path, device=device, margin=margin, **settings),
+        OpenTask(task=path, device=device, margin=margin, **how),
         ProbeOptions(
             minimum=min,
             maximum=max,
