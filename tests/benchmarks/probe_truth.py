@@ -28,7 +28,7 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
-from truth_rows import CLOSE, SIZES, Row, Setup, misses, read, report  # noqa: E402 - found beside this file
+from truth_rows import CLOSE, NOTES, SIZES, Row, Setup, misses, read, read_table, report  # noqa: E402 - found beside
 
 RESULTS = HERE / "results" / "probe_truth.md"
 WAYS = ("card", "limit", "margin")
@@ -153,7 +153,7 @@ def _figures(found: dict) -> tuple[int | None, int, int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="3 models at 8 GiB, no table")
-    parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
+    parser.add_argument("--resume", action="store_true", help="keep what the table and an earlier start hold")
     parser.add_argument("--only", default="", help="cases whose name has one of these words in it, no table")
     parser.add_argument("--cases", type=int, help="only the first so many")
     parser.add_argument("--part", default="0/1", help="0/2 and 1/2 may run side by side with one state")
@@ -176,7 +176,8 @@ def main() -> int:
     words = options.only.split(",")
     wanted = [setup for setup in setups(slugs, sizes) if any(word in setup.slug for word in words)]
     keeps, writes = not options.quick, options.table or not (options.quick or options.only or parts > 1)
-    rows = read(options.state) if options.resume or options.table else {}
+    table = RESULTS.read_text() if RESULTS.exists() else ""
+    rows = read_table(table) | read(options.state) if options.resume or options.table else {}
     if keeps and not (options.resume or options.table):
         options.state.unlink(missing_ok=True)
     if options.table:
@@ -193,7 +194,8 @@ def main() -> int:
                     file.write(json.dumps(asdict(row)) + "\n")
     done = [rows[setup] for setup in wanted]
     if writes:
-        RESULTS.write_text(report(done, "python tests/benchmarks/probe_truth.py"))
+        notes = "".join(table.partition(NOTES)[1:])
+        RESULTS.write_text(report(done, "python tests/benchmarks/probe_truth.py") + notes)
     missed = misses(done)
     missed += [] if any(row.truth for row in done) else ["nothing was measured"]
     print("\n".join(missed) or "every goal was met")

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from probe_truth import setups, soonest_whole
-from truth_rows import SIZES, Row, misses, read, report
+from truth_rows import SIZES, Row, misses, read, read_table, report
 
 
 def measured(setup, seconds, *, answer=100, truth=100):
@@ -42,3 +42,19 @@ def test_what_is_kept_is_read_as_it_was(tmp_path):
     state.write_text(json.dumps(asdict(measured(setup, 2.5))) + "\n")
     assert read(state) == {setup: measured(setup, 2.5)}
     assert read(tmp_path / "none") == {}
+
+
+def test_a_table_is_read_as_it_was_written():
+    wanted = setups(["case"], SIZES)
+    rows = {setup: measured(setup, 2.5, answer=123_456, truth=123_456) for setup in wanted}
+    for row, truth, trouble in zip(
+        rows.values(), (1, 1_000_000, None, 123_456), ("", "why", "raises", ""), strict=True
+    ):
+        row.truth, row.trouble, row.estimated, row.commit = truth, trouble, truth == 1, "abc123"
+    last = rows[wanted[3]]
+    last.easier, last.plain, rows[wanted[2]].answer = ["clips", "zeroes after, looks"], (8, 2, 7.5), None
+    last.trouble = "rough"
+    found = read_table(report(list(rows.values()), "command"))
+    assert found[wanted[3]].easier == ["clips", "zeroes after", "looks"]
+    found[wanted[3]].easier = last.easier
+    assert found == rows

@@ -13,6 +13,12 @@ from pathlib import Path
 SIZES = (8, 24, 80, 141)
 CLOSE = 0.01
 FEWEST = 20  # probes of whose mean something can be asked
+NOTES = "\n## Notes\n"  # what stands below it in a table was written by a person
+_EASIER, _HIGH, _LOW = "1 % more trains with: ", "**too high** ", "**too low** "
+_HEADER = (
+    "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | estimate | without estimate "
+    "| commit | |"
+)
 
 
 @dataclass(frozen=True)
@@ -121,22 +127,21 @@ def report(rows: Sequence[Row], command: str) -> str:
         "Attempts are all of a probe, the final check among them; seconds are without imports.",
         "",
     ]
-    lines += [
-        "| case | GiB | within | tolerance | answer | truth | attempts | OOMs | seconds | without estimate | commit | |"
-    ]
-    lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|---|"]
-    for row in rows:
-        setup, note = row.setup, row.trouble
-        if row.easier:
-            note = f"1 % more trains with: {', '.join(row.easier)}; {note}"
-        verdict = "**too high** " if row.too_high else "**too low** " if row.too_low else ""
-        plain = "{} / {} / {}".format(*row.plain) if row.plain else ""
-        lines.append(
-            f"| {setup.slug} | {setup.gib} | {setup.way} | {setup.tolerance:g} | {_number(row.answer)} | "
-            f"{_number(row.truth)} | {row.attempts} | {row.ooms} | {row.seconds:g} | {plain} | "
-            f"{row.commit} | {verdict}{note} |"
-        )
-    return "\n".join(lines) + "\n"
+    lines += [_HEADER, "|---|--:|---|--:|--:|--:|--:|--:|--:|---|---|---|---|"]
+    return "\n".join([*lines, *map(_line, rows)]) + "\n"
+
+
+def _line(row: Row) -> str:
+    setup, note = row.setup, row.trouble
+    if row.easier:
+        note = f"{_EASIER}{', '.join(row.easier)}; {note}"
+    verdict = _HIGH if row.too_high else _LOW if row.too_low else ""
+    plain = "{} / {} / {}".format(*row.plain) if row.plain else ""
+    return (
+        f"| {setup.slug} | {setup.gib} | {setup.way} | {setup.tolerance:g} | {_number(row.answer)} | "
+        f"{_number(row.truth)} | {row.attempts} | {row.ooms} | {row.seconds:g} | {'yes' if row.estimated else 'no'} | "
+        f"{plain} | {row.commit} | {verdict}{note} |"
+    )
 
 
 def _means(name: str, rows: Sequence[Row]) -> list[str]:
@@ -158,3 +163,29 @@ def read(path: Path) -> dict[Setup, Row]:
         setup = Setup(**data.pop("setup"))
         rows[setup] = Row(setup, **data)
     return rows
+
+
+def read_table(text: str) -> dict[Setup, Row]:
+    """The rows of a table that `report` wrote."""
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == _HEADER.count("|") - 1 and cells[1].isdigit():
+            row = _row(*cells)
+            rows[row.setup] = row
+    return rows
+
+
+def _row(slug: str, gib: str, way: str, tolerance: str, *cells: str) -> Row:
+    answer, truth, attempts, ooms, seconds, estimated, plain, commit, note = cells
+    row = Row(Setup(slug, int(gib), way, float(tolerance)), commit=commit, estimated=estimated == "yes")
+    row.answer, row.truth = (int(each.replace(",", "")) if each else None for each in (answer, truth))
+    row.attempts, row.ooms, row.seconds = int(attempts), int(ooms), float(seconds)
+    if plain:
+        without = plain.split(" / ")
+        row.plain = int(without[0]), int(without[1]), float(without[2])
+    row.trouble = note.removeprefix(_HIGH.strip()).removeprefix(_LOW.strip()).strip()
+    if row.trouble.startswith(_EASIER):
+        habits, _, row.trouble = row.trouble.removeprefix(_EASIER).partition(";")
+        row.easier, row.trouble = habits.split(", "), row.trouble.strip()
+    return row
