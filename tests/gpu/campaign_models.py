@@ -105,4 +105,8 @@ class Asserted(Killed):
     """An index out of range on the device poisons the context."""
 
     def fail(self, batch: Tensor) -> None:
+        if "FAKE_GPU" in os.environ:  # whose kernels do nothing
+            import fake_gpu
+
+            fake_gpu.poison()
         torch.zeros(4, device=batch.device)[torch.full((9,), 100, device=batch.device)].sum().item()
