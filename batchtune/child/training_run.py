@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 
 from batchtune.child.evaluate import fitting_metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
+from batchtune.child.ranks.pace import own_seconds, straggler
 from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
 from batchtune.device.host import waited_seconds
@@ -105,7 +106,7 @@ def train(
     ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
     clock = StepClock(spec.most_step_seconds)
-    _Run(task, memory, spec, clock, parallel=parallel).warm_up()
+    slow = _Run(task, memory, spec, clock, parallel=parallel).warm_up()
     memory.release()
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
@@ -119,7 +120,7 @@ def train(
             outcome = "diverged"
     steps = total_steps if task.has("build_scheduler") else None
     optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
-    return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer)
+    return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer, straggler=slow)
 
 
 def time_in_turn(
@@ -185,13 +186,20 @@ class _Run:
         found = self._ranks.together("sum", math.nan if own is None else own)
         return None if math.isnan(found) else found
 
-    def warm_up(self) -> None:
-        """A few steps on a model that is thrown away: caches fill, kernels load, and the clock learns the pace."""
+    def warm_up(self) -> tuple[int, float] | None:
+        """A few steps on a model that is thrown away: caches fill, kernels load, and the clock learns the pace.
+
+        Returns the rank that is far slower than the others, and how many times; None where none is.
+        """
         require_finite(self.trainer.forward_backward(next(self._batches)), self._spec.micro_batch_size)
         self.trainer.update()
         for _ in range(_WARM_UP_STEPS):
             _, *spent, _ = self._timed_steps(1)
             self._clock.see(1, *spent)
+        if self._ranks.world_size == 1:
+            return None
+        model, step = self.trainer.model, self.trainer.step
+        return straggler(self._ranks.each(own_seconds(model, step, self._batches, self._memory.synchronize)))
 
     def stretch(self, seconds: float) -> float:
         """Trains for about so long; returns what a step took."""

@@ -32,6 +32,7 @@ from batchtune.document.study import RangeTest as RangeTest
 from batchtune.document.study import Recommendation as Recommendation
 from batchtune.document.study import Scaling as Scaling
 from batchtune.document.study import ScalingPoint as ScalingPoint
+from batchtune.document.study import Straggler as Straggler
 from batchtune.document.study import Target as Target
 from batchtune.document.study import Trial as Trial
 from batchtune.version import __version__

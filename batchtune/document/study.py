@@ -51,6 +51,13 @@ class GradientClipping(Record):
 NO_CLIPPING = GradientClipping()
 
 
+class Straggler(Record):
+    """A rank for which all others wait in every step."""
+
+    rank: Count
+    times: float = Field(ge=1, description="As long as the others' is what it does by itself: loading data, computing.")
+
+
 class Trial(Record):
     """One training run of the study."""
 
@@ -65,6 +72,7 @@ class Trial(Record):
     gradient_accumulation_steps: Factor | None = None
     world_size: Factor | None = Field(default=None, description="Ranks that trained it as one; absent for one device.")
     strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How they shared the work.")
+    straggler: Straggler | None = Field(default=None, description="The rank that was far slower than the others.")
     learning_rate: Rate
     precision: Text
     optimizer_arguments: dict[Text, Value] = Field(

@@ -28,6 +28,7 @@ from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rend
 
 _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS = 20.0
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # no process ends itself so by accident
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 
 
@@ -46,7 +47,7 @@ class RankCoordinator:
         self._followers: list[socket.socket] = []
         self._said: queue.Queue[tuple[int, Json | None]] = queue.Queue()
         self._everybody_here = threading.Event()
-        self._exits: dict[int, str] = {}
+        self._exits: dict[int, int] = {}
         self._ended = threading.Event()
         self._is_whole = True  # no rank is late with an answer, or gone
         self._idle = threading.Event()
@@ -62,8 +63,8 @@ class RankCoordinator:
             self._parent.send(**self._answer(command))
             self._idle.set()
 
-    def ranks_ended(self, exits: Mapping[int, str]) -> None:
-        """Ranks have ended as told, the group with them; returns when the parent knows."""
+    def ranks_ended(self, exits: Mapping[int, int]) -> None:
+        """Ranks have ended with such a status, the group with them; returns when the parent knows."""
         self._exits |= exits
         self._ended.set()
         self._everybody_here.set()
@@ -91,7 +92,7 @@ class RankCoordinator:
         """Hears from the process that runs a rank how that ended."""
         exits = {}
         with contextlib.suppress(OSError, ValueError):
-            exits = {rank: str(json.loads(words.readline())["ended"])}
+            exits = {rank: int(json.loads(words.readline())["ended"])}
         self._said.put((rank, None))
         self.ranks_ended(exits)
 
@@ -152,8 +153,10 @@ class RankCoordinator:
             return None
         self._ended.wait(_REPORT_SECONDS)
         rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
-        text = self._exits.get(rank, "the process ended")
-        return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank}
+        code = self._exits.get(rank)
+        text = "the process ended" if code is None else describe_exit(code)
+        outside = code is None or -code in _FROM_OUTSIDE  # of None nobody has told, as of a machine that is gone
+        return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank, "from_outside": outside}
 
     def _rejoined(self) -> bool:
         """Whether all ranks have rejoined after a failure."""
@@ -254,8 +257,8 @@ def _most(attempts: Iterable[Attempt], name: str) -> object:
     return max((value for each in attempts if (value := getattr(each, name)) is not None), default=None)
 
 
-def _launch(settings: GroupSettings) -> dict[int, str]:
-    """Has torch start the ranks and waits for their end; by rank, how those ended that failed first."""
+def _launch(settings: GroupSettings) -> dict[int, int]:
+    """Has torch start the ranks and waits for their end; by rank, the status of those that failed first."""
     import logging
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -279,7 +282,7 @@ def _launch(settings: GroupSettings) -> dict[int, str]:
     try:
         elastic_launch(config, program)(*arguments)
     except ChildFailedError as error:
-        return {rank: describe_exit(failure.exitcode) for rank, failure in error.failures.items()}
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
 
 

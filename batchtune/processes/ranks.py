@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from batchtune.errors import UsageError
-from batchtune.processes.local import LocalProcess, Process, child_environment, describe_exit, entry
+from batchtune.processes.local import LocalProcess, Process, child_environment, entry
 from batchtune.protocol.messages import Message, Rendezvous
 
 _OVER = "over"
@@ -149,9 +149,9 @@ class Follower:
 
 
 def _tell_end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
-    text = describe_exit(process.wait())
+    code = process.wait()
     with contextlib.suppress(OSError):
-        line.sendall((f'{{"ended": "{text}"}}\n').encode())
+        line.sendall((f'{{"ended": {code}}}\n').encode())
 
 
 class Leader:

@@ -6,12 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
 from batchtune.processes.local import Launcher, LocalLauncher, Process
-from batchtune.protocol.commands import Opened, OpenTask, Renew, Train, Tried
+from batchtune.protocol.commands import Opened, OpenTask, Renew, Train, Tried, TryBatchSize
 from batchtune.protocol.messages import Answer, Command, Json
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
@@ -19,22 +19,31 @@ START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, build
 BUSY_SECONDS, RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 _RETRIES = 2  # of what is no run of a study, where nodes are lost
 STOPPED = "stopped with the others"
+DiedOf: TypeAlias = Literal["crash", "timeout", "oom"]
 
 
 class WorkerDied(BatchtuneError):
     """The child died or hung; `outcome` is `crash`, `timeout` or, for an allocation outside an attempt, `oom`.
 
-    Of a group of ranks, `rank` is the one that did, where it is known.
+    Of a group of ranks, `rank` is the one that did, where it is known, and `from_outside` says that nothing it did
+    itself ended it, as far as can be told: a signal did, or its machine is gone.
     """
 
-    def __init__(self, outcome: Literal["crash", "timeout", "oom"], message: str, rank: int | None = None) -> None:
+    def __init__(self, outcome: DiedOf, message: str, rank: int | None = None, *, from_outside: bool = False) -> None:
         super().__init__(message)
-        self.outcome: Literal["crash", "timeout", "oom"] = outcome
-        self.rank = rank
+        self.outcome: DiedOf = outcome
+        self.rank, self.from_outside = rank, from_outside
 
 
 class NodeLost(BatchtuneError):
-    """The machine on which a child trained is gone: nothing that its work is to blame for."""
+    """The place where a child trained is gone: nothing that its work is to blame for, unless it happens over again.
+
+    `outcome` is what it comes to then.
+    """
+
+    def __init__(self, message: str, outcome: DiedOf = "crash") -> None:
+        super().__init__(message)
+        self.outcome: DiedOf = outcome
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
@@ -188,10 +197,22 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             self._discard()
             if isinstance(error, WorkerDied) and self._stopping.is_set():
                 raise RunInterrupted(STOPPED) from None
+            if isinstance(error, WorkerDied) and self._is_no_fault_of(command, error):
+                raise NodeLost(str(error), error.outcome) from None
             raise
         if isinstance(answer, Tried) and not answer.usable:
             self.renew()
         return answer
+
+    def _is_no_fault_of(self, command: Command[Answer], died: WorkerDied) -> bool:
+        """Whether a group that has worked was struck: of many processes one is, sooner or later.
+
+        What befalls an attempt of a probe is its outcome: a rank that takes too much of the host's memory is killed,
+        too. Who coordinates ranks runs no code of the user's, so that its own end is no fault of theirs.
+        """
+        if self.opened is None or self.opened.world_size == 1 or isinstance(command, TryBatchSize):
+            return False
+        return died.from_outside or died.outcome == "timeout" or (died.outcome == "crash" and died.rank is None)
 
 
 def ask(
@@ -227,7 +248,8 @@ def ask(
 
 def _error(answer: Json) -> BatchtuneError:
     if "outcome" in answer:
-        return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"))
+        outside = answer.get("from_outside", False)
+        return WorkerDied(answer["outcome"], answer["error"], answer.get("rank"), from_outside=outside)
     if answer["exit_code"] == UserCodeError.exit_code:
         return UserCodeError(answer["error"], answer["frames"])
     kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}

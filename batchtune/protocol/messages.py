@@ -157,12 +157,14 @@ class RunEnd:
         total_steps: the horizon that the user's scheduler was given; None without one.
         evaluation_seconds: what its evaluations took.
         optimizer: its class, where arguments of build_optimizer may have chosen it.
+        straggler: the rank that is far slower than the others by itself, and how many times as slow.
     """
 
     outcome: str
     total_steps: int | None = None
     evaluation_seconds: float | None = None
     optimizer: str | None = None
+    straggler: tuple[int, float] | None = None
 
 
 class Channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -25,6 +26,7 @@ from batchtune.units import number
 Status = Literal["complete", "interrupted", "failed"]
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
+_TWICE = 2  # a rank that is slow in a single run may be so by accident
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
@@ -158,7 +160,7 @@ class Progress:
         found += loading_warnings(self.probe, self.prior, self.opened.device, ranks) if self.prior else []
         found += baseline_warnings(as_one_device(self.probe, ranks), self._config.baseline.batch_size)
         found += target_warnings(study.target) if study else []
-        found += uneven_warnings(trials, recommended)
+        found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
         if study and status == "complete":
             found += search_warnings(trials, study.parts.budget.enough())
         return found
@@ -210,6 +212,22 @@ def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
         return []
     runs = f"{len(raised)} of {len(searched)} runs of the search, which tell nothing"
     return [f"the task raised an error in {runs}: {raised[-1]}"]
+
+
+def straggler_warnings(trials: Sequence[Trial]) -> list[str]:
+    """One where the same rank was far slower than the others in most runs, twice at least."""
+    ran = [trial for trial in trials if trial.curve]
+    slow = [trial.straggler for trial in ran if trial.straggler]
+    if not slow:
+        return []
+    rank = statistics.mode(each.rank for each in slow)
+    times = [each.times for each in slow if each.rank == rank]
+    if len(times) < _TWICE or 2 * len(times) <= len(ran):
+        return []
+    text = (
+        f"rank {rank} is {number(statistics.median(times))} times as slow as the others, in {len(times)} of {len(ran)}"
+    )
+    return [f"{text} runs, and they wait for it in every step: look at its device, what else runs there, and its data"]
 
 
 def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:

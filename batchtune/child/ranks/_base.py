@@ -34,6 +34,9 @@ class Ranks(Protocol):
     def together(self, how: How, value: float) -> float:
         """The sum, the largest or the smallest of the ranks' values, or the first rank's; NaN where a sum has one."""
 
+    def each(self, value: float) -> list[float]:
+        """The values of all ranks, in their order."""
+
     def align(self, model: nn.Module) -> None:
         """Gives every rank the first one's running statistics, such as those of batch norm, as saving would."""
 
@@ -60,6 +63,9 @@ class Alone:
 
     def together(self, how: How, value: float) -> float:  # noqa: ARG002 - of one value all are the same
         return value
+
+    def each(self, value: float) -> list[float]:
+        return [value]
 
     def align(self, model: nn.Module) -> None:
         """Its statistics are those of the model."""

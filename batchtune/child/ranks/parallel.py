@@ -79,6 +79,13 @@ class Parallel:
             )
         return float(said.item())
 
+    def each(self, value: float) -> list[float]:
+        import torch.distributed as dist
+
+        said = [torch.zeros(1, dtype=torch.float64) for _ in range(self.world_size)]
+        dist.all_gather(said, torch.tensor([value], dtype=torch.float64))
+        return [float(each.item()) for each in said]
+
     def align(self, model: nn.Module) -> None:
         import torch.distributed as dist
 

@@ -151,7 +151,7 @@ class Trials:
             retries, number = retries + 1, trials[number].user_attrs.get("retry_of")
         trial.set_user_attr("message", str(lost))
         if retries == MOST_RETRIES:
-            trial.set_user_attr("outcome", "crash")
+            trial.set_user_attr("outcome", lost.outcome)
         self._study.tell(trial.number, state=TrialState.FAIL)
         if retries < MOST_RETRIES:
             requeue(self._study, trials[trial.number])
@@ -170,6 +170,7 @@ class Trials:
             "message": run.message,
             "total_steps": run.total_steps,
             "optimizer": run.optimizer,
+            "straggler": run.straggler and {"rank": run.straggler[0], "times": round(run.straggler[1], 2)},
             "evaluation_seconds": round(run.evaluation_seconds or 0.0, 4),
         }
         attributes |= {key: value for key, value in found.items() if value}

@@ -8,7 +8,7 @@ from fakes import ScriptedLauncher, opened, refusal
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.processes import worker as worker_module
 from batchtune.processes.worker import NodeLost, Worker, WorkerDied
-from batchtune.protocol.commands import Describe, OpenTask, Train
+from batchtune.protocol.commands import Describe, OpenTask, Train, TryBatchSize
 from batchtune.protocol.messages import RunSpec
 
 HERE = {"done": opened(device="cuda:0", memory_limit_bytes=7).model_dump()}
@@ -159,3 +159,43 @@ class TestANodeThatIsLost:
         with pytest.raises(NodeLost):
             Worker(None, deaf).call(Describe(device="cpu"), timeout=1.0)
         assert all(child.is_closed for child in deaf.started)
+
+
+GROUP = {"done": opened(world_size=2, strategy="ddp", backend="gloo").model_dump()}
+KILLED = {"outcome": "crash", "error": "rank 1: the process died by SIGKILL", "rank": 1, "from_outside": True}
+CRASHED = {"outcome": "crash", "error": "rank 1: the process died by SIGSEGV", "rank": 1, "from_outside": False}
+
+
+class TestAGroupThatIsStruck:
+    """Nothing of that is the fault of what it was at."""
+
+    @pytest.mark.parametrize(("fate", "outcome"), [(KILLED, "crash"), (TimeoutError(), "timeout"), (None, "crash")])
+    def test_a_run_is_the_studys_to_give_back(self, fate, outcome):
+        worker, launcher = worker_of(GROUP, NOTHING, fate)
+        with pytest.raises(NodeLost) as lost:
+            worker.call(Train(spec=RUN), timeout=1.0)
+        assert lost.value.outcome == outcome
+        assert [child.is_closed for child in launcher.started] == [True, True]
+
+    def test_so_it_is_where_the_next_group_is_struck_while_it_begins(self):
+        worker, _ = worker_of(GROUP, KILLED)
+        with pytest.raises(NodeLost):
+            worker.call(Train(spec=RUN), timeout=1.0)
+
+    def test_what_is_no_run_is_retried(self):
+        notes = []
+        worker, _ = worker_of(GROUP, KILLED, NOTHING, DONE, note=notes.append)
+        assert worker.call(Describe(device="cpu"), timeout=1.0).environment.device == "a card"
+        assert notes == ["Describe is retried: rank 1: the process died by SIGKILL"]
+
+    @pytest.mark.parametrize("fate", [CRASHED, {"outcome": "oom", "error": "rank 1: no memory", "rank": 1}])
+    def test_what_a_rank_does_to_itself_is_the_outcome_of_its_run(self, fate):
+        worker, _ = worker_of(GROUP, NOTHING, fate)
+        with pytest.raises(WorkerDied):
+            worker.call(Train(spec=RUN), timeout=1.0)
+
+    def test_a_kill_in_an_attempt_of_a_probe_is_its_outcome_for_memory_may_be_why(self):
+        worker, _ = worker_of(GROUP, KILLED)
+        with pytest.raises(WorkerDied) as died:
+            worker.call(TryBatchSize(batch_size=1, steps=1, precision="fp32"), timeout=1.0)
+        assert died.value.rank == 1

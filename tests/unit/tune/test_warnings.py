@@ -1,7 +1,7 @@
 import pytest
 
-from batchtune.document import ProbeResult, Trial
-from batchtune.tune.progress import baseline_warnings, search_warnings, uneven_warnings
+from batchtune.document import CurvePoint, ProbeResult, Straggler, Trial
+from batchtune.tune.progress import baseline_warnings, search_warnings, straggler_warnings, uneven_warnings
 
 
 def probe(largest, limited_by):
@@ -53,3 +53,13 @@ def test_runs_that_took_much_longer_than_they_count_are_told_of():
     assert uneven_warnings([a_little], None) == []
     assert uneven_warnings([slowed.model_copy(update={"role": "search"})], None) == []
     assert uneven_warnings([], None) == []
+
+
+def test_a_rank_that_is_far_slower_than_the_others_in_most_runs_is_named():
+    ran = trial("search", "reached").model_copy(update={"curve": [CurvePoint(seconds=0.0, samples=0, value=1.0)]})
+    slow = ran.model_copy(update={"straggler": Straggler(rank=3, times=5.0)})
+    (told,) = straggler_warnings([slow, slow, ran])
+    assert told.startswith("rank 3 is 5 times as slow as the others, in 2 of 3 runs")
+    other = ran.model_copy(update={"straggler": Straggler(rank=1, times=5.0)})
+    for runs in ([], [ran, ran], [slow], [slow, slow, ran, ran], [slow, other]):
+        assert straggler_warnings(runs) == []
