@@ -399,13 +399,13 @@ def spend(
         yield Spent(outcome, seconds, batch_size, rate, answer)
 
 
-def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
-    """Ray Tune's own ASHAScheduler (reduction 4, grace 1 % of the longest run) and OptunaSearch, without its actors."""
-    from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+def ray_tuner(record: Record, seed: int) -> tuple[Any, Any]:
+    """Ray Tune's own ASHAScheduler (reduction 4, grace 1 % of the longest run) and OptunaSearch."""
+    from ray.tune.schedulers import ASHAScheduler
     from ray.tune.search.optuna import OptunaSearch
 
     np.random.seed(seed)  # noqa: NPY002 - the scheduler draws brackets from it
-    longest, spent, best, answer, story = record.longest_run_seconds, 0.0, math.inf, None, []
+    longest = record.longest_run_seconds
     scheduler = ASHAScheduler(
         time_attr="seconds",
         metric="val_loss",
@@ -417,6 +417,15 @@ def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
     search = OptunaSearch(
         space(), metric="score", mode="min", seed=SEED_STRIDE * seed, points_to_evaluate=[baseline_of(record)]
     )
+    return scheduler, search
+
+
+def asha_story(record: Record, seed: int, budget_seconds: float) -> Story:
+    """Ray Tune's scheduler and search (see `ray_tuner`) without its actors."""
+    from ray.tune.schedulers import TrialScheduler
+
+    scheduler, search = ray_tuner(record, seed)
+    longest, spent, best, answer, story = record.longest_run_seconds, 0.0, math.inf, None, []
     while spent < budget_seconds and len(story) < MOST_TRIALS:
         name = f"{len(story)}"
         chosen = search.suggest(name)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
@@ -31,6 +30,7 @@ from replay_tuners import (
     baseline_of,
     halving,
     median,
+    ray_tuner,
     replayed_plan,
     run_to_end,
     simulated_time,
@@ -202,25 +202,10 @@ class OptunaTuner:
 
 
 class RayTuner:
-    """Ray Tune's own ASHAScheduler (reduction 4, grace 1 % of the longest run) and OptunaSearch, without its actors."""
+    """Ray Tune's scheduler and search (see `ray_tuner`) without its actors."""
 
     def __init__(self, record: Record, seed: int, workers: int) -> None:
-        from ray.tune.schedulers import ASHAScheduler
-        from ray.tune.search.optuna import OptunaSearch
-
-        np.random.seed(seed)  # noqa: NPY002 - the scheduler draws brackets from it
-        longest = record.longest_run_seconds
-        self._scheduler = ASHAScheduler(
-            time_attr="seconds",
-            metric="val_loss",
-            mode="min",
-            max_t=longest,
-            grace_period=longest / 100,
-            reduction_factor=4,
-        )
-        self._search = OptunaSearch(
-            space(), metric="score", mode="min", seed=SEED_STRIDE * seed, points_to_evaluate=[baseline_of(record)]
-        )
+        self._scheduler, self._search = ray_tuner(record, seed)
         self._names = map(str, itertools.count())
 
     def ask(self) -> tuple[Any, int, float]:

@@ -89,7 +89,10 @@ class TrainerTask(FromLoader):
             ),
             "neftune_noise_alpha is not supported": args.neftune_noise_alpha is not None,
             "use_liger_kernel is not supported": bool(getattr(args, "use_liger_kernel", False)),
-            "DeepSpeed and FSDP are not supported": bool(args.deepspeed or args.fsdp),
+            "its fsdp is not taken over: leave it out and tune with --ranks N --strategy fsdp": bool(args.fsdp),
+            "its deepspeed is not taken over: leave it out and tune with --ranks N --strategy fsdp (ZeRO-3) or ddp": (
+                bool(args.deepspeed)
+            ),
             "a model spread over several devices is not supported": bool(trainer.is_model_parallel),
             f"optim={optim} steps within backward, which is not supported": any(
                 word in optim for word in _STEPS_IN_BACKWARD

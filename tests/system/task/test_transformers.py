@@ -260,6 +260,13 @@ class TestRefusals:
         assert str(refused.value).startswith("my_task.py:made: ")
         assert "\n" not in str(refused.value)
 
+    @pytest.mark.parametrize("key", ["fsdp", "deepspeed"])
+    def test_ranks_of_its_own_are_refused_with_what_takes_their_place(self, trainer_task, key):
+        task = trainer_task("")
+        setattr(task.adapted._trainer.args, key, True)  # which a Trainer takes in a process of a launcher alone
+        with pytest.raises(UsageError, match=f"its {key} is not taken over: .* --ranks N --strategy fsdp"):
+            task.require("tune")
+
 
 SMALL = "vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8"
 GPT2 = "GPT2LMHeadModel(hf.GPT2Config(vocab_size=9, n_positions=6, n_embd=8, n_layer=1, n_head=1))"

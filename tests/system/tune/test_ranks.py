@@ -31,8 +31,6 @@ def _strike(fate):
         os.kill(os.getpid(), signal.SIGKILL)
     if fate == "hangs":
         time.sleep(600)
-    if fate == "crashes":
-        os.kill(os.getpid(), signal.SIGSEGV)
     if fate == "lacks memory":
         torch.ones(1 << 40)
     raise ValueError("rank 1 has another opinion")
@@ -97,7 +95,6 @@ def test_each_run_of_a_study_trains_on_all_ranks_and_the_answer_says_so(quick_cl
 
 FATES = {  # the outcome of the run; None: it is done again
     "killed": (None, "rank 1: the process died by SIGKILL"),
-    "crashes": ("crash", "rank 1: the process died by SIGSEGV"),
     "lacks memory": ("oom", "rank 1: "),
     "hangs": (None, "no sign of life for 10 s"),
     "raises": ("user_error", "rank 1 has another opinion"),
