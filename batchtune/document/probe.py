@@ -239,6 +239,8 @@ class LengthCheck(Record):
     """The final check of all lengths together: steps over them in a fresh process, short after long and reverse."""
 
     steps: Count
+    orders: Count = Field(default=1, description="Of lengths, each in a process of its own; all passed.")
+    failures: Count = Field(default=0, description="Checks that did not pass, before batches were made smaller.")
     peak_reserved_bytes: Count | None = None
     lowered: list[Length] = Field(default=[], description="Lengths whose batch the check made smaller.")
     seconds: float = 0.0

@@ -10,7 +10,8 @@ from batchtune.device.nvml import name_processes
 from batchtune.document import Attempt, Environment, LengthCheck, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
-from batchtune.probe.frontier import length_counts, length_points, order_warnings, unseen_lengths
+from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
+from batchtune.probe.lengths.mixing import order_warnings
 from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.search import bracket
 from batchtune.probe.timing import BUSY, Times, data_parallel, fit_step_time
@@ -49,6 +50,7 @@ class Findings:
         rank_times: those of a group of ranks.
         lengths: attempts at each length, the longest first, whose are `attempts`; none where none were asked for.
         length_check: that of all lengths together, once it has passed.
+        length_sizes: the batches that it passed with.
     """
 
     options: ProbeOptions
@@ -64,6 +66,7 @@ class Findings:
     rank_times: Times = field(default_factory=dict)
     lengths: dict[Length, list[Attempt]] = field(default_factory=dict)
     length_check: LengthCheck | None = None
+    length_sizes: dict[Length, int] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -115,7 +118,7 @@ class Findings:
             warnings=self._warnings(),
             gradient_accumulation_steps=None if self.opened.is_for_inference else accumulation,
             data_parallel=ranks,
-            lengths=length_points(self.lengths, self._limited_by),
+            lengths=length_points(self.lengths, self._limited_by, self.length_sizes),
             length_distribution=length_counts(self.opened.lengths),
             length_check=self.length_check,
         )

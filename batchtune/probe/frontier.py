@@ -5,31 +5,25 @@ A batch that fits at a length fits at any shorter one, so the longest is searche
 
 from __future__ import annotations
 
-import random
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from batchtune.document import Attempt, LengthCheck, LengthCount, LengthPoint, LimitedBy
-from batchtune.errors import NothingFitsError
+from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
 from batchtune.probe.lengths.buckets import choose_buckets
 from batchtune.probe.lengths.surface import PeakPoint, Surface, fit_surface
 from batchtune.probe.memory_model import PeakEstimate, measured_points
 from batchtune.probe.options import Bounds
 from batchtune.probe.search import Choice, bracket, next_size
-from batchtune.protocol.commands import TryBatchSize, TryLengths
 from batchtune.protocol.data import LengthsSeen
-from batchtune.vocabulary import Length, covers, length_text, order
+from batchtune.vocabulary import Length, covers, order
 
-MIXED_STEPS = 10  # times those of the final check of one length
 _END = 0.97  # of the limit: where allocated memory ends, before any length has told
 _ERROR, _PASSED_ERROR = 0.002, 0.01  # of a measured peak as a point of the model, and of one that was out of memory
 _DOUBTS = 0.5  # standard deviations of the model to which a batch is tried that should not fail
 _ROOM = 0.005  # of the end: below it by so much a batch is tried of which no failure is to prove that it is the largest
 _NEAR = 0.015  # of the batch that the model expects: what is so near to it is the answer
-_BACKOFF = 0.01  # by which a length's batch is made smaller after its first failure in the final check, then twice that
 _ESTIMATED_PARTS, _ESTIMATED_ERROR = (2, 4), 0.01  # of the largest fit: where an estimate tells how memory grows
-_MOST_CHECKS = 16
-_SURE = 1.5  # times the share by which a peak was beyond the limit
 
 Tried = Mapping[Length, Sequence[Attempt]]  # the longest length first
 
@@ -141,99 +135,7 @@ def _end_bytes(tried: Tried, limit: int) -> float:
         oom = any(each.batch_size == high and each.outcome == "oom" for each in attempts)
         if oom and fits and fits[-1].size == low and high is not None and high - low <= max(1, 0.05 * low):
             ends.append(fits[-1].activation * (1 + (high - low) / low / 2))
-    return min(limit, sum(ends) / len(ends)) if ends else _END * limit
-
-
-def mixed_order(count: int, steps: int, first: int = 0) -> tuple[int, ...]:
-    """Which of so many lengths each step takes: one first, from the last to the first and back again, then at random.
-
-    Memory is cut up by one batch and must still do for the next: for the longest after the shortest, and the reverse.
-    The optimizer's states stay where the first step leaves them, so that it matters which length that is of.
-    """
-    dice = random.Random(first)
-    found = [first % count, *reversed(range(count)), *range(count)]
-    while len(found) < steps:
-        found.append(dice.randrange(count))
-    return tuple(found)
-
-
-def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: int) -> TryLengths:
-    """One of so many final checks of all lengths together, in place of that of the longest alone."""
-    steps = mixed_order(len(sizes), MIXED_STEPS * alone.steps // orders, first)
-    return TryLengths(
-        **dict(alone) | {"steps": len(steps)},
-        sizes=tuple(sizes.items()),
-        order=steps,
-        evaluate_after=(2 * len(sizes), len(steps) * 3 // 4),
-    )
-
-
-def check_lengths(
-    tried: dict[Length, list[Attempt]],
-    check: Callable[[Mapping[Length, int], int], Attempt],
-    bounds: Bounds,
-    limit: int | None,
-    orders: int = 1,
-) -> LengthCheck:
-    """Trains all lengths mixed until that passes in so many orders; the batch of a length that fails is made smaller.
-
-    Args:
-        tried: every attempt at each length, the longest first; what the checks come to is added.
-        check: trains batches of these sizes in a fresh process, in the order of this number; its attempt is of the
-            length that failed, if one did.
-        bounds: no batch becomes smaller than the minimum.
-        limit: bytes that may be reserved.
-        orders: that must all pass at the same sizes.
-
-    Raises:
-        NothingFitsError: they do not pass.
-    """
-    found, sizes, largest = list[Attempt](), dict[Length, int](), 0
-    for length, attempts in tried.items():
-        largest = bracket(attempts)[0] or largest  # where nothing was found, that of the next longer one
-        sizes[length] = largest
-    first, passed, start = dict(sizes), list[Attempt](), 0
-    while len(passed) < orders:
-        last = check(sizes, (start + len(passed)) % orders)
-        if last.fits:
-            passed.append(last)
-            continue
-        start = (start + len(passed)) % orders  # the order that failed is the next one's first
-        found.append(last)
-        passed.clear()
-        before = dict(sizes)
-        for length in sizes if last.length is None else [last.length]:  # of a process that died, nobody knows
-            tried[length].append(last.model_copy(update={"batch_size": sizes[length], "length": length}))
-            sizes[length] = _lowered(sizes[length], length, found, bounds, limit)
-        if sizes == before or len(found) >= _MOST_CHECKS:
-            raise NothingFitsError(_never_passes(found))
-    for length, size in sizes.items():
-        if bracket(tried[length])[0] != size:  # it has trained in the check alone
-            tried[length].append(last.model_copy(update={"batch_size": size, "length": length}))
-    return LengthCheck(
-        steps=sum(each.steps for each in passed),
-        peak_reserved_bytes=last.peak_reserved_bytes,
-        lowered=sorted((each for each in sizes if sizes[each] != first[each]), key=order),
-        seconds=round(sum(each.seconds for each in [*found, *passed]), 3),
-    )
-
-
-def _lowered(size: int, length: Length, failed: Sequence[Attempt], bounds: Bounds, limit: int | None) -> int:
-    """The size to check next: a hundredth less at first, then by twice as much, or as a peak beyond the limit asks."""
-    earlier, unit = sum(each.length in {length, None} for each in failed) - 1, bounds.multiple_of
-    beyond = ((failed[-1].peak_reserved_bytes or 0) / limit - 1) if limit else 0.0
-    share = min(0.5, max(_BACKOFF * 2**earlier, _SURE * beyond))
-    least = -(-bounds.minimum // unit) * unit
-    return max(least, (size - max(unit, int(share * size))) // unit * unit)
-
-
-def _never_passes(checks: Sequence[Attempt]) -> str:
-    last = checks[-1]
-    where = f" at length {length_text(last.length)}, batch size {last.batch_size:,}" if last.length else ""
-    return (
-        f"batches of several lengths do not train one after another: the last of {len(checks)} final checks ended in "
-        f"{last.outcome}{where} ({last.message}); set a smaller --memory-limit, so that each length leaves more free"
-    )
+    return min(limit, statistics.median(ends)) if ends else _END * limit  # one may end far from all others
 
 
 def lengths_of(seen: LengthsSeen, at_most: int | None) -> list[Length]:
@@ -247,17 +149,30 @@ def lengths_of(seen: LengthsSeen, at_most: int | None) -> list[Length]:
     return sorted({*chosen.edges, seen.longest}, key=order, reverse=True)
 
 
+def largest_batches(tried: Tried) -> dict[Length, int]:
+    """What trains at each length alone; where nothing was found, what trains at the next longer one."""
+    found, largest = dict[Length, int](), 0
+    for length, attempts in tried.items():
+        largest = bracket(attempts)[0] or largest
+        found[length] = largest
+    return found
+
+
 def length_points(
-    tried: Tried, limited_by: Callable[[int, Attempt | None], LimitedBy | None]
+    tried: Tried,
+    limited_by: Callable[[int, Attempt | None], LimitedBy | None],
+    checked: Mapping[Length, int] | None = None,
 ) -> tuple[LengthPoint, ...]:
     """What was found at each length where something fits, ascending.
 
-    `limited_by` says it of a largest fit and the failure above it.
+    `limited_by` says it of a largest fit and the failure above it; `checked` are the batches that passed the final
+    check of all lengths.
     """
     points = []
     for length, attempts in tried.items():
-        low, high = bracket(attempts)
         last = {each.batch_size: each for each in attempts}
+        low = (checked or {}).get(length, bracket(attempts)[0])
+        high = min((size for size, each in last.items() if size > low and not each.fits), default=None)
         if low:
             best, failed = last[low], last.get(high or 0)
             known = {name: getattr(best, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
@@ -278,13 +193,3 @@ def unseen_lengths(seen: LengthsSeen | None) -> list[str]:
         return []
     text = f"the lengths of {seen.seen:,} of {seen.total:,} samples are known, for more there was no time"
     return [f"{text}: a longer one needs more memory than was found; name the longest there is with --lengths"]
-
-
-def order_warnings(check: LengthCheck | None, device: str) -> list[str]:
-    """One where batches of other lengths left too little memory for one that fits alone."""
-    if check is None or not check.lowered or not device.startswith("cuda"):
-        return []
-    which = ", ".join(map(length_text, check.lowered))
-    text = f"batches of different lengths cut memory up: at {which} less fits among the others than alone"
-    remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return [f"{text}, and an order that was not tried may need more; {remedy}"]

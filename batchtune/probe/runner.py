@@ -23,7 +23,8 @@ from batchtune.probe.final_check import (
     with_spread,
 )
 from batchtune.probe.findings import Findings
-from batchtune.probe.frontier import check_lengths, lengths_of, mixed, next_attempt
+from batchtune.probe.frontier import largest_batches, lengths_of, next_attempt
+from batchtune.probe.lengths.mixing import check_lengths, mixed, orders_of
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.options import SECONDS_PER_POINT, Bounds, ProbeOptions
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
@@ -151,8 +152,7 @@ class Probe:
         while True:
             length, choice = next_attempt(found.lengths, found.bounds, found.limit, self._prior)
             if choice.batch_size is None:
-                self._observer.note(choice.reason)
-                return
+                return self._observer.note(choice.reason)
             self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")
             command = _command(found, choice.batch_size, self._options.steps, length, verify=False)
             found.lengths[length].append(self._tried(command))
@@ -161,22 +161,26 @@ class Probe:
     def _check_lengths(self) -> None:
         """The final check of all lengths together; their batches become smaller until it passes."""
         found = self._found
-        orders = self._orders()
-        found.length_check = check_lengths(found.lengths, self._try_mixed, found.bounds, found.limit, orders)
-        if next(iter(found.lengths)) in found.length_check.lowered:
-            largest = bracket(found.attempts)[0]
-            found.verified = next(each for each in reversed(found.attempts) if each.fits and each.batch_size == largest)
-
-    def _orders(self) -> int:
-        """In how many orders lengths are checked: each comes first where a caching allocator keeps what it left."""
-        return 1 if self._found.opened.device == "cpu" else len(self._found.lengths)
+        made, sizes = check_lengths(
+            found.lengths,
+            largest_batches(found.lengths),
+            self._try_mixed,
+            unit=found.bounds.multiple_of,
+            minimum=found.bounds.minimum,
+            limit=found.limit,
+            orders=orders_of(found.opened.device, found.lengths),
+            allocator=found.opened.environment.allocator_conf,
+        )
+        (longest, *_), found.length_check, found.length_sizes = sizes, made, sizes
+        if longest in made.lowered:
+            found.verified = [each for each in found.attempts if each.fits and each.batch_size == sizes[longest]][-1]
 
     def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
         found, (longest, *_) = self._found, sizes
-        steps = steps_to_verify(found.attempts, self._options)
-        command = mixed(_command(found, sizes[longest], steps, longest, verify=True), sizes, first, self._orders())
-        what = f"final check of all lengths in a fresh process: {command.steps} steps, evaluation, saving"
-        self._observer.attempting(sizes[longest], what)
+        steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
+        command = mixed(_command(found, sizes[longest], steps, longest, verify=True), sizes, first, orders)
+        what = f"{command.steps} steps, evaluation, saving"
+        self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
         attempt = self._tried(command)
         if attempt.outcome == "user_error":
             raise UserCodeError(str(attempt.message), found.frames)

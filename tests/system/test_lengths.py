@@ -2,24 +2,13 @@
 
 import json
 
-TASK = """
-import torch
-from torch import nn
+from fixtures.tasks import MADE_LENGTHS
 
-def build_model():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-
-def make_batch(batch_size, length):
-    return torch.ones(batch_size, length, 64)
-
-def compute_loss(model, batch):
-    return (model(batch) - batch).square().mean()
-"""
 QUICK = ("--device", "cpu", "--precision", "fp32", "--no-throughput", "-q", "--verify-steps", 1, "--steps", 1)
 
 
 def test_shorter_inputs_get_larger_batches_and_all_train_together(quick_cli):
-    quick_cli.write("model.py", TASK)
+    quick_cli.write("model.py", MADE_LENGTHS)
     flags = ("--lengths", "2048,8192", "--memory-limit", "400MiB", "--tolerance", 0.1)
     found = quick_cli("probe", "model.py", *flags, *QUICK, "--json")
     assert found.code == 0, found.err

@@ -3,20 +3,8 @@
 import json
 
 import pytest
+from fixtures.tasks import MADE_LENGTHS
 
-TASK = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-
-def make_batch(batch_size, length):
-    return torch.ones(batch_size, length, 64)
-
-def compute_loss(model, batch):
-    return (model(batch) - batch).square().mean()
-"""
 SAMPLES = """
 import torch
 from torch import nn
@@ -53,11 +41,11 @@ def test_lengths_of_samples_are_chosen_and_their_distribution_is_told(quick_cli)
 @pytest.mark.parametrize(
     ("text", "flags", "code", "message"),
     [
-        (TASK, (), 2, "make_batch takes a length, too; say which there are: --lengths 128,256,512,1024"),
-        (TASK, ("--lengths", "12,many"), 2, "--lengths many: is no length"),
-        (TASK, ("--lengths", "auto"), 2, "has no sample_length(sample) with a train_dataset to choose by"),
-        (TASK, ("--lengths", "8", "--inference"), 2, "--lengths: not with --inference"),
-        (TASK, ("--lengths", "8", "--nproc-per-node", 2), 2, "--nproc-per-node 2: not with --lengths"),
+        (MADE_LENGTHS, (), 2, "make_batch takes a length, too; say which there are: --lengths 128,256,512,1024"),
+        (MADE_LENGTHS, ("--lengths", "12,many"), 2, "--lengths many: is no length"),
+        (MADE_LENGTHS, ("--lengths", "auto"), 2, "has no sample_length(sample) with a train_dataset to choose by"),
+        (MADE_LENGTHS, ("--lengths", "8", "--inference"), 2, "--lengths: not with --inference"),
+        (MADE_LENGTHS, ("--lengths", "8", "--nproc-per-node", 2), 2, "--nproc-per-node 2: not with --lengths"),
         (SAMPLES, ("--lengths", "4,8"), 2, "longer than the longest, 8: add"),
         (SAMPLES, ("--lengths", "17,20,30"), 2, "--lengths 20: no sample of train_dataset is as short"),
         (SAMPLES.replace("len(sample)", "'long'"), ("--lengths", "auto"), 3, "sample_length returned a str, long, for"),

@@ -1,6 +1,5 @@
 """The largest batch of every length, on made-up memory: how many attempts it takes, and that none is too large."""
 
-import itertools
 import math
 import random
 from statistics import mean
@@ -9,7 +8,8 @@ import pytest
 
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
-from batchtune.probe.frontier import check_lengths, length_points, lengths_of, mixed, mixed_order, next_attempt
+from batchtune.probe.frontier import largest_batches, length_points, lengths_of, next_attempt
+from batchtune.probe.lengths.mixing import check_lengths, mixed, mixed_order, shared
 from batchtune.probe.lengths.surface import PeakPoint, fit_surface
 from batchtune.probe.options import Bounds
 from batchtune.probe.search import bracket, next_size
@@ -165,19 +165,20 @@ class TestTheModel:
 
 
 class TestTheFinalCheck:
-    @pytest.mark.parametrize("first", [0, 1])
     @pytest.mark.parametrize("count", [2, 8])
-    def test_its_order_begins_with_one_goes_down_and_up_and_then_everywhere(self, count, first):
-        order = mixed_order(count, 200, first)
-        assert len(order) == 200
-        assert order[0] == first
-        assert list(order[1 : 2 * count + 1]) == [*reversed(range(count)), *range(count)]
-        assert set(order[2 * count + 1 :]) == set(range(count))
-        assert {(0, count - 1), (count - 1, 0)} <= set(itertools.pairwise(order))
-        assert order == mixed_order(count, 200, first)
+    def test_its_orders_are_long_first_short_first_and_random_ones(self, count):
+        orders = [mixed_order(count, 60, first) for first in range(4)]
+        down = tuple(range(count))
+        assert orders[0][: 3 * count] == (*down, *down[::-1], *down)
+        assert orders[1][: 3 * count] == (*down[::-1], *down, *down[::-1])
+        assert len(set(orders)) == 4
+        assert all(len(order) >= 60 and set(order) == set(down) for order in orders)
+        assert orders == [mixed_order(count, 60, first) for first in range(4)]
 
-    @pytest.mark.parametrize(("orders", "steps"), [(1, 200), (2, 100), (100, 5)])
-    def test_all_orders_together_take_ten_times_the_steps_of_one_length_s(self, orders, steps):
+    @pytest.mark.parametrize(("orders", "steps"), [(1, 200), (6, 60)])
+    def test_it_takes_ten_times_the_steps_of_one_length_s_and_three_times_in_each_of_several_orders(
+        self, orders, steps
+    ):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
         command = mixed(alone, {512: 4, 128: 16}, 0, orders)
         assert (command.steps, len(command.order), command.batch_size) == (steps, steps, 4)
@@ -192,50 +193,96 @@ class TestTheFinalCheck:
             seen.append(dict(sizes))
             return failed(128, sizes[128]) if sizes[128] > 196 else fit(512, sizes[512], "verify", steps=200)
 
-        found = check_lengths(tried, check, Bounds(), None)
+        found, sizes = check_all(tried, check)
         assert seen == [{512: 40, 128: 200}, {512: 40, 128: 198}, {512: 40, 128: 195}]
-        assert (found.lowered, found.steps) == ([128], 200)
-        points = {each.length: each for each in length_points(tried, lambda *_: "memory")}
+        assert (found.lowered, found.steps, found.failures, sizes) == ([128], 200, 2, {512: 40, 128: 195})
+        points = {each.length: each for each in length_points(tried, lambda *_: "memory", sizes)}
         assert (points[128].max_batch_size, points[128].first_failing_batch_size) == (195, 198)
         assert (points[512].max_batch_size, points[512].first_failing_batch_size) == (40, None)
 
-    def test_after_a_failure_every_order_is_tried_again(self):
-        tried, seeds = {512: [fit(512, 40)]}, []
-        outcomes = iter(["fit", "oom", "fit", "fit"])
+    @pytest.mark.parametrize("end", [1.0, 0.97, 0.9, 0.83, 0.5])
+    def test_in_several_orders_all_batches_shrink_to_the_largest_share_that_passes_in_each(self, end):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
 
-        def check(sizes, seed):
-            seeds.append(seed)
-            return fit(512, sizes[512], "verify", steps=200) if next(outcomes) == "fit" else failed(512, sizes[512])
+        def check(sizes, order):
+            fits = sizes[512] <= end * 400 or order != 3
+            return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
 
-        found = check_lengths(tried, check, Bounds(), None, orders=2)
-        assert seeds == [0, 1, 1, 0]
-        assert (found.steps, found.lowered, bracket(tried[512])) == (400, [512], (39, 40))
+        found, sizes = check_all(tried, check, orders=4)
+        assert (end - 0.05) * 400 <= sizes[512] <= end * 400
+        assert sizes[128] == pytest.approx(7.5 * sizes[512], rel=0.01)
+        assert (found.orders, found.steps) == (4, 240)
+        assert found.failures <= (8 if end < 0.8 else 4)
+        points = {each.length: each for each in length_points(tried, lambda *_: "memory", sizes)}
+        assert {length: point.max_batch_size for length, point in points.items()} == sizes
+
+    def test_after_a_failure_the_order_that_failed_comes_first(self):
+        tried, seen = {512: [fit(512, 40)]}, []
+
+        def check(sizes, order):
+            seen.append((sizes[512], order))
+            return failed(512, 40) if sizes[512] == 40 and order == 1 else fit(512, sizes[512], "verify", steps=60)
+
+        check_all(tried, check, orders=2)
+        assert seen[:4] == [(40, 0), (40, 1), (37, 1), (37, 0)]
+
+    def test_nothing_shrinks_below_the_minimum_and_all_stay_multiples(self):
+        tried = {512: [fit(512, 64)], 128: [fit(128, 256)]}
+        check = lambda sizes, _: failed(512, sizes[512]) if sizes[512] > 56 else fit(512, sizes[512])  # noqa: E731
+        _, sizes = check_all(tried, check, minimum=48, unit=8, orders=2)
+        assert sizes[512] in {48, 56}
+        assert sizes[128] % 8 == 0
 
     def test_a_process_that_died_makes_all_smaller(self):
         tried = {512: [fit(512, 40)], 128: [fit(128, 200)]}
         died = Attempt(batch_size=40, outcome="crash", purpose="verify", message="killed")
         answers = iter([died, fit(512, 39, "verify", steps=200)])
-        assert check_lengths(tried, lambda *_: next(answers), Bounds(), None).lowered == [128, 512]
-        assert [bracket(attempts) for attempts in tried.values()] == [(39, 40), (198, 200)]
+        found, sizes = check_all(tried, lambda *_: next(answers))
+        assert (found.lowered, sizes) == ([128, 512], {512: 39, 128: 198})
 
     def test_a_peak_beyond_the_limit_says_by_how_much(self):
         tried = {512: [fit(512, 100)]}
         beyond = failed(512, 100).model_copy(update={"peak_reserved_bytes": 1200})
         answers = iter([beyond, fit(512, 70, "verify", steps=200)])
-        check_lengths(tried, lambda *_: next(answers), Bounds(), 1000)
-        assert bracket(tried[512])[0] == pytest.approx(70, abs=1)
+        _, sizes = check_all(tried, lambda *_: next(answers), limit=1000)
+        assert sizes[512] == pytest.approx(70, abs=1)
 
     def test_it_gives_up_where_nothing_passes(self):
         tried = {512: [fit(512, 4)], 128: [fit(128, 8)]}
         with pytest.raises(
             NothingFitsError, match="the last of 8 final checks ended in oom at length 128, batch size 1"
         ):
-            check_lengths(tried, lambda sizes, _seed: failed(128, sizes[128]), Bounds(), None)
+            check_all(tried, lambda sizes, _seed: failed(128, sizes[128]))
 
     def test_a_length_at_which_nothing_was_found_takes_the_next_longer_one_s(self):
         tried = {512: [fit(512, 4)], 128: [failed(128, 9, "crash")]}
-        check_lengths(tried, lambda sizes, _seed: fit(512, sizes[512], "verify", steps=200), Bounds(), None)
+        check_all(tried, lambda sizes, _seed: fit(512, sizes[512], "verify", steps=200))
         assert bracket(tried[128])[0] == 4
+
+
+class TestSharesOfAllBatches:
+    def test_lengths_that_take_nearly_the_same_in_all_take_exactly_the_same(self):
+        found = {128: 2174, 256: 1083, 384: 721, 512: 541, 768: 360, 1024: 270, 1536: 180, 2048: 135}
+        assert {length * size for length, size in shared(found, 1.0).items()} == {276480}
+
+    def test_others_keep_their_share(self):
+        assert shared({128: 1000, 512: 100}, 0.9) == {128: 900, 512: 90}
+        assert shared({128: 1003, 256: 501}, 1.0, align=False) == {128: 1003, 256: 501}
+
+    def test_pictures_count_by_their_area(self):
+        assert shared({(64, 64): 520, (64, 128): 256, (128, 128): 128}, 1.0) == {
+            (64, 64): 512,
+            (64, 128): 256,
+            (128, 128): 128,
+        }
+
+    def test_no_batch_vanishes_and_all_are_multiples(self):
+        assert shared({128: 3, 512: 1}, 0.1) == {128: 1, 512: 1}
+        assert all(size % 8 == 0 for size in shared({128: 80, 512: 24}, 0.7, 8).values())
+
+
+def check_all(tried, check, **settings):
+    return check_lengths(tried, largest_batches(tried), check, **settings)
 
 
 def fit(length, size, purpose="search", steps=3):

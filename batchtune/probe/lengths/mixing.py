@@ -1,0 +1,232 @@
+"""Training lengths one after another: the orders that are checked, and batches that leave memory in one piece.
+
+An allocator that caches keeps blocks of the sizes that one length has asked for. Those of the next are a little larger
+or smaller, so that memory is cut up, the more so the less alike lengths are; which order is the worst, nobody knows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+from batchtune.document import Attempt, LengthCheck
+from batchtune.errors import NothingFitsError
+from batchtune.protocol.commands import TryBatchSize, TryLengths
+from batchtune.vocabulary import Length, dimensions, length_text, order
+
+ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
+MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
+ALIKE = 0.04  # lengths whose batches take so nearly as much in all are made to take the same
+_ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length
+_NEXT, _NEAR = 0.08, 0.025  # of all batches: how much less is tried after a failure, and how near the end is found
+_MARGIN = 0.02  # of all batches: what is left to orders that were not tried, where one that was has failed
+_LEAST = 0.2  # of what each length trains alone
+_BACKOFF = 0.01  # by which a length's batch is made smaller after its first failure in the final check, then twice that
+_MOST_CHECKS = 16
+_SURE = 1.5  # times the share by which a peak was beyond the limit
+
+Sizes = dict[Length, int]
+Check = Callable[[Mapping[Length, int], int], Attempt]
+
+
+def orders_of(device: str, lengths: Collection[Length]) -> int:
+    """In how many orders lengths are checked."""
+    return 1 if device == "cpu" or len(lengths) == 1 else ORDERS
+
+
+def mixed_order(count: int, steps: int, first: int = 0) -> tuple[int, ...]:
+    """Which of so many lengths each step takes: the orders 0 and 1 are long first and short first, others at random.
+
+    Memory is cut up by one batch and must still do for the next: for the longest after the shortest, and the reverse.
+    The optimizer's states stay where the first step leaves them, so that it matters which length that is of.
+    """
+    dice, down = random.Random(first), list(range(count))
+    found = [*down, *down[::-1], *down] if first == 0 else [*down[::-1], *down, *down[::-1]] if first == 1 else []
+    while len(found) < steps - count:
+        found.append(dice.randrange(count))
+    return (*found, *dice.sample(down, count))
+
+
+def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: int) -> TryLengths:
+    """One of so many final checks of all lengths together, in place of that of the longest alone."""
+    steps = mixed_order(len(sizes), (MIXED_STEPS if orders == 1 else ORDER_STEPS) * alone.steps, first)
+    return TryLengths(
+        **dict(alone) | {"steps": len(steps)},
+        sizes=tuple(sizes.items()),
+        order=steps,
+        evaluate_after=(2 * len(sizes), len(steps) * 3 // 4),
+    )
+
+
+def shared(sizes: Mapping[Length, int], share: float, unit: int = 1, *, align: bool = True) -> Sizes:
+    """A share of each batch; where batches take nearly as much in all at several lengths, exactly as much at each.
+
+    What a batch takes in all is its size times the numbers of its length. With the same at two lengths, most blocks of
+    memory are of one size, and the one length can use what the other has left.
+    """
+    total = {length: size * math.prod(dimensions(length)) for length, size in sizes.items()}
+    left, found = sorted(total, key=total.__getitem__), dict[Length, int]()
+    while left:
+        alike = [each for each in left if total[each] <= (1 + ALIKE) * total[left[0]]]
+        left = left[len(alike) :]
+        if align and len(alike) > 1:
+            each_in_all = int(share * total[alike[0]])
+            step = math.lcm(*(unit * math.prod(dimensions(each)) for each in alike))
+            each_in_all -= each_in_all % step if step <= _ROUND * each_in_all else 0
+            found |= {each: each_in_all // math.prod(dimensions(each)) for each in alike}
+        else:
+            found |= {each: round(share * sizes[each]) for each in alike}
+    return {length: max(1, found[length] // unit) * unit for length in sizes}
+
+
+@dataclass
+class _Checks:
+    """The checks so far.
+
+    Attributes:
+        tried: every attempt at each length, to which failures are added.
+        check: trains batches of some sizes in a fresh process, in the order of a number.
+        orders: that must all pass at the same sizes.
+        failed: those that did not pass.
+        passed: those that did, at the sizes of the last call.
+    """
+
+    tried: MutableMapping[Length, list[Attempt]]
+    check: Check
+    orders: int
+    failed: list[Attempt] = field(default_factory=list)
+    passed: list[Attempt] = field(default_factory=list)
+    _first: int = 0
+
+    def pass_at(self, sizes: Sizes) -> bool:
+        """Whether all orders pass, the one that failed last first."""
+        self.passed = []
+        for number in range(self.orders):
+            last = self.check(sizes, (self._first + number) % self.orders)
+            if not last.fits:
+                self._first = (self._first + number) % self.orders
+                self.failed.append(last)
+                for length in sizes if last.length is None else [last.length]:  # of a process that died, nobody knows
+                    self.tried[length].append(last.model_copy(update={"batch_size": sizes[length], "length": length}))
+                return False
+            self.passed.append(last)
+        return True
+
+    def refuse(self) -> NothingFitsError:
+        """The error where nothing passes."""
+        last = self.failed[-1]
+        where = f" at length {length_text(last.length)}, batch size {last.batch_size:,}" if last.length else ""
+        return NothingFitsError(
+            "batches of several lengths do not train one after another: the last of "
+            f"{len(self.failed)} final checks ended in {last.outcome}{where} ({last.message}); set a smaller "
+            "--memory-limit, so that each length leaves more free"
+        )
+
+
+def check_lengths(
+    tried: MutableMapping[Length, list[Attempt]],
+    first: Sizes,
+    check: Check,
+    *,
+    unit: int = 1,
+    minimum: int = 1,
+    limit: int | None = None,
+    orders: int = 1,
+    allocator: str | None = None,
+) -> tuple[LengthCheck, Sizes]:
+    """Trains all lengths mixed until that passes in so many orders, and says with which batches it does.
+
+    In one order, the batch of a length that fails is made smaller. In several, all batches are, to within 2.5 % of the
+    largest share of them that passes, less 2 % for orders that were not tried: what one length leaves is what another
+    one fails on.
+
+    Args:
+        tried: every attempt at each length, the longest first; what the checks come to is added.
+        first: the largest batch of each length alone.
+        check: trains batches of these sizes in a fresh process, in the order of this number; its attempt is of the
+            length that failed, if one did.
+        unit: batches become multiples of it,
+        minimum: and none smaller.
+        limit: bytes that may be reserved.
+        orders: that must all pass at the same sizes.
+        allocator: its settings; unless its segments grow, batches that nearly take the same in all are made to.
+
+    Raises:
+        NothingFitsError: they do not pass.
+    """
+    checks, least = _Checks(tried, check, orders), -(-minimum // unit) * unit
+    if orders == 1:
+        sizes = _one_order(checks, first, unit, least, limit)
+    else:
+        cuts = "expandable_segments:True" not in (allocator or "")
+        sizes = _several(checks, first, unit, least, align=cuts)
+    last = max(checks.passed, key=lambda each: each.peak_reserved_bytes or 0)
+    for length, size in sizes.items():
+        if size not in {each.batch_size for each in tried[length] if each.fits}:  # it has trained in the check alone
+            tried[length].append(last.model_copy(update={"batch_size": size, "length": length}))
+    found = LengthCheck(
+        steps=sum(each.steps for each in checks.passed),
+        orders=orders,
+        failures=len(checks.failed),
+        peak_reserved_bytes=last.peak_reserved_bytes,
+        lowered=sorted((each for each in sizes if sizes[each] != first[each]), key=order),
+        seconds=round(sum(each.seconds for each in [*checks.failed, *checks.passed]), 3),
+    )
+    return found, sizes
+
+
+def _several(checks: _Checks, first: Sizes, unit: int, least: int, *, align: bool) -> Sizes:
+    """The largest share of all batches that passes, to within a fortieth, less what other orders may need."""
+
+    def at(share: float) -> Sizes:
+        return {each: max(least, size) for each, size in shared(first, share, unit, align=align).items()}
+
+    passed, failed, found, known = 0.0, 0.0, Sizes(), list[Sizes]()
+    share = 1.0
+    while not passed or (failed and failed - passed > _NEAR):
+        sizes = at(share)
+        if sizes == found or (sizes not in known and checks.pass_at(sizes)):
+            passed, found, kept = share, sizes, checks.passed
+        else:
+            failed = share
+            known.append(sizes)
+            if not passed and (share <= _LEAST or len(checks.failed) >= _MOST_CHECKS):
+                raise checks.refuse()
+        share = (passed + failed) / 2 if passed else share - _NEXT
+    while failed and passed > _LEAST:
+        passed -= _MARGIN
+        if checks.pass_at(at(passed)):
+            return at(passed)
+    checks.passed = kept
+    return found
+
+
+def _one_order(checks: _Checks, sizes: Sizes, unit: int, least: int, limit: int | None) -> Sizes:
+    while not checks.pass_at(sizes):
+        last, before = checks.failed[-1], dict(sizes)
+        for length in sizes if last.length is None else [last.length]:
+            share = _lowered_by(length, checks.failed, limit)
+            size = sizes[length] - max(unit, int(share * sizes[length]))
+            sizes = sizes | {length: max(least, size // unit * unit)}
+        if sizes == before or len(checks.failed) >= _MOST_CHECKS:
+            raise checks.refuse()
+    return sizes
+
+
+def _lowered_by(length: Length, failed: Sequence[Attempt], limit: int | None) -> float:
+    """The share to take off next: a hundredth at first, then twice as much, or as a peak beyond the limit asks."""
+    earlier = sum(each.length in {length, None} for each in failed) - 1
+    beyond = ((failed[-1].peak_reserved_bytes or 0) / limit - 1) if limit else 0.0
+    return min(0.5, max(math.ldexp(_BACKOFF, earlier), _SURE * beyond))
+
+
+def order_warnings(check: LengthCheck | None, device: str) -> list[str]:
+    """One where batches of other lengths left too little memory for one that fits alone."""
+    if check is None or not check.failures or not device.startswith("cuda"):
+        return []
+    which = ", ".join(map(length_text, check.lowered))
+    text = f"batches of different lengths cut memory up: at {which} less fits among the others than alone"
+    remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return [f"{text}, and an order that was not tried may need more; {remedy}"]

@@ -1,0 +1,220 @@
+"""`batchtune probe --lengths` against plain loops that mix lengths, and beside a search of each length from nothing.
+
+    python tests/benchmarks/probe_lengths.py [--resume] [--only WORD,WORD] [--sizes 24,80] [--table]
+
+writes tests/benchmarks/results/probe_lengths.md, and ends with 1 where a goal is missed: no batch that a plain loop
+over all lengths cannot train in any of its orders, none below 97 % of the largest that one trains; 2.5 attempts and
+0.6 OOMs a length. It needs torch's CUDA build on the fake card. A part (--only) is printed and kept, and the table
+made of all that is kept with --table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+from length_rows import CLOSE, FIRST_SIZE, NEAR, RANDOM_ORDERS, Row, misses, read, report  # noqa: E402 - beside this file
+
+RESULTS = HERE / "results" / "probe_lengths.md"
+RANDOM_STEPS = 64
+RESOLUTION = 0.005  # of the largest batch, where it is bisected
+NAMES = {24: "NVIDIA RTX A5000", 80: "NVIDIA A100-SXM4-80GB"}
+
+Orders = Sequence[Sequence[int]]
+
+
+def orders(count: int, seeds: Sequence[int]) -> dict[str, list[int]]:
+    """Long first, short first, and at random by each seed; each length at least once."""
+    down, up = [*range(count)][::-1], [*range(count)]
+    found = {"long first": down + up + down, "short first": up + down + up}
+    for seed in seeds:
+        dice = random.Random(1000 + seed)
+        steps = [dice.randrange(count) for _ in range(RANDOM_STEPS - count)]
+        found[f"random {seed}"] = [*steps, *dice.sample(up, count)]
+    return found
+
+
+def loop(source: object, precision: str, steps: Sequence[tuple[object, int]], *, zeroes_before: bool) -> None:
+    """A plain loop over batches of these lengths and sizes; the last one lives while the next is made."""
+    import torch
+
+    torch.manual_seed(0)
+    model = source.build_model().cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for length, size in steps:
+        batch = [each.cuda(non_blocking=True) for each in source.make_batch(size, length)]
+        if zeroes_before:
+            optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = source.compute_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        if not zeroes_before:
+            optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+
+
+class Plain:
+    """Whether batches of some sizes train, each try in a fork that has never asked for a card."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        import length_tasks
+
+        self.case = length_tasks.CASES[name]
+        self._source, self._limit = self.case.source(), limit
+
+    def trains(self, sizes: Sequence[int], order: Sequence[int], *, zeroes_before: bool = False) -> bool:
+        steps = [(self.case.lengths[each], sizes[each]) for each in order]
+        return self._forked(lambda: loop(self._source, self.case.precision, steps, zeroes_before=zeroes_before))
+
+    def alone(self, at: int, size: int) -> bool:
+        """A few steps at one length."""
+        return self.trains([size] * (at + 1), [at] * 3)
+
+    def _forked(self, work: Callable[[], None]) -> bool:
+        import torch
+
+        child = os.fork()
+        if not child:
+            code = 2
+            with contextlib.suppress(BaseException):
+                torch.set_num_threads(1)
+                torch.cuda.set_per_process_memory_fraction(self._limit / torch.cuda.mem_get_info()[1])
+                try:
+                    work()
+                    code = 0
+                except torch.OutOfMemoryError:
+                    code = 1
+                except Exception as error:  # noqa: BLE001 - told here, and by the exit status
+                    print(f"the plain loop raises {error!r}", file=sys.stderr, flush=True)
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code not in {0, 1}:
+            raise SystemExit(f"a plain loop ended with {code}")
+        return code == 0
+
+
+def from_nothing(fits: Callable[[int], bool]) -> tuple[int, int, int]:
+    """Doubling, or halving where that fails, and then bisection: attempts, OOMs and the size."""
+    low, high, size, tried = 0, 0, FIRST_SIZE, []
+    while not high or not low or (high - low) / low > NEAR:
+        tried.append(fits(size))
+        low, high = (size, high) if tried[-1] else (low, size)
+        size = (low + high) // 2 if low and high else size * 2 if low else size // 2
+        if size in {low, high, 0}:
+            break
+    return len(tried), tried.count(False), low
+
+
+def room(plain: Plain, sizes: Sequence[int], every: Orders) -> float:
+    """By how much all batches could be larger and still train in all orders: at least 1 where they do."""
+
+    def fits(factor: float) -> bool:
+        return all(plain.trains([max(1, int(factor * size)) for size in sizes], order) for order in every)
+
+    low, high = 1.0, 1.001 / CLOSE
+    while fits(high):
+        low, high = high, high * 1.05
+    while low > 1 and high - low > RESOLUTION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return round(low, 3)
+
+
+def measure(name: str, gib: int) -> Row:
+    """A probe, the loop's answers to it, and the search from nothing."""
+    import fake_gpu
+    import length_tasks
+    import torch._dynamo  # noqa: F401 - what an optimizer loads when it is first made, here once for all forks
+
+    import batchtune
+    from batchtune.errors import BatchtuneError
+
+    row, lengths = Row(name, gib), length_tasks.CASES[name].lengths
+    card = fake_gpu.Card(f"{gib}GiB", name=NAMES[gib], capability=(8, 0), context_bytes="500MiB")
+    with fake_gpu.machine(card), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.environ["XDG_CACHE_HOME"] = folder
+        started = time.perf_counter()
+        spec, precision = f"{HERE / 'length_tasks.py'}:{name}", length_tasks.CASES[name].precision
+        try:
+            found = batchtune.probe(
+                spec, device="cuda", lengths=list(lengths), precision=precision, throughput=False, timeout="900s"
+            ).probe
+        except BatchtuneError as error:
+            row.trouble = str(error)[:200]
+            return row
+        row.seconds = round(time.perf_counter() - started, 1)
+        row.sizes = [point.max_batch_size for point in found.lengths]
+        tried = [each for point in found.lengths for each in point.attempts]
+        row.attempts = _counts([each.purpose for each in tried])
+        row.ooms = _counts([each.purpose for each in tried if each.outcome == "oom"])
+        plain = Plain(name, found.memory_limit_bytes)
+        every = orders(len(lengths), range(RANDOM_ORDERS))
+        row.orders = len(every)
+        row.fails = [
+            which
+            for number, (which, order) in enumerate(every.items())
+            if not plain.trains(row.sizes, order, zeroes_before=bool(number % 2))
+        ]
+        row.room = room(plain, row.sizes, list(every.values())) if not row.fails else 1.0
+        searched = [from_nothing(lambda size, at=at: plain.alone(at, size)) for at in range(len(lengths))]
+        attempts, ooms, sizes = zip(*searched, strict=True)
+        row.nemo = sum(attempts), sum(ooms), list(sizes)
+    return row
+
+
+def _counts(purposes: Sequence[str]) -> tuple[int, int]:
+    return purposes.count("search"), purposes.count("verify")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier start has measured")
+    parser.add_argument("--only", default="", help="models whose name has one of these words in it, no table")
+    parser.add_argument("--sizes", default=",".join(map(str, NAMES)), help="GiB")
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table of what is there")
+    parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "probe_lengths.jsonl")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = _options()
+    from fake_gpu import forks
+    from length_tasks import CASES
+
+    forks.children_are_forks()
+    if not (options.resume or options.table):
+        options.state.unlink(missing_ok=True)
+    rows = read(options.state)
+    names = [name for name in CASES if any(word in name for word in options.only.split(","))]
+    for name in names if not options.table else ():
+        for gib in map(int, options.sizes.split(",")):
+            if (name, gib) in rows:
+                continue
+            row = measure(name, gib)
+            print(row, flush=True)
+            with options.state.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+    places = [*CASES]
+    done = sorted(read(options.state).values(), key=lambda row: (places.index(row.model), row.gib))
+    if options.table or not options.only:
+        RESULTS.write_text(report(done))
+    missed = misses(done) or ([] if done else ["nothing was measured"])
+    print("\n".join(missed) or "every goal was met")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
