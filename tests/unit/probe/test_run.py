@@ -7,8 +7,9 @@ import batchtune
 from batchtune.device.nvml import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
+from batchtune.estimate import free_memory
 from batchtune.observer import Observer
-from batchtune.probe import free_memory, run
+from batchtune.probe import run
 from batchtune.probe.options import ProbeOptions
 from batchtune.protocol.commands import OpenTask
 from batchtune.result import Result, load_result
