@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from batchtune.document import Attempt, ProbeResult
-from batchtune.errors import UsageError, UserCodeError
+from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
-    Check,
-    asks_for_another,
     larger_with_room,
     leaks_all,
     leaks_soon,
@@ -20,21 +18,19 @@ from batchtune.probe.final_check import (
     steps_to_verify,
     timed_out_twice,
     with_room,
-    with_spread,
 )
-from batchtune.probe.findings import Findings
 from batchtune.probe.frontier import largest_batches, lengths_of, next_attempt
 from batchtune.probe.lengths.mixing import check_lengths, mixed, orders_of
 from batchtune.probe.memory_model import PeakEstimate
-from batchtune.probe.options import SECONDS_PER_POINT, Bounds, ProbeOptions
+from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
 from batchtune.probe.timing import add_flops, measure_curve, measure_times, sizes_to_time
-from batchtune.processes.worker import Worker, WorkerDied
-from batchtune.protocol.commands import Opened, TimeSteps, TryBatchSize, TryLengths
+from batchtune.probe.tries import Tries
+from batchtune.processes.worker import Worker
+from batchtune.protocol.commands import TimeSteps
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, length_text
 
-_MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
 
@@ -61,9 +57,8 @@ class Probe:
     ) -> None:
         self._worker, self._options, self._observer, self._prior = worker, options, observer, prior
         self._started = time.perf_counter()
-        opened = worker.start()
-        bounds = _bounds(options, opened)
-        self._found = Findings(options=options, opened=opened, precision=precision, bounds=bounds, attempts=list(known))
+        self._tries = Tries(worker, options, precision, observer, known, prior)
+        self._found = self._tries.found
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -84,7 +79,7 @@ class Probe:
             UserCodeError: the user's code raises at every size, or in the final check.
         """
         self._observer.stage(f"probing {self._found.precision}")
-        self._search(self._found.bounds, verify=False)
+        self._tries.search(self._found.bounds, verify=False)
         if bracket(self.attempts)[0] == 0:
             raise self._found.nothing_fits()
         self._verify()
@@ -115,36 +110,6 @@ class Probe:
         """What is known so far, complete or not."""
         return self._found.result(time.perf_counter() - self._started)
 
-    def _search(self, bounds: Bounds, *, verify: bool) -> None:
-        found = self._found
-        while True:
-            counted = [each.attempt for each in found.checks] if verify else found.attempts
-            choice = next_size(counted, found.within_time(bounds), found.limit, self._prior)
-            if choice.batch_size is None:
-                self._observer.note(choice.reason)
-                return
-            self._observer.attempting(choice.batch_size, choice.reason)
-            self._attempt(choice.batch_size, self._options.steps, verify=verify)
-
-    def _attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
-        """One try; with `verify` in as many fresh processes as the device asks for, of which it has to pass all."""
-        found = self._found
-        longest = found.opened.lengths.longest if found.opened.lengths else None
-        attempt = self._tried(_command(found, batch_size, steps, longest, verify=verify))
-        found.attempts.append(attempt)
-        if verify:
-            found.checks.append(Check(attempt, steps))
-        self._observer.attempted(attempt)
-        return attempt
-
-    def _tried(self, command: TryBatchSize) -> Attempt:
-        """What came of a command; of a final check in as many processes as the device asks for."""
-        found = self._found
-        tries = [_try(self._worker, found, command)]
-        while command.verify and tries[-1].fits and asks_for_another(tries, found.opened.device, found.limit):
-            tries.append(_try(self._worker, found, command))
-        return with_spread(tries, found.limit) if tries[-1].fits else tries[-1]
-
     def _search_lengths(self, seen: LengthsSeen) -> None:
         """Searches at each length below the longest."""
         found, (longest, *others) = self._found, lengths_of(seen, self._options.at_most_lengths)
@@ -154,8 +119,8 @@ class Probe:
             if choice.batch_size is None:
                 return self._observer.note(choice.reason)
             self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")
-            command = _command(found, choice.batch_size, self._options.steps, length, verify=False)
-            found.lengths[length].append(self._tried(command))
+            command = self._tries.command(choice.batch_size, self._options.steps, length, verify=False)
+            found.lengths[length].append(self._tries.run(command))
             self._observer.attempted(found.lengths[length][-1])
 
     def _check_lengths(self) -> None:
@@ -178,10 +143,10 @@ class Probe:
     def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
         found, (longest, *_) = self._found, sizes
         steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
-        command = mixed(_command(found, sizes[longest], steps, longest, verify=True), sizes, first, orders)
+        command = mixed(self._tries.command(sizes[longest], steps, longest, verify=True), sizes, first, orders)
         what = f"{command.steps} steps, evaluation, saving"
         self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
-        attempt = self._tried(command)
+        attempt = self._tries.run(command)
         if attempt.outcome == "user_error":
             raise UserCodeError(str(attempt.message), found.frames)
         self._observer.attempted(attempt)
@@ -209,7 +174,7 @@ class Probe:
             self._look_above()
         elif failed - size > max(options.multiple_of, int(near * failed)):
             proven = size
-            self._search(replace(found.bounds, minimum=size, tolerance=near), verify=True)
+            self._tries.search(replace(found.bounds, minimum=size, tolerance=near), verify=True)
             passed = {each.attempt.batch_size for each in found.checks if each.attempt.fits}
             any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
 
@@ -235,66 +200,9 @@ class Probe:
         steps = steps_to_verify(self.attempts, self._options)
         what = "forward passes" if self._found.opened.is_for_inference else "steps, evaluation, saving"
         self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
-        attempt = self._attempt(size, steps, verify=True)
+        attempt = self._tries.attempt(size, steps, verify=True)
         if attempt.outcome == "user_error" and self._found.verified is None:  # in evaluation or saving
             raise UserCodeError(str(attempt.message), self._found.frames)
         if attempt.fits:
             self._found.verified = attempt
         return attempt.fits
-
-
-def _command(
-    found: Findings, batch_size: int, steps: int, length: Length | None = None, *, verify: bool
-) -> TryBatchSize:
-    """What an attempt is asked for."""
-    micro_batches = found.options.accumulation_steps
-    return TryBatchSize(
-        batch_size=batch_size,
-        steps=steps,
-        precision=found.precision,
-        verify=verify,
-        length=length,
-        evaluation_batch_size=found.options.evaluation_batch_size,
-        accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
-    )
-
-
-def _try(worker: Worker, found: Findings, command: TryBatchSize) -> Attempt:
-    """One attempt in a child: in a fresh one where it is to verify, and for each on a CPU that can be forked."""
-    on_cpu, options, verify = found.opened.device == "cpu", found.options, command.verify
-    if verify or (on_cpu and found.opened.forks):  # whose allocator remembers what went before
-        worker.renew(as_fork=not verify or not on_cpu)
-    started = time.perf_counter()
-    try:
-        tried = worker.call(command, timeout=options.check_timeout if verify else options.timeout)
-    except WorkerDied as died:
-        return Attempt(
-            batch_size=command.batch_size,
-            length=None if isinstance(command, TryLengths) else command.length,
-            outcome=died.outcome,
-            seconds=round(time.perf_counter() - started, 4),
-            purpose="verify" if verify else "search",
-            message=str(died),
-            limiting_rank=died.rank,
-        )
-    found.frames = tried.frames if verify else found.frames or tried.frames
-    return tried.attempt
-
-
-def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
-    """The sizes to try, of which the data set has enough samples for each rank.
-
-    Raises:
-        UsageError: there are none.
-    """
-    world_size, samples, unit = opened.world_size, opened.train_size, options.multiple_of
-    data_size = samples // world_size if samples is not None else None
-    cap = min((each for each in (options.maximum, data_size) if each is not None), default=None)
-    smallest = -(-options.minimum // unit) * unit
-    if cap is not None and smallest > cap:
-        each = f" for each of {world_size} ranks" if world_size > 1 else ""
-        why = f"train_dataset has {cap} samples{each}" if cap == data_size else f"the maximum is {cap}"
-        raise UsageError(
-            f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
-        )
-    return replace(options, maximum=cap)

@@ -1,0 +1,132 @@
+"""Sizes tried in a child of the task, one after the other, and what has been found by them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from batchtune.document import Attempt
+from batchtune.errors import UsageError
+from batchtune.observer import Observer
+from batchtune.probe.final_check import Check, asks_for_another, with_spread
+from batchtune.probe.findings import Findings
+from batchtune.probe.memory_model import PeakEstimate
+from batchtune.probe.options import Bounds, ProbeOptions
+from batchtune.probe.search import next_size
+from batchtune.processes.worker import Worker, WorkerDied
+from batchtune.protocol.commands import Opened, TryBatchSize, TryLengths
+from batchtune.vocabulary import Length
+
+_MOST_ACCUMULATED_IN_SEARCH = 2  # from the second micro-batch on, gradients are there and memory is the same
+
+
+class Tries:
+    """The attempts of one probe at one precision; the arguments are those of `Probe`.
+
+    Attributes:
+        found: all so far, and what came of them.
+
+    Raises:
+        UsageError: the data set has too few samples for the smallest size.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        options: ProbeOptions,
+        precision: str,
+        observer: Observer,
+        known: Sequence[Attempt],
+        prior: PeakEstimate | None,
+    ) -> None:
+        self._worker, self._observer, self._prior = worker, observer, prior
+        opened = worker.start()
+        bounds = _bounds(options, opened)
+        self.found = Findings(options=options, opened=opened, precision=precision, bounds=bounds, attempts=list(known))
+
+    def search(self, bounds: Bounds, *, verify: bool) -> None:
+        """Tries one size after the other until the largest within the bounds is known; see `attempt` for `verify`."""
+        found = self.found
+        while True:
+            counted = [each.attempt for each in found.checks] if verify else found.attempts
+            choice = next_size(counted, found.within_time(bounds), found.limit, self._prior)
+            if choice.batch_size is None:
+                self._observer.note(choice.reason)
+                return
+            self._observer.attempting(choice.batch_size, choice.reason)
+            self.attempt(choice.batch_size, found.options.steps, verify=verify)
+
+    def attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
+        """One try; with `verify` in as many fresh processes as the device asks for, of which it has to pass all."""
+        found = self.found
+        longest = found.opened.lengths.longest if found.opened.lengths else None
+        attempt = self.run(self.command(batch_size, steps, longest, verify=verify))
+        found.attempts.append(attempt)
+        if verify:
+            found.checks.append(Check(attempt, steps))
+        self._observer.attempted(attempt)
+        return attempt
+
+    def run(self, command: TryBatchSize) -> Attempt:
+        """What came of a command; of a final check in as many processes as the device asks for."""
+        found = self.found
+        tries = [self._in_child(command)]
+        while command.verify and tries[-1].fits and asks_for_another(tries, found.opened.device, found.limit):
+            tries.append(self._in_child(command))
+        return with_spread(tries, found.limit) if tries[-1].fits else tries[-1]
+
+    def command(self, batch_size: int, steps: int, length: Length | None = None, *, verify: bool) -> TryBatchSize:
+        """What a child is asked for."""
+        found = self.found
+        micro_batches = found.options.accumulation_steps
+        return TryBatchSize(
+            batch_size=batch_size,
+            steps=steps,
+            precision=found.precision,
+            verify=verify,
+            length=length,
+            evaluation_batch_size=found.options.evaluation_batch_size,
+            accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
+        )
+
+    def _in_child(self, command: TryBatchSize) -> Attempt:
+        """One attempt in a child: in a fresh one where it is to verify, and for each on a CPU that can be forked."""
+        found, worker = self.found, self._worker
+        on_cpu, options, verify = found.opened.device == "cpu", found.options, command.verify
+        if verify or (on_cpu and found.opened.forks):  # whose allocator remembers what went before
+            worker.renew(as_fork=not verify or not on_cpu)
+        started = time.perf_counter()
+        try:
+            tried = worker.call(command, timeout=options.check_timeout if verify else options.timeout)
+        except WorkerDied as died:
+            return Attempt(
+                batch_size=command.batch_size,
+                length=None if isinstance(command, TryLengths) else command.length,
+                outcome=died.outcome,
+                seconds=round(time.perf_counter() - started, 4),
+                purpose="verify" if verify else "search",
+                message=str(died),
+                limiting_rank=died.rank,
+            )
+        found.frames = tried.frames if verify else found.frames or tried.frames
+        return tried.attempt
+
+
+def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
+    """The sizes to try, of which the data set has enough samples for each rank.
+
+    Raises:
+        UsageError: there are none.
+    """
+    world_size, samples, unit = opened.world_size, opened.train_size, options.multiple_of
+    data_size = samples // world_size if samples is not None else None
+    cap = min((each for each in (options.maximum, data_size) if each is not None), default=None)
+    smallest = -(-options.minimum // unit) * unit
+    if cap is not None and smallest > cap:
+        each = f" for each of {world_size} ranks" if world_size > 1 else ""
+        why = f"train_dataset has {cap} samples{each}" if cap == data_size else f"the maximum is {cap}"
+        raise UsageError(
+            f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
+        )
+    return replace(options, maximum=cap)
