@@ -51,6 +51,7 @@ _DEVICES = re.compile(r"same device, but found at least two devices|found two di
 _WITHOUT_DATA = re.compile(
     r"[Ff]ake ?[Tt]ensor|[Mm]eta [Tt]ensor|data pointer|numpy\(\)|have storage|HigherOrderOperator|without data"
 )
+_LAZY = "the parameters of lazy modules, such as nn.LazyLinear, are made from data"
 _IN_TORCH = (RuntimeError, ValueError, IndexError, TypeError)  # which its checks of shapes and types raise
 _PRINTED = re.compile(r"FakeTensor\(\.\.\., (?:device='cuda:0', )?")
 
@@ -240,6 +241,7 @@ def naming_the_line(trace: Trace) -> Iterator[None]:
         place = place_of_error(error)
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
         text = f"{operator[1]} is no operator that can be recorded" if operator else text
+        text = f"{_LAZY}: give them their sizes" if "UninitializedParameter" in text else text
         assumed = "".join(f" ({each.text})" for each in trace.notes[:1])
         refusal = CannotTraceError(
             f"{f'{place}: ' if place else ''}cannot be traced without data at batch size {trace.batch_size}: "

@@ -193,6 +193,13 @@ def test_what_needs_data_is_refused_with_its_line(ask):
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
 
 
+def test_lazy_modules_are_refused_with_what_to_write(ask):
+    assert (
+        "such as nn.LazyLinear, are made from data: give them their sizes"
+        in ask(MLP.replace("nn.Linear(1024, ", "nn.LazyLinear("))["refused"]
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
