@@ -101,6 +101,9 @@ class FakeCrew:
     def work(self, step):
         work_alone(self.first, step)
 
+    def any_one(self, do):
+        return do(self.first)
+
 
 class FakeTrainer:
     """Runs by `train(timeout=…, on_event=…, **spec)`, which tells points (or dicts) and returns how the run ended.

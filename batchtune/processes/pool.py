@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from batchtune.config.schema import Ranks
 from batchtune.device.host import processors
@@ -20,6 +20,7 @@ from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 
 _LOOK_SECONDS = 0.2
+Result = TypeVar("Result")
 
 
 class WorkerPool:
@@ -120,6 +121,17 @@ class WorkerPool:
             raise
         if raised:
             raise raised[0]
+
+    def any_one(self, do: Callable[[Worker], Result]) -> Result:
+        """What `do` makes of a worker that can work now, when the others are idle."""
+        found: list[Result] = []
+
+        def step(worker: Worker) -> bool:
+            found.append(do(worker))
+            return False
+
+        self._step(step, self.first)
+        return found[0]
 
     def _serve(self, worker: Worker, step: Callable[[Worker], bool], raised: list[BaseException]) -> None:
         try:

@@ -101,6 +101,10 @@ class OneWorker:
         """Calls `step` until it says that there is nothing more to do."""
         work_alone(self.first, step)
 
+    def any_one(self, do: Callable[[Any], Any]) -> Any:
+        """What the worker makes of it."""
+        return do(self.first)
+
 
 class ReplayWorker:
     """Stands in for the child process: answers from the record, on a clock that only training moves."""

@@ -138,7 +138,7 @@ class Trials:
         command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
         self._parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
         try:
-            return self._parts.pool.first.call(command, timeout=LONG_SILENCE_SECONDS)
+            return self._parts.pool.any_one(lambda worker: worker.call(command, timeout=LONG_SILENCE_SECONDS))
         except (WorkerDied, NodeLost, UserCodeError) as error:
             self._parts.observer.note(f"they could not be, so that what each run took counts: {error}")
             return ()

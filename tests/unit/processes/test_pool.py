@@ -101,6 +101,19 @@ class TestWork:
             pool.work(step)
 
 
+def test_what_any_one_can_do_does_not_wait_for_a_worker_that_cannot_work(launchers):
+    class FirstIsGone(WorkerPool):
+        """As where the node of the first worker was lost."""
+
+        def _step(self, step, worker):
+            return super()._step(step, self.others[0] if worker is self.first else worker)
+
+    with FirstIsGone(SETTINGS, 2, Observer()) as pool:
+        pool.grow(OPENED)
+        pool.others = all_of(WorkerPool(SETTINGS, 1, Observer()))
+        assert pool.any_one(lambda worker: (worker, worker is pool.first)) == (pool.others[0], False)
+
+
 class TestWarmingUp:
     @pytest.fixture
     def go_on(self, launchers, pool):
