@@ -130,6 +130,10 @@ class SideBySide:
         """Has every worker call `step` until that says there is nothing more to do."""
         self._clock.run([partial(work_alone, self.first, step)] * self._workers)
 
+    def any_one(self, do: Callable[[Any], Any]) -> Any:
+        """What one of them makes of it."""
+        return do(self.first)
+
 
 class Moments(Answers):
     """Notes what a study would answer after each of its trials, and when that was."""
