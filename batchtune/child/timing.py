@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import multiprocessing
 import platform
 import statistics
@@ -23,7 +24,7 @@ from batchtune.child.ranks._base import Ranks
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import DeviceMemory
-from batchtune.device.host import waited_seconds, watching_others
+from batchtune.device.host import BUSY, waited_seconds, watching_others
 from batchtune.device.nvml import Sensors
 from batchtune.document import LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
@@ -31,6 +32,8 @@ from batchtune.task.contract import Task
 
 _FORWARD: Callable[..., int] = flop_counter.sdpa_flop_count
 _BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
+_PRECISION = 0.01  # standard error of a median step, as a share of it, that is small enough
+_LOOK_SECONDS, _LEAST_STEPS = 0.25, 16  # between two looks whether it is: a slow spell of the machine lasts as long
 
 
 class _Timed:
@@ -41,17 +44,26 @@ class _Timed:
         self.clean: list[float] = []  # those that compiled nothing, and had a processor
         self.graphs = 0
 
+    def typical(self, others: float | None) -> float:
+        """The median step; where other programs were busy the tenth from below of a hundred: they only ever add."""
+        taken = sorted(self.clean or self.seconds)
+        return statistics.median(taken) if (others or 0.0) < BUSY else taken[len(taken) // 10]
+
     @property
-    def median(self) -> float:
-        return statistics.median(self.clean or self.seconds)
+    def is_known(self) -> bool:
+        """Whether the median's standard error, 0.93 of the quartiles' distance over the root of n, is small enough."""
+        if len(self.clean) < _LEAST_STEPS:
+            return False
+        low, middle, high = statistics.quantiles(self.clean, n=4)
+        return 0.93 * (high - low) <= _PRECISION * middle * math.sqrt(len(self.clean))
 
 
 def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None = None) -> ThroughputPoint:
     """Times training steps at one size for about as long as asked, the device's sensors sampled meanwhile.
 
-    Compiling is no part of it: steps are taken until nothing is left to compile, and one that compiles nevertheless is
-    left out, as is one that waited for a processor, where others did not. Ranks that train together (`parallel`) all
-    call this, and take the same number of steps.
+    Without sensors it ends as soon as the median step is known to 1 %. Compiling is no part of it: steps are taken
+    until nothing is left to compile, and one that compiles nevertheless is left out, as is one that waited for a
+    processor, where others did not. Ranks that train together (`parallel`) all call this, and take the same number.
     """
     forget_compiled()
     memory.release()
@@ -64,16 +76,17 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: R
         return seconds()
 
     warm_up(step, watch, agree)
-    with Sensors(memory.device).sampling() as readings, watching_others() as load:
-        timed = _time(step, watch, command.seconds, agree)
-    samples = command.batch_size * command.accumulation_steps
+    sensors = Sensors(memory.device)
+    with sensors.sampling() as readings, watching_others() as load:
+        timed = _time(step, watch, command.seconds, agree, ends_early=not sensors.present)
+    samples, seconds = command.batch_size * command.accumulation_steps, timed.typical(load.others)
     energy: dict[str, Any] = {}
     if readings.joules is not None:
         energy["joules_per_sample"] = readings.joules / (samples * len(timed.seconds))
     return ThroughputPoint(
         batch_size=command.batch_size,
-        step_seconds=timed.median,
-        samples_per_second=samples / timed.median,
+        step_seconds=seconds,
+        samples_per_second=samples / seconds,
         processors_used_by_others=load.others,
         recompiles=timed.graphs if watch.used else None,
         **energy,
@@ -91,9 +104,26 @@ def _stepper(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ran
     return lambda: trainer.step(batches, command.accumulation_steps)
 
 
-def _time(step: Callable[[], float], watch: CompileWatch, seconds: float, agree: Callable[[bool], bool]) -> _Timed:
+def _time(
+    step: Callable[[], float],
+    watch: CompileWatch,
+    seconds: float,
+    agree: Callable[[bool], bool],
+    *,
+    ends_early: bool,
+) -> _Timed:
     timed, began = _Timed(), time.perf_counter()
-    while agree(not timed.seconds or time.perf_counter() - began < seconds):
+    look = _LOOK_SECONDS
+
+    def goes_on() -> bool:
+        nonlocal look
+        passed = time.perf_counter() - began
+        if passed < look or not ends_early:
+            return passed < seconds
+        look = passed + _LOOK_SECONDS
+        return passed < seconds and not timed.is_known
+
+    while agree(not timed.seconds or goes_on()):
         waited = waited_seconds()
         taken = step()
         timed.seconds.append(taken)

@@ -13,6 +13,7 @@ from pathlib import Path
 STAT = Path("/proc/stat")
 _WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, and waiting for one
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
+BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
 _LEAST_SECONDS = 0.1  # the kernel counts in hundredths of a second
 
 

@@ -14,7 +14,7 @@ from batchtune.probe.frontier import length_counts, length_points, unseen_length
 from batchtune.probe.lengths.mixing import order_warnings
 from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.search import bracket
-from batchtune.probe.timing import BUSY, Times, data_parallel, fit_step_time
+from batchtune.probe.timing import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import unseen_warnings
 from batchtune.units import share, size
@@ -255,15 +255,6 @@ def mapping_warnings(attempts: Sequence[Attempt]) -> list[str]:
         return []
     text = "a file that is memory-mapped during training counts against a CPU's limit with its whole size"
     return [f"{text}: map it at import, where it does not count, or raise --memory-limit by its size"]
-
-
-def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
-    """One where other programs used the host's processors while steps were timed."""
-    others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)
-    if others < BUSY:
-        return []
-    busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
-    return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
 def foreign_warnings(parameters: int) -> list[str]:

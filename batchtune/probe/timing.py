@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchtune.device.gpus import peak_flops
+from batchtune.device.host import BUSY
 from batchtune.document import Attempt, DataParallel, ThroughputFit, ThroughputPoint
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
@@ -15,12 +16,12 @@ from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import CountFlops, Opened, OpenTask, TimeSteps
 from batchtune.protocol.messages import Answer, Command
+from batchtune.units import share
 
 MAX_POINTS = 8
 _APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
 _SAME_FLOPS = 0.001
-BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
 _MOST_ROUNDS = 4  # of timing what was disturbed
 _AGREE = 1.05  # two times so near to one another are those of a machine at its fastest, since load only ever adds
 TIMEOUT_SECONDS = 120.0  # without a sign of life
@@ -171,6 +172,15 @@ def _is_known(found: list[ThroughputPoint]) -> bool:
         return True
     least = sorted(point.step_seconds for point in found)
     return len(least) > 1 and least[1] <= _AGREE * least[0]
+
+
+def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
+    """One where other programs used the host's processors while steps were timed."""
+    others = max((point.processors_used_by_others or 0.0 for point in points), default=0.0)
+    if others < BUSY:
+        return []
+    busy = f"other programs used up to {share(others)} of this machine's processors while steps were timed"
+    return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
 def add_flops(

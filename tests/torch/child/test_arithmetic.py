@@ -1,6 +1,8 @@
-"""Floating-point operations of a step, and gradient accumulation."""
+"""How long a step takes, its floating-point operations, and gradient accumulation."""
 
-from contextlib import nullcontext
+import itertools
+import time
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -35,10 +37,13 @@ class FakeMemory:
         return stopwatch_on_the_wall(self.synchronize)
 
 
-def linear_task(seen=None):
+def linear_task(seen=None, seconds=(0,)):
+    waits = itertools.cycle(seconds)
+
     def loss(model, batch):
         if seen is not None:
             seen.append(model.weight.grad is not None)
+        time.sleep(next(waits))
         return model(batch).sum()
 
     return Task(
@@ -93,3 +98,23 @@ def test_samples_of_all_micro_batches_count_in_the_speed():
     command = TimeSteps(batch_size=4, precision="fp32", seconds=0.01, accumulation_steps=5)
     point = time_steps(linear_task(), FakeMemory(), command)
     assert point.samples_per_second == pytest.approx(20 / point.step_seconds)
+
+
+def test_timing_ends_as_soon_as_a_step_is_known():
+    began = time.perf_counter()
+    point = time_steps(
+        linear_task(seconds=[0.005]), FakeMemory(), TimeSteps(batch_size=4, precision="fp32", seconds=30.0)
+    )
+    assert 0.005 < point.step_seconds < 0.02
+    assert time.perf_counter() - began < 15
+
+
+@pytest.mark.parametrize(("others", "least", "most"), [(0.0, 0.03, 1.0), (0.5, 0.002, 0.02)])
+def test_beside_other_programs_the_quickest_tenth_of_steps_tells_what_one_takes(monkeypatch, others, least, most):
+    @contextmanager
+    def watching():
+        yield SimpleNamespace(others=others)
+
+    monkeypatch.setattr("batchtune.child.timing.watching_others", watching)
+    command = TimeSteps(batch_size=4, precision="fp32", seconds=0.4)
+    assert least < time_steps(linear_task(seconds=[0.002, 0.03, 0.03]), FakeMemory(), command).step_seconds < most

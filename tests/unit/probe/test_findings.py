@@ -7,7 +7,6 @@ from batchtune.document import Attempt, DeviceProcess, Environment, ThroughputPo
 from batchtune.probe.findings import (
     Findings,
     attempt_warnings,
-    busy_warnings,
     foreign_warnings,
     kept_warnings,
     leak_warnings,
@@ -15,7 +14,7 @@ from batchtune.probe.findings import (
     sharing_warnings,
 )
 from batchtune.probe.options import Bounds, ProbeOptions
-from batchtune.probe.timing import with_flops
+from batchtune.probe.timing import busy_warnings, with_flops
 
 GIB = 2**30
 
