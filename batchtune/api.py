@@ -261,7 +261,7 @@ def tune(  # noqa: D417 - takes_options adds them
     return run_tune(loaded, fresh=fresh, observer=observer, root=Path(run_folders), warm_start=warm_start)
 
 
-def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]:
+def check(config: Config, *, observer: Observer | None = None) -> dict[str, object]:
     """Opens the task of a configuration as `tune` would, and trains nothing.
 
     Returns:
@@ -276,7 +276,7 @@ def check(config: Config, *, observer: Observer | None = None) -> dict[str, Any]
     return run_check(config, observer or Observer())
 
 
-def environment(device: str = "auto") -> dict[str, Any]:
+def environment(device: str = "auto") -> dict[str, object]:
     """Versions, device, driver and live sensor readings of this machine.
 
     Raises:

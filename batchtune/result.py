@@ -108,7 +108,7 @@ class Result(Document):
         return notebook(self)
 
 
-def result_schema() -> dict[str, Any]:
+def result_schema() -> dict[str, object]:
     """JSON Schema (draft 2020-12) of the result document."""
     return {"$schema": GenerateJsonSchema.schema_dialect} | Result.model_json_schema(by_alias=True)
 

@@ -121,7 +121,7 @@ class StepContext:
         """For forward passes: computes in the precision that is measured."""
         return self._precision.autocast()
 
-    def backward(self, loss: Tensor, optimizer: Optimizer | None = None, **arguments: Any) -> None:
+    def backward(self, loss: Tensor, optimizer: Optimizer | None = None, **arguments: object) -> None:
         """Adds this micro-batch's gradients, in place of `loss.backward()`.
 
         With an optimizer only its parameters get gradients; `arguments` are those of `Tensor.backward`.

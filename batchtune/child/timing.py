@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any
 
 import torch
 from torch.utils import flop_counter
@@ -80,16 +79,13 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: R
     with sensors.sampling() as readings, watching_others() as load:
         timed = _time(step, watch, command.seconds, agree, ends_early=not sensors.present)
     samples, seconds = command.batch_size * command.accumulation_steps, timed.typical(load.others)
-    energy: dict[str, Any] = {}
-    if readings.joules is not None:
-        energy["joules_per_sample"] = readings.joules / (samples * len(timed.seconds))
     return ThroughputPoint(
         batch_size=command.batch_size,
         step_seconds=seconds,
         samples_per_second=samples / seconds,
         processors_used_by_others=load.others,
         recompiles=timed.graphs if watch.used else None,
-        **energy,
+        joules_per_sample=None if readings.joules is None else readings.joules / (samples * len(timed.seconds)),
         **readings.summary(),
     )
 

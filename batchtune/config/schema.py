@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -286,7 +286,7 @@ class Config(Section):
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
-def config_schema() -> dict[str, Any]:
+def config_schema() -> dict[str, object]:
     """JSON Schema (draft 2020-12) of the configuration, for editors."""
     return {"$schema": GenerateJsonSchema.schema_dialect} | Config.model_json_schema()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from batchtune.device.nvml import name_processes
-from batchtune.document import Attempt, Environment, LengthCheck, ProbeResult, ThroughputPoint
+from batchtune.document import Attempt, Environment, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
@@ -123,10 +122,10 @@ class Findings:
             length_check=self.length_check,
         )
 
-    def _limited_by(self, low: int, failed: Attempt | None) -> Any:
+    def _limited_by(self, low: int, failed: Attempt | None) -> LimitedBy | None:
         if not low:
             return None
-        if failed is not None:
+        if failed is not None and failed.outcome != "fit":
             return "memory" if failed.outcome == "oom" else failed.outcome
         cap, beyond = self.bounds.maximum, low + self.bounds.multiple_of
         if self.too_slow_above is not None and beyond > self.too_slow_above:

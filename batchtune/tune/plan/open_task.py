@@ -137,7 +137,7 @@ def require_executor(executor: Literal["local", "ray"]) -> None:
         raise UsageError('executor ray: Ray is not installed; run: pip install "batchtune-cli[ray]"')
 
 
-def check(config: Config, observer: Observer) -> dict[str, Any]:
+def check(config: Config, observer: Observer) -> dict[str, object]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
     require_executor(config.executor)
     with Worker(worker_settings(config), launcher_of(config.ranks, observer)) as worker:
