@@ -69,8 +69,7 @@ def probe(  # noqa: D417 - takes_options adds them
 
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    path, purpose = os.fspath(task), "inference" if inference else "probe"
-    name = task_name(path)
+    path, name, purpose = os.fspath(task), task_name(os.fspath(task)), "inference" if inference else "probe"
     how: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision, "lengths": lengths, "purpose": purpose}
     return run_probe(
         OpenTask(task=path, device=device, margin=margin, **how),
@@ -85,7 +84,7 @@ def probe(  # noqa: D417 - takes_options adds them
             no_oom=no_oom,
             throughput=throughput,
             accumulation_steps=accumulation or 0,
-            at_most_lengths=8 if lengths == "auto" else None,
+            lengths=how["lengths"],
         ),
         name=name,
         observer=observer or usual_observer(),
@@ -191,6 +190,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     strategy: options.Strategy = "ddp",
     world_size: options.WorldSize = 1,
     inference: options.Inference = False,
+    lengths: options.Lengths = None,
     timeout: options.TraceTimeout = TRACE_TIMEOUT,
     observer: Observer | None = None,
 ) -> Result:
@@ -213,7 +213,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     from batchtune.report.live import usual_observer
 
     how: dict[str, Any] = {"memory_limit": memory_limit, "timeout": timeout, "accumulation_steps": accumulation_steps}
-    how |= {"strategy": strategy, "world_size": world_size, "inference": inference}
+    how |= {"strategy": strategy, "world_size": world_size, "inference": inference, "lengths": lengths}
     return run_estimate(os.fspath(task), gpus, precision, observer=observer or usual_observer(), **how)
 
 

@@ -15,6 +15,8 @@ FAILED = {"oom", "crash", "timeout", "user_error"}  # outcomes of trials that ca
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches
 Length: TypeAlias = int | tuple[int, ...]  # several where an input has several, such as source and target
 
+AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of the training set
+
 
 def dimensions(length: Length) -> tuple[int, ...]:
     """All numbers of a length."""

@@ -10,10 +10,10 @@ import math
 import numbers
 import re
 from collections.abc import Iterable
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 from batchtune.errors import UsageError, kind_of
-from batchtune.vocabulary import Length, dimensions, length_text, order
+from batchtune.vocabulary import AskedLengths, Length, dimensions, length_text, order
 
 _NUMBER = r"(?:[0-9]{1,30}(?:\.[0-9]*)?|\.[0-9]+)"
 _UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -138,7 +138,7 @@ def memory(flag: str, value: object) -> int:
     return int(found)
 
 
-def lengths(flag: str, value: object) -> Literal["auto"] | tuple[Length, ...]:
+def lengths(flag: str, value: object) -> AskedLengths:
     """Ascending, each once: from "128,256", "128x64,256x128", or numbers and tuples of them; or `auto`."""
     if value == "auto":
         return "auto"

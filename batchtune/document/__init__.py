@@ -47,6 +47,17 @@ class Remedy(Record):
     max_batch_size: Count = Field(description="0: nothing.")
 
 
+class EstimatedLength(Record):
+    """The calculated answer of one length of the inputs, of batches of all lengths that train in turns."""
+
+    length: Length
+    max_batch_size: Count
+    safe_max_batch_size: Count
+    alone_max_batch_size: Count = Field(description="Where no batch of another length has cut memory up before.")
+    peak_bytes: Count | None = None
+    samples_per_second: Figure = Field(default=None, description="A roofline: real training stays below it.")
+
+
 class Estimate(Record):
     """A calculated answer to the memory question: never measured, always with its confidence."""
 
@@ -69,6 +80,9 @@ class Estimate(Record):
         default=None, description="What a batch of 1 needs for tensors alone, where not even that fits."
     )
     remedies: list[Remedy] = Field(default=[], description="What was traced again where nothing fits.")
+    lengths: tuple[EstimatedLength, ...] = Field(
+        default=(), description="The largest batch of each, ascending; the other figures are those of the longest."
+    )
     notes: list[Text] = Field(default=[])
 
 

@@ -15,6 +15,7 @@ from batchtune.estimate.memory.overheads import UNMEASURED, Offsets
 from batchtune.protocol.commands import Done
 from batchtune.protocol.data import LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import Command, Message
+from batchtune.vocabulary import AskedLengths, Length
 
 PROGRAM = "batchtune.estimate.tracing.server"  # the module whose `main` such a child runs
 
@@ -56,7 +57,8 @@ class Tracing(Message):
         checkpointing: recompute the model's repeated blocks in backward, whatever the user's code does.
         inference: forward passes without gradients instead of optimizer steps.
         samples: of the worst batch, where another child has looked for them.
-        lengths: the same; batches are of the longest.
+        lengths: of the inputs, where they are asked for; `auto` means those of the training set.
+        lengths_seen: those that another child has found.
     """
 
     task: str
@@ -67,7 +69,23 @@ class Tracing(Message):
     checkpointing: bool = False
     inference: bool = False
     samples: SamplesSeen | None = None
-    lengths: LengthsSeen | None = None
+    lengths: AskedLengths | None = None
+    lengths_seen: LengthsSeen | None = None
+
+
+class LengthRow(Message):
+    """The largest batch of one length on one GPU; names are those of `EstimatedLength`.
+
+    Attributes:
+        work: of a step of that size; None where nothing fits.
+    """
+
+    length: Length
+    max_batch_size: int
+    safe_max_batch_size: int
+    alone_max_batch_size: int
+    peak_bytes: int | None = None
+    work: Work | None = None
 
 
 class Row(Message):
@@ -87,6 +105,7 @@ class Row(Message):
     error_share: float
     notes: list[str]
     work: Work | None = None
+    lengths: tuple[LengthRow, ...] = ()
 
 
 class Traced(Message):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
-from batchtune.document import Estimate, Failure, MemoryDetail, Remedy, TaskInfo
+from batchtune.document import Estimate, EstimatedLength, Failure, MemoryDetail, Remedy, TaskInfo
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
-from batchtune.estimate.commands import EstimateMemory, Refusal, Row
+from batchtune.estimate.commands import EstimateMemory, LengthRow, Refusal, Row
 from batchtune.estimate.memory.events import Work
 from batchtune.estimate.tracers import Answered, ask, ask_tracers, facts_of
 from batchtune.observer import Observer
@@ -18,6 +18,7 @@ from batchtune.processes.worker import Worker
 from batchtune.result import Result
 from batchtune.task.spec import file_hash
 from batchtune.units import size
+from batchtune.vocabulary import AskedLengths
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 # TF32 changes how matrix units multiply, not what is stored; loss scaling adds three numbers of 512 bytes to bf16. CUDA
@@ -58,6 +59,7 @@ def run_estimate(
     strategy: str,
     world_size: int,
     inference: bool,
+    lengths: AskedLengths | None,
     timeout: float,
     observer: Observer,
 ) -> Result:
@@ -71,6 +73,8 @@ def run_estimate(
     """
     if inference and max(accumulation_steps, world_size) > 1:
         raise UsageError("--inference: takes neither --accumulation nor --world-size; leave them out")
+    if inference and lengths:
+        raise UsageError("--lengths: not with --inference, which takes no steps over them")
     nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=task, sha256=file_hash(task)))
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
@@ -82,6 +86,7 @@ def run_estimate(
         strategy=strategy,
         world_size=world_size,
         inference=inference,
+        lengths=lengths,
     )
     try:
         found = estimate_task(question, chosen, names, observer=observer, timeout=timeout)
@@ -217,13 +222,15 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
         return known.model_copy(update={"confidence": "refused", "notes": [answer.refusal.refused]})
     row, remedies = answer.rows[gpu.name], answer.remedies.get(gpu.name, [])
     samples = row.max_batch_size * min(question.accumulation_steps, 2)  # as many micro-batches as were traced
+    per_length = [_of_length(gpu, precision, each, question) for each in row.lengths]
     speed, watts = samples_per_second(gpu, precision, samples, row.work), gpu.board_power_watts
     return known.model_copy(
-        update=row.model_dump(exclude={"work"})
+        update=row.model_dump(exclude={"work", "lengths"})
         | {
             "samples_per_second": speed,
             "samples_per_joule": speed / watts if speed is not None and watts else None,
             "remedies": remedies,
+            "lengths": tuple(per_length),
             "notes": [
                 *row.notes,
                 *_notes(gpu, row, question.memory_limit),
@@ -233,6 +240,12 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
             ],
         }
     )
+
+
+def _of_length(gpu: Gpu, precision: str, row: LengthRow, question: EstimateMemory) -> EstimatedLength:
+    samples = row.max_batch_size * min(question.accumulation_steps, 2)
+    speed = samples_per_second(gpu, precision, samples, row.work)
+    return EstimatedLength(**row.model_dump(exclude={"work"}), samples_per_second=speed)
 
 
 def _may_shard(question: EstimateMemory) -> bool:

@@ -230,7 +230,7 @@ class EstimatePrior:
                 accumulation_steps=accumulation_steps,
                 memory_limit=limit,
                 samples=opened.samples,
-                lengths=opened.lengths,
+                lengths_seen=opened.lengths,
                 gpu=None if is_cpu else _gpu(opened.device_name),
                 inference=opened.is_for_inference,
             )

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
-from batchtune.probe.lengths.buckets import choose_buckets
-from batchtune.probe.lengths.surface import PeakPoint, Surface, fit_surface
+from batchtune.lengths.surface import PeakPoint, Surface, fit_surface
 from batchtune.probe.memory_model import PeakEstimate, measured_points
 from batchtune.probe.options import Bounds
 from batchtune.probe.search import Choice, bracket, next_size
 from batchtune.protocol.data import LengthsSeen
-from batchtune.vocabulary import Length, covers, order
+from batchtune.vocabulary import Length, covers
 
 _END = 0.97  # of the limit: where allocated memory ends, before any length has told
 _ERROR, _PASSED_ERROR = 0.002, 0.01  # of a measured peak as a point of the model, and of one that was out of memory
@@ -136,17 +135,6 @@ def _end_bytes(tried: Tried, limit: int) -> float:
         if oom and fits and fits[-1].size == low and high is not None and high - low <= max(1, 0.05 * low):
             ends.append(fits[-1].activation * (1 + (high - low) / low / 2))
     return min(limit, statistics.median(ends)) if ends else _END * limit  # one may end far from all others
-
-
-def lengths_of(seen: LengthsSeen, at_most: int | None) -> list[Length]:
-    """The lengths to probe, the longest first: all that were asked for, or those that the training set is best cut by.
-
-    Nothing is known of memory when these are chosen: each sample is taken to need as much as its length.
-    """
-    if at_most is None:
-        return [each.length for each in reversed(seen.groups)]
-    chosen = choose_buckets(dict(seen.counts), lambda length: 1 / order(length)[0], at_most)
-    return sorted({*chosen.edges, seen.longest}, key=order, reverse=True)
 
 
 def largest_batches(tried: Tried) -> dict[Length, int]:

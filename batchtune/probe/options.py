@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
+from batchtune.vocabulary import AskedLengths
 
 SECONDS_PER_POINT = 1.0  # of timing a size
 
@@ -44,7 +45,7 @@ class ProbeOptions(Bounds):
         flops: count those of a sample even where the device's peak is not known.
         accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
-        at_most_lengths: so many of those that the training set has are chosen; None: all that were asked for.
+        lengths: that are asked for; `auto` for the best of those that the training set has.
         useful_size: up to here sizes are of use however long their step takes.
     """
 
@@ -60,7 +61,7 @@ class ProbeOptions(Bounds):
     accumulation_steps: int = 1
     max_step_seconds: float | None = None
     useful_size: int = 1
-    at_most_lengths: int | None = None
+    lengths: AskedLengths | None = None
 
     @property
     def check_timeout(self) -> float:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import UserCodeError
+from batchtune.lengths.buckets import lengths_of
+from batchtune.lengths.mixing import check_lengths, mixed, orders_of
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
     larger_with_room,
@@ -19,8 +21,7 @@ from batchtune.probe.final_check import (
     timed_out_twice,
     with_room,
 )
-from batchtune.probe.frontier import largest_batches, lengths_of, next_attempt
-from batchtune.probe.lengths.mixing import check_lengths, mixed, orders_of
+from batchtune.probe.frontier import largest_batches, next_attempt
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
@@ -112,7 +113,7 @@ class Probe:
 
     def _search_lengths(self, seen: LengthsSeen) -> None:
         """Searches at each length below the longest."""
-        found, (longest, *others) = self._found, lengths_of(seen, self._options.at_most_lengths)
+        found, (longest, *others) = self._found, lengths_of(seen, self._options.lengths)
         found.lengths = {longest: found.attempts} | {length: [] for length in others}
         while True:
             length, choice = next_attempt(found.lengths, found.bounds, found.limit, self._prior)
@@ -132,7 +133,6 @@ class Probe:
             self._try_mixed,
             unit=found.bounds.multiple_of,
             minimum=found.bounds.minimum,
-            limit=found.limit,
             orders=orders_of(found.opened.device, found.lengths),
             allocator=found.opened.environment.allocator_conf,
         )

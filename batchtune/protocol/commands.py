@@ -19,7 +19,7 @@ from batchtune.document import (
 )
 from batchtune.protocol.data import CurrentSettings, LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import Command, Message, RunEnd, RunSpec
-from batchtune.vocabulary import Length, Purpose
+from batchtune.vocabulary import AskedLengths, Length, Purpose
 
 STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
@@ -139,7 +139,7 @@ class OpenTask(Command[Opened | None]):
     memory_limit: int | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     samples: SamplesSeen | None = None
-    lengths: Literal["auto"] | tuple[Length, ...] | None = None
+    lengths: AskedLengths | None = None
     lengths_seen: LengthsSeen | None = None
     device_name: str | None = None
     margin: float = 0.05

@@ -8,14 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.protocol.data import LengthGroup, LengthsSeen, SamplesSeen
 from batchtune.task.data import TaskData
 from batchtune.task.samples import find_largest
 from batchtune.task.state import kept_random_numbers
-from batchtune.vocabulary import Length, covers, dimensions, length_text, order, room_for
+from batchtune.vocabulary import AskedLengths, Length, covers, dimensions, length_text, order, room_for
 
 LOOK_SECONDS = 30.0
 _MOST_COUNTS = 200
@@ -45,9 +44,7 @@ class TaskLengths(TaskData):
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         return super().find_worst_samples(known) if self.lengths is None else None
 
-    def find_lengths(
-        self, asked: Literal["auto"] | tuple[Length, ...] | None, known: LengthsSeen | None = None
-    ) -> None:
+    def find_lengths(self, asked: AskedLengths | None, known: LengthsSeen | None = None) -> None:
         """Looks for the lengths of the training set, or takes those that another process has found.
 
         Raises:
@@ -60,7 +57,7 @@ class TaskLengths(TaskData):
                 f"{self.where}: make_batch takes a length, too; say which there are: --lengths 128,256,512,1024"
             )
 
-    def _look_for_lengths(self, asked: Literal["auto"] | tuple[Length, ...]) -> LengthsSeen:
+    def _look_for_lengths(self, asked: AskedLengths) -> LengthsSeen:
         knows = self.has("sample_length") and self.has("train_dataset")
         if self.adapted or not (knows or self._makes_lengths()):
             raise UsageError(
@@ -127,7 +124,7 @@ def checked_length(value: object, where: str, place: int) -> Length:
 
 def look_at_lengths(
     samples: Iterable[tuple[int, Length]],
-    asked: Literal["auto"] | tuple[Length, ...],
+    asked: AskedLengths,
     total: int | None,
     *,
     seconds: float = LOOK_SECONDS,

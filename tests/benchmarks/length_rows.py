@@ -25,6 +25,8 @@ class Row:
         attempts: of the search, and those that tell of a final check, one a length.
         ooms: of them, of the search and of final checks that failed.
         nemo: attempts, OOMs and sizes of the search of each length from nothing.
+        estimated: batches of `batchtune estimate --lengths` within the same limit, among others and alone, by length.
+        band: of that estimate, as a share of memory.
     """
 
     model: str
@@ -36,6 +38,8 @@ class Row:
     attempts: tuple[int, int] = (0, 0)
     ooms: tuple[int, int] = (0, 0)
     nemo: tuple[int, int, list[int]] = (0, 0, [])
+    estimated: list[tuple[int, int]] = field(default_factory=list)
+    band: float = 0.0
     seconds: float = 0.0
     trouble: str = ""
 
@@ -115,7 +119,26 @@ def report(rows: Sequence[Row]) -> str:
         each = zip(CASES[row.model].lengths, row.sizes, row.nemo[2], strict=True)
         shown = ", ".join(f"{length_text(edge)}: {a:,} / {b:,}" for edge, a, b in each)
         lines.append(f"- {row.model}, {row.gib} GiB: {shown}")
+    lines += estimates([row for row in told if row.estimated])
     return "\n".join(lines) + "\n"
+
+
+def estimates(rows: Sequence[Row]) -> list[str]:
+    """How far off the estimate without a card is, a line for each model."""
+    lines = [
+        "",
+        "`batchtune estimate --lengths` within the same limit: least and greatest of its batches over those probed,",
+        "and alone over those from nothing, which are found to 5 % only.",
+        "",
+        "| model | GiB | among others | alone | its band, of memory |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        among = [each[0] / size for each, size in zip(row.estimated, row.sizes, strict=True)]
+        alone = [each[1] / size for each, size in zip(row.estimated, row.nemo[2], strict=True)]
+        spans = " | ".join(f"{min(some):.2f} to {max(some):.2f}" for some in (among, alone))
+        lines.append(f"| {row.model} | {row.gib} | {spans} | ±{row.band:.0%} |")
+    return lines if rows else []
 
 
 def read(path: Path) -> dict[tuple[str, int], Row]:

@@ -11,7 +11,7 @@ FLOORS = (
     ("version", "vocabulary"),
     ("document",),
     ("protocol", "errors", "observer", "units"),
-    ("config", "device"),
+    ("config", "device", "lengths"),
     ("processes", "report.view", "tune.optuna_parts", "tune.verdict"),
     ("report",),
     ("result",),
@@ -23,7 +23,6 @@ FLOORS = (
     ("child.ranks",),
     ("child",),
     ("estimate.tracing",),
-    ("probe.lengths",),
     ("probe",),
     ("tune.plan",),
     ("tune.study",),
@@ -102,7 +101,7 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 
 PURE = [
-    *("probe/search.py", "probe/final_check.py", "probe/findings.py", "probe/lengths/buckets.py", "sampling/steps.py"),
+    *("probe/search.py", "probe/final_check.py", "probe/findings.py", "lengths/buckets.py", "sampling/steps.py"),
     *("tune/verdict/recommend.py", "tune/verdict/scores.py", "tune/progress.py", "tune/plan/prior.py"),
     "processes/pool.py",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import cache
 
 from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work
@@ -40,13 +40,14 @@ class Search:
         resolution: int = _RESOLUTION,
     ) -> None:
         self._step, self._allocator, self._resolution = step, allocator, resolution
+        self._bound = 1  # of the last capacity
         self._share = 1.0  # of what live storages alone would allow
         self._held: dict[tuple[int, bool], int] = {}  # the least capacity that held a size, in an attempt or a check
         self._too_small: dict[tuple[int, bool], int] = {}  # the greatest capacity that did not
 
     def __call__(self, capacity_bytes: int) -> int:
         """The largest batch size whose replay stays within the capacity; 0 where 1 does not fit."""
-        bound = largest_allocated(self._step, capacity_bytes)
+        bound = self._bound = largest_allocated(self._step, capacity_bytes, self._bound)
         finest = max(1, bound // self._resolution)
         size = bound if bound == LARGEST else min(bound, max(1, round(bound * self._share)))
         fitting = self._around(size, bound, finest, capacity_bytes)
@@ -106,13 +107,22 @@ class Search:
         return True
 
 
-def largest_allocated(step: Step, capacity_bytes: float) -> int:
-    """The largest batch size whose live storages alone stay within the capacity; 0 where 1 does not."""
-    fitting, failing = 0, 1
-    while failing <= LARGEST and peak_allocated_bytes(step, failing) <= capacity_bytes:
-        fitting, failing = failing, 2 * failing
-    between = range(fitting + 1, min(failing, LARGEST + 1))
-    return fitting + bisect.bisect_right(between, capacity_bytes, key=lambda size: peak_allocated_bytes(step, size))
+def largest_allocated(step: Step, capacity_bytes: float, near: int = 1) -> int:
+    """The largest batch size whose live storages alone stay within the capacity; 0 where 1 does not.
+
+    By doubling or halving from a size that is `near`, then on straight lines, each third time in the middle.
+    """
+    held = cache(lambda size: peak_allocated_bytes(step, size))
+    fitting, failing, size, tries = 0, LARGEST + 1, max(1, min(near, LARGEST)), 0
+    while failing - fitting > 1:
+        fitting, failing = (size, failing) if held(size) <= capacity_bytes else (fitting, size)
+        if failing > LARGEST or not fitting:
+            size = min(2 * size, LARGEST) if fitting else max(1, size // 2)
+            continue
+        tries += 1
+        share = (capacity_bytes - held(fitting)) / (held(failing) - held(fitting)) if tries % 3 else 0.5
+        size = min(max(fitting + int(share * (failing - fitting)), fitting + 1), failing - 1)
+    return fitting
 
 
 class TracedGrid:

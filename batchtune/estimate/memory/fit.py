@@ -101,14 +101,14 @@ def fit(trace_at: Callable[[int], Trace]) -> FittedStep | Misaligned:
     """
     traces = [trace_at(size) for size in BATCH_SIZES]
     found = align(traces, _LINEAR)
-    if isinstance(found, Misaligned) and _same_events(traces) is None:
+    if isinstance(found, Misaligned) and same_events(traces) is None:
         found = align([*traces, trace_at(QUADRATIC_BATCH_SIZE)], _QUADRATIC)
     return found
 
 
 def align(traces: Sequence[Trace], degree: int) -> FittedStep | Misaligned:
     """The polynomials of one degree through all but the last trace, exact at the last one too, or why not."""
-    different = _same_events(traces)
+    different = same_events(traces)
     if different is not None:
         return different
     births = traces[0].births
@@ -132,7 +132,8 @@ def _lengths(birth: Birth) -> tuple[int, ...]:
     return (birth.size_bytes,) if birth.block is None else birth.block.lengths
 
 
-def _same_events(traces: Sequence[Trace]) -> Misaligned | None:
+def same_events(traces: Sequence[Trace]) -> Misaligned | None:
+    """Why not the same storages are born and die in all traces, in one order; None where they are."""
     first = traces[0]
     for other in traces[1:]:
         for mine, theirs in zip(first.births, other.births, strict=False):
@@ -184,22 +185,23 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, check: b
     sizes, events, births = step.sizes(batch_size), step.events(batch_size), step.births(batch_size)
     places = (place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == _SECOND)
     first = next(places, len(events))
-    _play(events[:first], sizes, allocator)
-    repeated = _repeated(events[first:], sizes, births)
+    play(events[:first], sizes, allocator)
+    repeated = repeated_step(events[first:], sizes, births)
     if repeated is None:
-        _play(events[first:], sizes, allocator)
+        play(events[first:], sizes, allocator)
         return allocator
     was_late, calm = True, 0
     for number, late in enumerate(_CHECK if check else itertools.cycle((False, True)), 2):
         if not check and number > (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
             break
         before = allocator.retries
-        _play(repeated.events(number, was_late=was_late, late=late), sizes, allocator)
+        play(repeated.events(number, was_late=was_late, late=late), sizes, allocator)
         was_late, calm = late, calm + 1 if number > _TRACED_STEPS and allocator.retries == before else 0
     return allocator
 
 
-def _play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocator) -> None:
+def play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocator) -> None:
+    """Has an allocator hold what is born, of these sizes by number, and give back what dies."""
     for event in events:
         size = sizes[abs(event) - 1]
         if event > 0 and size:
@@ -209,7 +211,7 @@ def _play(events: Sequence[int], sizes: Sequence[int], allocator: CachingAllocat
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class Repeated:
     """The second step, to be taken again and again.
 
     What it leaves behind, such as the last batch, takes the place of what it frees of the first. In the third step
@@ -230,8 +232,8 @@ class _Repeated:
         return [event for event in self.turns[number % 2] if -event not in kept]
 
 
-def _repeated(second: list[int], sizes: list[int], births: list[Birth]) -> _Repeated | None:
-    """None where the second step left more or other storages than it found, or there was none."""
+def repeated_step(second: list[int], sizes: list[int], births: list[Birth]) -> Repeated | None:
+    """A second step, to be repeated; None where it left more or other storages than it found, or there was none."""
     born = {event for event in second if event > 0}
     died = {-event for event in second if event < 0}
     gradients = {event for event in died if births[event - 1].category == "gradients"}
@@ -244,4 +246,4 @@ def _repeated(second: list[int], sizes: list[int], births: list[Birth]) -> _Repe
     places = dict(zip(before + old + after + new, after + new + before + old, strict=True))
     places |= {-one: -other for one, other in places.items()}
     swapped = [places.get(event, event) for event in second]
-    return _Repeated((second, swapped), ((set(old), set(new)), (set(new), set(old))))
+    return Repeated((second, swapped), ((set(old), set(new)), (set(new), set(old))))

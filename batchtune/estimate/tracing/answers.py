@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from batchtune.document import Holder, MemoryDetail, Moment
-from batchtune.estimate.commands import GpuFacts, Row, TaskEstimate
+from batchtune.estimate.commands import GpuFacts, LengthRow, Row, TaskEstimate
 from batchtune.estimate.memory.allocator import ROUNDING_BYTES, ExpandableAllocator, round_up
 from batchtune.estimate.memory.capacity import Search, largest_allocated
 from batchtune.estimate.memory.fit import Step, live_bytes, peak_allocated_bytes
+from batchtune.estimate.memory.mixture import Mixture
 from batchtune.estimate.memory.overheads import Confidence, gpu_of, kind_of, unseen_share
 from batchtune.vocabulary import LARGEST
 
@@ -77,6 +78,33 @@ def row_of(searches: Searches, capacity: int, sure: Confidence, notes: Sequence[
         work=step.work(expected) if expected else None,
         needed_bytes=None if expected else peak_allocated_bytes(step, 1),
     )
+
+
+def with_lengths(row: Row, mixture: Mixture, capacity: int) -> Row:
+    """The row with the largest batch of each length, of batches of all that train in turns; its own are the longest's.
+
+    Args:
+        row: of the longest length alone.
+        mixture: of all lengths.
+        capacity: bytes.
+    """
+    alone = mixture.alone(row.max_batch_size)
+    together = mixture.together(alone, _rounded_down(capacity))
+    surely = mixture.together(mixture.alone(row.safe_max_batch_size), capacity)
+    lengths = tuple(
+        LengthRow(
+            length=length,
+            max_batch_size=together[length],
+            safe_max_batch_size=min(together[length], surely[length]),
+            alone_max_batch_size=alone[length],
+            work=step.work(together[length]) if together[length] else None,
+            peak_bytes=peak_allocated_bytes(step, together[length]) if together[length] else None,
+        )
+        for length, step in mixture.steps.items()
+        if length is not None
+    )
+    longest = lengths[-1].model_dump(include={"max_batch_size", "safe_max_batch_size", "peak_bytes"})
+    return row.model_copy(update=longest | {"work": lengths[-1].work, "lengths": lengths})
 
 
 def _rounded_down(capacity: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from batchtune.estimate.tracing.without_data import CannotTraceError, naming_the
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.samples import tensor_bytes, unseen_warnings
+from batchtune.vocabulary import Length
 
 _STEPS = 2  # the optimizer's states exist from the first step on; the second is every later one
 _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_batch may read files or use NumPy
@@ -48,6 +50,7 @@ class Tracer:
         warnings: of what may be larger than the worst batch that was found.
         notes: what the traces had to assume.
         ops: the operators of the step.
+        lengths: that batches can be made of; None: they are all made alike.
     """
 
     def __init__(self, asked: Tracing, device: str = "cuda") -> None:
@@ -61,33 +64,34 @@ class Tracer:
         with compilation_ignored(self.notes):
             self._task = load_task(asked.task)
         self._task.require("inference" if asked.inference else "probe")
-        self._task.find_lengths(None, asked.lengths)
+        self._task.find_lengths(asked.lengths, asked.lengths_seen)
         if self._task.adapted:
             self.notes += [Assumption(text) for text in self._task.adapted.notes]
         if asked.checkpointing:
             self._task = Checkpointed(self._task.source, self._task.where)  # never of inference
+        self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
 
-    def trace(self, batch_size: int) -> Trace:
+    def trace(self, batch_size: int, length: Length | None = None) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""
         with compilation_ignored(self.notes):
-            trace = self._traced(batch_size)
+            trace = self._traced(batch_size, length)
         if self._asked.world_size > 1:
             trace = distributed(trace, self._asked.strategy, self._asked.world_size)
         self.ops |= trace.ops
         self.notes += [note for note in trace.notes if note not in self.notes]
         return trace
 
-    def _traced(self, batch_size: int) -> Trace:
+    def _traced(self, batch_size: int, length: Length | None) -> Trace:
         """With the batch's whole numbers known, from where on a step fails on what was assumed of them."""
         known = (self._task, batch_size, self._asked.precision, self._asked.accumulation_steps, self._device)
         if not self._reads_batch:
             try:
-                return trace_step(*known)
+                return trace_step(*known, length=length)
             except CannotTraceError as refusal:
                 if not refusal.after_assuming:
                     raise
-        trace = trace_step(*known, reads_batch=True)
+        trace = trace_step(*known, length=length, reads_batch=True)
         if not self._reads_batch:
             self._reads_batch = True
             self.notes.append(
@@ -103,6 +107,7 @@ def trace_step(
     accumulation_steps: int = 1,
     device: str = "cuda",
     *,
+    length: Length | None = None,
     reads_batch: bool = False,
 ) -> Trace:
     """Two optimizer steps at one micro-batch size, recorded.
@@ -113,6 +118,7 @@ def trace_step(
         precision: bf16, fp16, fp32 or tf32.
         accumulation_steps: micro-batches per optimizer step; beyond two they allocate nothing new.
         device: `cpu` traces what the CPU would allocate.
+        length: of the inputs; None: of the longest.
         reads_batch: whether the values of whole numbers in the batch are known.
 
     Raises:
@@ -125,7 +131,7 @@ def trace_step(
     trace = Trace(batch_size)
     try:
         with naming_the_line(trace), fake_cuda() as mode:
-            batch = _fake_batch(task, batch_size, mode, keeps_numbers=reads_batch)
+            batch = _fake_batch(partial(task.worst_batch, length=length), batch_size, mode, keeps_numbers=reads_batch)
             _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
             return normalized(trace)
     finally:
@@ -228,14 +234,16 @@ class _Roles:
                 trace.births[number].category = category
 
 
-def _fake_batch(task: Task, batch_size: int, mode: FakeTensorMode, *, keeps_numbers: bool) -> object:
+def _fake_batch(
+    worst_batch: Callable[[int], object], batch_size: int, mode: FakeTensorMode, *, keeps_numbers: bool
+) -> object:
     """The worst batch: made for real and then emptied of data where it is small, else made of fake tensors."""
     with unset_fake_temporarily():
-        small = tensor_bytes(task.worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
-        batch = task.worst_batch(batch_size) if small else None
+        small = tensor_bytes(worst_batch(1)) * batch_size <= _REAL_BATCH_BYTES
+        batch = worst_batch(batch_size) if small else None
 
     def emptied(tensor: Tensor) -> Tensor:
         whole = not (tensor.is_floating_point() or tensor.is_complex())
         return tensor if keeps_numbers and whole else mode.from_tensor(tensor)
 
-    return tree_map_only(Tensor, emptied, batch) if small else task.worst_batch(batch_size)
+    return tree_map_only(Tensor, emptied, batch) if small else worst_batch(batch_size)

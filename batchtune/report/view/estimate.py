@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from batchtune.device.gpus import COMMON
 from batchtune.document import Document, Estimate, MemoryDetail
 from batchtune.report.view.figure import Axis, Mark, Plot, Series
+from batchtune.report.view.lengths import estimated_lengths
 from batchtune.report.view.model import (
     Column,
     Fact,
@@ -21,6 +22,7 @@ from batchtune.report.view.model import (
 )
 from batchtune.report.view.words import estimate_notes, estimated, estimated_safe, gist, held_most
 from batchtune.units import aligned, bytes_unit, number, size
+from batchtune.vocabulary import length_text
 
 _REFUSED = "refused"  # the confidence where there is no estimate
 MOST_ROWS = 10
@@ -48,7 +50,9 @@ def headline(estimates: Sequence[Estimate]) -> Headline | None:
         choice = facts(known | {"confidence": row.confidence})
         reason = "calculated, not measured"
         safe = estimated_safe(row) if row.safe_max_batch_size else "none"
-        return Headline(safe, f"is the largest safe {_batch(rows)} size, error band included", choice, reason)
+        where = f" at length {length_text(row.lengths[-1].length)}" if row.lengths else ""
+        text = f"is the largest safe {_batch(rows)} size{where}, error band included"
+        return Headline(safe, text, choice, reason)
     count = len({row.gpu for row in rows})
     choice = [
         Fact(f"safe with the {name}", estimated_safe(row), f"{row.gpu}, {size(row.memory_bytes)}")
@@ -90,6 +94,17 @@ def section(estimates: Sequence[Estimate]) -> Section:
     return Section("Estimates", tables, list(estimate_notes(estimates)))
 
 
+def lengths(estimates: Sequence[Estimate]) -> Section:
+    """The largest batch of each length, a table for each precision, on the GPU asked about or the most common ones."""
+    known = sorted((row for row in estimates if row.lengths), key=lambda row: (row.memory_bytes, row.gpu))
+    some = [[row for row in known if row.precision == each] for each in _precisions(known)]
+    return Section("Lengths", [estimated_lengths(_common(rows)) for rows in some])
+
+
+def _precisions(rows: Sequence[Estimate]) -> list[str]:
+    return list(dict.fromkeys(row.precision for row in rows))
+
+
 def _common(rows: Sequence[Estimate]) -> list[Estimate]:
     """Of many rows those of the most common GPUs, in the same order."""
     names = {row.gpu: None for row in rows}
@@ -105,7 +120,7 @@ def _table(rows: Sequence[Estimate], which: str, *, summary: bool = False, folde
         values = [getattr(row, key) for row in rows]
         return counts(name, values, cells=[*map(estimated, rows, values)], spare=spare)
 
-    precisions = list(dict.fromkeys(row.precision for row in rows))
+    precisions = _precisions(rows)
     one = f" at {precisions[0]}" if len(precisions) == 1 else ""
     columns = [
         Column("GPU", [row.gpu for row in rows], wraps=True),

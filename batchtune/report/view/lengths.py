@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from batchtune.document import Document, Length, LengthPoint, ProbeResult, Recommendation
+from batchtune.document import Document, Estimate, Length, LengthPoint, ProbeResult, Recommendation
 from batchtune.errors import UsageError
 from batchtune.report.view.figure import Axis, Plot, Series
 from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares, table
 from batchtune.report.view.settings import Values
+from batchtune.report.view.words import estimated
 from batchtune.units import LEAST_PEAK
 from batchtune.vocabulary import covers, length_text, order
 
@@ -96,7 +97,7 @@ def lengths_table(probe: ProbeResult) -> Table:
     speeds = [point.max_batch_size / step if step else None for point, step in zip(points, steps, strict=True)]
     peaks, limit = [point.peak_reserved_bytes for point in points], probe.memory_limit_bytes
     columns = [
-        Column("length", [length_text(point.length) for point in points], [_extent(point.length) for point in points]),
+        _length_column([point.length for point in points]),
         counts("largest batch", [point.max_batch_size for point in points]),
         counts("fails at", [point.first_failing_batch_size for point in points], spare=1),
         byte_sizes("peak", peaks, least=LEAST_PEAK, spare=3),
@@ -106,6 +107,37 @@ def lengths_table(probe: ProbeResult) -> Table:
         counts("out of memory", [sum(a.outcome == "oom" for a in point.attempts) for point in points], detail=True),
     ]
     return table(f"largest batch of each length at {probe.precision}", columns, summary=True)
+
+
+def estimated_lengths(rows: list[Estimate]) -> Table:
+    """The calculated batches of each length: of one GPU all that is known, of several those that are safe."""
+    title = f"largest batch of each length at {rows[0].precision}, estimated, not measured"
+    points = rows[0].lengths
+    if len(rows) > 1:
+        columns = [Column("GPU", [row.gpu for row in rows], wraps=True)]
+        columns += [
+            _sizes(length_text(point.length), rows, [row.lengths[at].safe_max_batch_size for row in rows], down=True)
+            for at, point in enumerate(points)
+        ]
+        return table(f"{title}, error band included", columns, summary=True)
+    columns = [
+        _length_column([point.length for point in points]),
+        _sizes("safe", rows * len(points), [point.safe_max_batch_size for point in points], down=True),
+        _sizes("largest", rows * len(points), [point.max_batch_size for point in points]),
+        _sizes("alone", rows * len(points), [point.alone_max_batch_size for point in points], spare=2),
+        byte_sizes("peak", [point.peak_bytes for point in points], spare=1),
+        numbers("samples/s at most", [point.samples_per_second for point in points], digits=2, detail=True),
+    ]
+    return table(f"{title}; alone: no others beside it", columns, summary=True)
+
+
+def _sizes(name: str, rows: Sequence[Estimate], sizes: Sequence[int], *, down: bool = False, spare: int = 0) -> Column:
+    cells = [estimated(row, size, down=down) for row, size in zip(rows, sizes, strict=True)]
+    return counts(name, sizes, cells=cells, spare=spare)
+
+
+def _length_column(lengths: Sequence[Length]) -> Column:
+    return Column("length", [*map(length_text, lengths)], [*map(_extent, lengths)])
 
 
 def lengths_lines(probe: ProbeResult) -> list[Fact]:

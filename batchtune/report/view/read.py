@@ -16,6 +16,7 @@ from batchtune.report.view.study_plots import bars, curves, landscape
 from batchtune.report.view.trainers import EXPORTS
 from batchtune.report.view.words import machine, start_of_search, target_text
 from batchtune.units import size
+from batchtune.vocabulary import length_text
 
 _PLOTS: dict[str, Callable[[Document], Plot | None]] = {
     "estimates": estimate.largest_plot,
@@ -80,7 +81,7 @@ def view_of(result: Document) -> View:
 def _is_of_several(result: Document) -> bool:
     """Whether there are several answers, which the first table of the report has."""
     probes = probes_of(result)
-    of_lengths = result.kind == "probe" and any(each.lengths for each in probes)
+    of_lengths = any(each.lengths for each in (probes if result.kind == "probe" else result.estimates or ()))
     return len(probes) > 1 or len(result.estimates or []) > 1 or of_lengths
 
 
@@ -113,9 +114,11 @@ def _commands(result: Document) -> list[Fact]:
     if result.kind == "estimate" and any(row.max_batch_size for row in result.estimates or []):
         count = len({row.gpu for row in result.estimates or []})
         of_inference = " --inference" if any(row.inference for row in result.estimates or []) else ""
+        lengths_asked = [each.length for each in (result.estimates or [])[0].lengths]
+        of_lengths = f" --lengths {','.join(map(length_text, lengths_asked))}" if lengths_asked else ""
         more = Fact("next", f"batchtune estimate {task} --gpu A100-80GB", f"one of them; -v: all {count}")
         return [more] * (count > estimate.MOST_ROWS) + [
-            Fact("next", f"batchtune probe {task}{of_inference}", "there: what really runs")
+            Fact("next", f"batchtune probe {task}{of_inference}{of_lengths}", "there: what really runs")
         ]
     if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
         return [Fact("next", f"batchtune tune {task}", "the learning rate, too")]
@@ -128,6 +131,8 @@ def _sections(result: Document) -> Iterator[Section]:
     if len(probes) > 1:
         yield Section("Precisions", [probe.precisions(probes, chosen_probe(result))])
     if result.estimates:
+        if any(row.lengths for row in result.estimates):
+            yield estimate.lengths(result.estimates)
         yield estimate.section(result.estimates)
     if result.details:
         yield estimate.memory(result.details)

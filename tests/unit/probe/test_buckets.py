@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchtune.probe.lengths.buckets import choose_buckets
+from batchtune.lengths.buckets import choose_buckets
 
 COUNTS = st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=7)
 LAWS = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from batchtune.document import Attempt, LengthCheck
@@ -23,9 +23,7 @@ _ROUND = 0.02  # of all that a batch takes: so much may be given away for the sa
 _NEXT, _NEAR = 0.08, 0.025  # of all batches: how much less is tried after a failure, and how near the end is found
 _MARGIN = 0.02  # of all batches: what is left to orders that were not tried, where one that was has failed
 _LEAST = 0.2  # of what each length trains alone
-_BACKOFF = 0.01  # by which a length's batch is made smaller after its first failure in the final check, then twice that
 _MOST_CHECKS = 16
-_SURE = 1.5  # times the share by which a peak was beyond the limit
 
 Sizes = dict[Length, int]
 Check = Callable[[Mapping[Length, int], int], Attempt]
@@ -132,15 +130,13 @@ def check_lengths(
     *,
     unit: int = 1,
     minimum: int = 1,
-    limit: int | None = None,
     orders: int = 1,
     allocator: str | None = None,
 ) -> tuple[LengthCheck, Sizes]:
     """Trains all lengths mixed until that passes in so many orders, and says with which batches it does.
 
-    In one order, the batch of a length that fails is made smaller. In several, all batches are, to within 2.5 % of the
-    largest share of them that passes, less 2 % for orders that were not tried: what one length leaves is what another
-    one fails on.
+    Where that fails, all batches are made smaller, to within 2.5 % of the largest share of them that passes, less 2 %
+    for orders that were not tried: what one length leaves is what another one fails on.
 
     Args:
         tried: every attempt at each length, the longest first; what the checks come to is added.
@@ -149,19 +145,15 @@ def check_lengths(
             length that failed, if one did.
         unit: batches become multiples of it,
         minimum: and none smaller.
-        limit: bytes that may be reserved.
         orders: that must all pass at the same sizes.
         allocator: its settings; unless its segments grow, batches that nearly take the same in all are made to.
 
     Raises:
         NothingFitsError: they do not pass.
     """
-    checks, least = _Checks(tried, check, orders), -(-minimum // unit) * unit
-    if orders == 1:
-        sizes = _one_order(checks, first, unit, least, limit)
-    else:
-        cuts = "expandable_segments:True" not in (allocator or "")
-        sizes = _several(checks, first, unit, least, align=cuts)
+    checks = _Checks(tried, check, orders)
+    cuts = orders > 1 and "expandable_segments:True" not in (allocator or "")
+    sizes = _largest_share(checks, first, unit, -(-minimum // unit) * unit, align=cuts)
     last = max(checks.passed, key=lambda each: each.peak_reserved_bytes or 0)
     for length, size in sizes.items():
         if size not in {each.batch_size for each in tried[length] if each.fits}:  # it has trained in the check alone
@@ -177,7 +169,7 @@ def check_lengths(
     return found, sizes
 
 
-def _several(checks: _Checks, first: Sizes, unit: int, least: int, *, align: bool) -> Sizes:
+def _largest_share(checks: _Checks, first: Sizes, unit: int, least: int, *, align: bool) -> Sizes:
     """The largest share of all batches that passes, to within a fortieth, less what other orders may need."""
 
     def at(share: float) -> Sizes:
@@ -201,25 +193,6 @@ def _several(checks: _Checks, first: Sizes, unit: int, least: int, *, align: boo
             return at(passed)
     checks.passed = kept
     return found
-
-
-def _one_order(checks: _Checks, sizes: Sizes, unit: int, least: int, limit: int | None) -> Sizes:
-    while not checks.pass_at(sizes):
-        last, before = checks.failed[-1], dict(sizes)
-        for length in sizes if last.length is None else [last.length]:
-            share = _lowered_by(length, checks.failed, limit)
-            size = sizes[length] - max(unit, int(share * sizes[length]))
-            sizes = sizes | {length: max(least, size // unit * unit)}
-        if sizes == before or len(checks.failed) >= _MOST_CHECKS:
-            raise checks.refuse()
-    return sizes
-
-
-def _lowered_by(length: Length, failed: Sequence[Attempt], limit: int | None) -> float:
-    """The share to take off next: a hundredth at first, then twice as much, or as a peak beyond the limit asks."""
-    earlier = sum(each.length in {length, None} for each in failed) - 1
-    beyond = ((failed[-1].peak_reserved_bytes or 0) / limit - 1) if limit else 0.0
-    return min(0.5, max(math.ldexp(_BACKOFF, earlier), _SURE * beyond))
 
 
 def order_warnings(check: LengthCheck | None, device: str) -> list[str]:

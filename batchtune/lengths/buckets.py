@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from batchtune.document import Length
+from batchtune.protocol.data import LengthsSeen
+from batchtune.vocabulary import AskedLengths, Length, order
 
+_MOST_CHOSEN = 8  # lengths that `auto` cuts a training set by
 _MOST_GROUPS = 256  # of lengths that are told apart; more cost seconds and gain less than a percent
 _BATCH, _PADDED = 2**160, 2**40  # whole numbers, so that padding decides between equals, and rounding nothing
 
@@ -74,6 +76,17 @@ def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: B
         batches_of_one_size=samples / batch_of(whole),
         batches_without_waste=sum(count / batch_of(length) for length, count in counts.items()),
     )
+
+
+def lengths_of(seen: LengthsSeen, asked: AskedLengths | None) -> list[Length]:
+    """The lengths to find batches of, the longest first: all that were asked for, or the best eight of the samples'.
+
+    Nothing is known of memory when these are chosen: each sample is taken to need as much as its length.
+    """
+    if asked != "auto":
+        return [each.length for each in reversed(seen.groups)]
+    chosen = choose_buckets(dict(seen.counts), lambda length: 1 / order(length)[0], _MOST_CHOSEN)
+    return sorted({*chosen.edges, seen.longest}, key=order, reverse=True)
 
 
 class _Needs:

@@ -1,0 +1,166 @@
+"""Inputs of many lengths: a step at any of them from a few traces, and batches of all of them that train in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
+from batchtune.estimate.memory.capacity import largest_allocated
+from batchtune.estimate.memory.events import Gpu, Trace
+from batchtune.estimate.memory.fit import (
+    FittedStep,
+    Misaligned,
+    Step,
+    fit,
+    peak_allocated_bytes,
+    play,
+    repeated_step,
+    same_events,
+)
+from batchtune.lengths.mixing import ORDERS, Sizes, mixed_order, shared
+from batchtune.vocabulary import Length
+
+_NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
+_STEPS = 60  # of each order that lengths are replayed in, as many as a probe takes
+Batches = dict[Length | None, int]
+_NEAR, _LEAST = 0.02, 0.2  # of all batches: how near the largest share is found, and where the search for it ends
+
+
+def fit_lengths(
+    trace_at: Callable[[int, Length | None], Trace], lengths: Sequence[Length | None]
+) -> dict[Length | None, FittedStep | Misaligned]:
+    """A step at each length: polynomial in batch and length where traces at four lengths say so, else traced at each.
+
+    Args:
+        trace_at: traces one batch size at one length.
+        lengths: ascending; None where they are not asked for.
+    """
+    at = cache(lambda length: fit(lambda size: trace_at(size, length)))
+    last = len(lengths) - 1
+    nodes = [lengths[place * last // _NODES] for place in range(_NODES + 1)]
+    steps = {each: found for each in nodes if isinstance(found := at(each), FittedStep) and isinstance(each, int)}
+    through: dict[int, FittedStep] = {}
+    if last > _NODES and len(steps) == len(nodes) and _are_alike([*steps.values()]):
+        proof = [*steps][1]  # neither end proves what runs through it
+        some = {length: step for length, step in steps.items() if length != proof}
+        expected = _between(some, proof)
+        if expected is not None and (expected.coefficients == steps[proof].coefficients).all():
+            through = some
+    return {length: (_between(through, length) if length not in nodes else None) or at(length) for length in lengths}
+
+
+def _are_alike(steps: Sequence[object]) -> bool:
+    """Whether the same storages are born and die in all."""
+    fitted = [step.trace for step in steps if isinstance(step, FittedStep)]
+    return len(fitted) == len(steps) and same_events(fitted) is None
+
+
+def _between(steps: Mapping[int, FittedStep], length: Length | None) -> FittedStep | None:
+    """The step at a length by those at three others; None where its sizes are no whole numbers, or nothing is known."""
+    if not steps or not isinstance(length, int):
+        return None
+    weights = [_weight(each, [*steps], length) for each in steps]
+    every = [step.coefficients.astype(object) * weight for step, weight in zip(steps.values(), weights, strict=True)]
+    sizes: NDArray[np.object_] = sum(every[1:], every[0])
+    if any(Fraction(each).denominator != 1 for each in sizes.ravel().tolist()):
+        return None
+    works = [step.work_coefficients * float(each) for step, each in zip(steps.values(), weights, strict=True)]
+    first = next(iter(steps.values()))
+    return replace(first, coefficients=sizes.astype(np.int64), work_coefficients=sum(works[1:], works[0]))
+
+
+def _weight(of: int, nodes: Sequence[int], at: int) -> Fraction:
+    """Lagrange's."""
+    found = Fraction(1)
+    for node in nodes:
+        found *= Fraction(at - node, of - node) if node != of else 1
+    return found
+
+
+class Mixture:
+    """The largest batches of several lengths, trained one after another, by the memory that there is for them.
+
+    Args:
+        steps: by length, ascending.
+        shares: what another GPU has shown of the same steps.
+    """
+
+    def __init__(self, steps: Mapping[Length | None, Step], shares: list[float] | None = None) -> None:
+        self.steps = dict(steps)
+        self._shares = [] if shares is None else shares
+
+    @property
+    def longest(self) -> Step:
+        """The step at the longest length."""
+        return [*self.steps.values()][-1]
+
+    def on(self, gpu: Gpu) -> Mixture:
+        """The same on another GPU."""
+        return Mixture({length: step.on(gpu) for length, step in self.steps.items()}, self._shares)
+
+    def alone(self, longest_batch: int) -> Batches:
+        """What trains at each length without the others: what holds as many bytes as that batch of the longest."""
+        held = peak_allocated_bytes(self.longest, longest_batch) if longest_batch else 0
+        found: Batches = {}
+        for length, step in reversed(self.steps.items()):
+            found[length] = largest_allocated(step, held, max(found.values())) if found else longest_batch
+        return dict(reversed(found.items()))
+
+    def together(self, alone: Batches, capacity_bytes: int) -> Batches:
+        """What trains among the others: of the batches of each length alone the share that the first call finds.
+
+        What one length leaves to the next is a matter of how unlike they are, not of how much memory there is.
+        Where not the same storages are born and die at all lengths, nothing is known of it.
+        """
+        fitted = {length: step for length, step in self.steps.items() if isinstance(step, FittedStep)}
+        sizes = {length: size for length, size in alone.items() if size and length is not None}
+        if _are_alike([*self.steps.values()]) and len(sizes) == len(fitted) > 1 and not self._shares:
+            self._shares.append(self._largest_share(sizes, capacity_bytes))
+        share = self._shares[0] if self._shares else 1.0
+        smaller = shared(sizes, share, align=share < 1) if sizes else {}
+        return {length: min(size, smaller.get(length, 0)) if length else size for length, size in alone.items()}
+
+    def _largest_share(self, alone: Sizes, capacity_bytes: int) -> float:
+        share = 1.0
+        while share > _LEAST and not self._train(shared(alone, share, align=share < 1), capacity_bytes):
+            share -= _NEAR
+        return share if share == 1 else share - _NEAR  # for orders that were not tried
+
+    def _train(self, sizes: Sizes, capacity_bytes: int) -> bool:
+        try:
+            for first in range(ORDERS):
+                order = mixed_order(len(sizes), _STEPS, first)
+                self._replay(sizes, order, CachingAllocator(capacity_bytes))
+        except OutOfMemory:
+            return False
+        return True
+
+    def _replay(self, sizes: Sizes, order: Sequence[int], allocator: CachingAllocator) -> None:
+        """Steps over batches of several lengths, each batch made while the last one is still there."""
+        taken = [self.steps[length].sizes(size) for length, size in sizes.items()]
+        first = self.steps[[*sizes][order[0]]]
+        events, births = first.events(1), first.births(1)
+        spare = len(births)
+        start = next(
+            (place for place, each in enumerate(events) if each > 0 and births[each - 1].moment == "forward 2"), 0
+        )
+        batch = [
+            number
+            for number, birth in enumerate(births, 1)
+            if birth.moment == "build" and len({some[number - 1] for some in taken}) > 1
+        ]
+        play(events[:start], taken[order[0]], allocator)
+        again = repeated_step(events[start:], taken[order[0]], births)
+        for number, which in enumerate(order[1:] if again else (), 2):
+            for each in batch:
+                allocator.allocate(each + spare * (1 - number % 2), taken[which][each - 1])
+                allocator.free(each + spare * (number % 2))
+            late = number < len(order) // 2
+            assert again is not None  # noqa: S101 - else there is nothing to go over
+            play(again.events(number, was_late=late, late=late), taken[which], allocator)
