@@ -27,6 +27,7 @@ from batchtune.task.contract import Task
 from batchtune.task.load import describe_user_error
 
 _VERIFY_EVALUATION_BATCHES = 2
+_FEWEST_EARLY = 3  # steps, or half of what was asked for: the first two cut memory up, later ones on and on
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
 _CPU_PREFIX = re.compile(r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)")  # where in torch
@@ -82,6 +83,8 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: R
             before = _held_bytes(memory)
             try:
                 steps.run()
+                if command.verify and before is not None:
+                    steps.train_freeing_early(before)
             except (NonFiniteLossError, UsageError):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
@@ -166,18 +169,45 @@ class _Steps:
         """Optimizer steps; where memory is full, it is cut up anew in each, and the end may come in one of the next."""
         command, tracker = self._command, self.tracker
         trainer, batch = self._trainer(), self._task.worst_batch(command.batch_size, command.length)
-        for number in range(self._most):
-            # a check begins as loops that always free gradients late; an attempt has too few steps, and takes turns
-            is_late = number < self._most // 2 if command.verify else number % 2 == 0
-            self._step(trainer, batch, free_late=is_late or number + 1 == self._most)  # before evaluation, too
-            if command.steps <= number + 1 < self._most and self._agree(not tracker.retries):
+        for number in range(1, self._most + 1):
+            self._step(trainer, batch, free_late=True)
+            if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
         if command.verify:
             heartbeat.beat(at_once=True)
             tracker.start_phase()
             self._evaluate(trainer)
             _save(trainer)
-            self._train_on(trainer, batch)
+            self._train_on(trainer, batch, free_late=True)
+
+    def train_freeing_early(self, held_bytes: int) -> None:
+        """Steps from new as of loops that free gradients after each step, where `run` frees them late.
+
+        Memory is cut up in another way from the second step on, so that a size may train in only one of the two. Left
+        out where the user's code keeps more alive than was held before.
+        """
+        task = self._task
+        if isinstance(self._command, TryLengths) or task.is_for_inference or task.has("train_step"):
+            return
+        self._memory.release()
+        if not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
+            return
+        heartbeat.forget_compiled()
+        taken, self._times = self._times, StepTimes()
+        trainer, batch = self._trainer(), task.worst_batch(self._command.batch_size, self._command.length)
+        self._to_rest(lambda: self._step(trainer, batch, free_late=False), max(_FEWEST_EARLY, self._command.steps // 2))
+        if not task.has("evaluate"):  # which may take long
+            self._evaluate(trainer)
+        self._train_on(trainer, batch, free_late=False)
+        self._times = taken
+
+    def _to_rest(self, step: Callable[[], None], least: int) -> None:
+        """So many steps at least, and more until one has no room to make, as many as were asked for at most."""
+        for number in range(1, max(least, self._command.steps) + 1):
+            before = self.tracker.retries
+            step()
+            if number >= least and self._agree(self.tracker.retries == before):
+                return
 
     def _trainer(self) -> Trainer:
         device, precision = self._memory.device, self._command.precision
@@ -247,18 +277,18 @@ class _Steps:
             _, fits = fitting_metric_value(trainer, self._memory, "val_loss", asked, max_batches=few)
             self._evaluated = fits if fits < asked else None
 
-    def _train_on(self, trainer: Trainer, batch: object) -> None:
-        """Evaluation cuts memory up: a few steps more, or until none has to make room, as many as before it at most."""
-        for number in range(1, max(STEPS_AFTER_EVALUATION, self._command.steps) + 1):
-            self.tracker.end_phase(forward_backward=False)
-            before = self.tracker.retries
+    def _train_on(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
+        """Evaluation cuts memory up, too: a few steps more."""
+
+        def step() -> None:
             for _ in range(self._command.accumulation_steps):
                 trainer.forward_backward(batch, self._command.accumulation_steps)
-            trainer.update()
+            trainer.update(free_late=free_late)
             self._memory.synchronize()
             self.tracker.end_phase(forward_backward=False)
-            if number >= STEPS_AFTER_EVALUATION and self._agree(self.tracker.retries == before):
-                break
+
+        self.tracker.end_phase(forward_backward=False)
+        self._to_rest(step, STEPS_AFTER_EVALUATION)
 
 
 def _save(trainer: Trainer) -> None:

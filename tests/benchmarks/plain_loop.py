@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 torch.set_num_threads(1)  # a fork has no threads of the pool that its parent thinks it has
-STEPS = 6
+STEPS = 24  # some sizes train for ten steps, until blocks are cut up so that the next one fails
 _PROCESSOR_SECONDS, _SECONDS = 120, 1200  # after which a try hangs; other work may keep the machine busy
 _EVALUATE_EVERY, _EVALUATED_BATCHES = 3, 2
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -99,7 +99,8 @@ class Search:
         if capacity_bytes <= self._too_small.get(asked, -1):
             return False
         try:
-            replay(self._step, batch_size, self._allocator(capacity_bytes), check=check)
+            for free_late in (True, False)[: 1 + check]:  # a check trains both ways
+                replay(self._step, batch_size, self._allocator(capacity_bytes), free_late=free_late)
         except OutOfMemory:
             self._too_small[asked] = capacity_bytes
             return False

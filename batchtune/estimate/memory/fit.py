@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Protocol
@@ -20,8 +19,6 @@ _LINEAR, _QUADRATIC = 1, 2
 _SECOND = "forward 2"  # the moment in which the second step begins
 _TRACED_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 9  # those of a trace; of a replay, as of an attempt
 _CALM_STEPS = 2  # in a row without making room
-_CHECK = (True, True, True, False, False, False, True, False, True, False)
-"""Whether gradients are freed late from the second step of a check on: it begins late, goes on early, ends in turns."""
 
 
 class Step(Protocol):
@@ -167,7 +164,7 @@ def peak_allocated_bytes(step: Step, batch_size: int) -> int:
     return int(live_bytes(step, batch_size).max(initial=0))
 
 
-def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, check: bool = False) -> CachingAllocator:
+def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, free_late: bool = True) -> CachingAllocator:
     """Runs the step's allocations through an allocator, for as many steps as `batchtune.child.attempt` takes.
 
     Blocks are cut up anew from step to step: the second one is repeated, once, or more often where the allocator had
@@ -177,7 +174,7 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, check: b
         step: the training step.
         batch_size: micro-batch size, samples.
         allocator: what holds the storages.
-        check: take the steps of a short final check.
+        free_late: gradients, with the next batch, as attempts do; else after each step, as a final check does, too.
 
     Raises:
         OutOfMemory: they pass its capacity.
@@ -190,13 +187,14 @@ def replay(step: Step, batch_size: int, allocator: CachingAllocator, *, check: b
     if repeated is None:
         play(events[first:], sizes, allocator)
         return allocator
-    was_late, calm = True, 0
-    for number, late in enumerate(_CHECK if check else itertools.cycle((False, True)), 2):
-        if not check and number > (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
-            break
+    if not free_late:
+        play([-number for number in repeated.gradients[0][0]], sizes, allocator)
+    number, calm = _TRACED_STEPS, 0
+    while number <= (_MOST_STEPS if allocator.retries and calm < _CALM_STEPS else _FEWEST_STEPS):
         before = allocator.retries
-        play(repeated.events(number, was_late=was_late, late=late), sizes, allocator)
-        was_late, calm = late, calm + 1 if number > _TRACED_STEPS and allocator.retries == before else 0
+        play(repeated.events(number, free_late=free_late), sizes, allocator)
+        calm = calm + 1 if number > _TRACED_STEPS and allocator.retries == before else 0
+        number += 1
     return allocator
 
 
@@ -225,10 +223,10 @@ class Repeated:
     turns: tuple[list[int], list[int]]
     gradients: tuple[tuple[set[int], set[int]], tuple[set[int], set[int]]]
 
-    def events(self, number: int, *, was_late: bool, late: bool) -> list[int]:
-        """Those of a step by its number; the step before left its gradients to it, or did not, and so does it."""
+    def events(self, number: int, *, free_late: bool) -> list[int]:
+        """Those of a step by its number, which frees the gradients of the step before, or its own."""
         found, own = self.gradients[number % 2]
-        kept = (set() if was_late else found) | (own if late else set())
+        kept = own if free_late else found
         return [event for event in self.turns[number % 2] if -event not in kept]
 
 

@@ -163,4 +163,4 @@ class Mixture:
                 allocator.free(each + spare * (number % 2))
             late = number < len(order) // 2
             assert again is not None  # noqa: S101 - else there is nothing to go over
-            play(again.events(number, was_late=late, late=late), taken[which], allocator)
+            play(again.events(number, free_late=late), taken[which], allocator)

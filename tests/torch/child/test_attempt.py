@@ -22,6 +22,7 @@ from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
+FROM_NEW = 5  # steps of a short final check that free gradients early, two of them after evaluation
 
 
 def tried(task, device, **arguments):
@@ -101,10 +102,8 @@ class TestFits:
         assert run(task, 4, verify=True)[0].fits
         assert told == ["alive", "evaluating", "alive"]
 
-    @pytest.mark.parametrize(("steps", "verify"), [(3, False), (20, True), (21, True)])
-    def test_gradients_are_freed_late_first_then_early_and_late_before_evaluation(
-        self, run, wide, monkeypatch, steps, verify
-    ):
+    @pytest.mark.parametrize(("steps", "verify"), [(3, False), (20, True)])
+    def test_gradients_are_freed_late_and_in_a_check_from_new_early(self, run, wide, monkeypatch, steps, verify):
         late, update = [], Trainer.update
 
         def watched(trainer, *, free_late=False):
@@ -113,7 +112,21 @@ class TestFits:
 
         monkeypatch.setattr(Trainer, "update", watched)
         assert run(wide(), 8, steps=steps, verify=verify)[0].fits
-        assert late[:steps] == ([True] * 10 + [False] * (steps - 11) + [True] if verify else [True, False, True])
+        assert late == ([True] * 22 + [False] * 12 if verify else [True] * 3)
+
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_a_check_trains_from_new_once_more_unless_the_users_code_keeps_what_it_made(self, run, wide, keeps):
+        models, kept = [], []
+
+        def build_model():
+            model = nn.Linear(WIDTH, 2**20 // WIDTH)
+            models.append(weakref.ref(model))
+            kept.extend([model] * keeps)
+            return model
+
+        found, usable = run(wide(build_model=build_model), 8, steps=4, verify=True)
+        assert (found.outcome, found.steps, usable) == ("fit", 4, not keeps)
+        assert len(models) == 2 - keeps
 
     def test_after_evaluation_it_trains_on_until_no_room_must_be_made(self, fake_device, wide):
         steps = []
@@ -122,7 +135,7 @@ class TestFits:
             peaks = device.peaks
             device.peaks = lambda: dataclasses.replace(peaks(), retries=min(len(steps), 11))
             assert tried(task, device, batch_size=8, steps=8, precision="fp32", verify=True)[0].fits
-        assert len(steps) == 12
+        assert len(steps) == 12 + FROM_NEW + 1
 
     def test_after_evaluation_no_more_losses_live_than_in_a_loop(self, run, wide):
         losses, alive = [], []
@@ -139,7 +152,7 @@ class TestFits:
 
         task = wide(compute_loss=compute_loss, build_optimizer=build_optimizer)
         assert run(task, 8, steps=4, verify=True)[0].fits
-        assert alive == [1] * 6
+        assert alive == [1] * (6 + FROM_NEW)
 
     def test_an_old_loss_lives_until_the_next_one_is_there_and_not_while_gradients_are_calculated(self, run, wide):
         losses, alive = [], []
