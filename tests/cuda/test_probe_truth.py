@@ -49,18 +49,32 @@ def test_no_probe_answers_more_than_a_plain_loop_trains_or_a_percent_less():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_size_that_trains_only_where_gradients_are_freed_late_is_no_answer(tmp_path):
-    """A batch takes its place in the block of a gradient that is gone, which is then too small for the next gradient.
+@pytest.fixture
+def island(tmp_path):
+    """Tries a size of a task, as in a search or in a final check: outcome and steps, and what the child says of itself.
 
-    Where the gradient is still there, the batch is put where it is in nobody's way, and stays there.
+    At 250 a batch takes its place in the block of a gradient that is gone, which is then too small for the next
+    gradient. Where the gradient is still there, the batch is put where it is in nobody's way, and stays there.
     """
     (tmp_path / "model.py").write_text(ISLAND)
     settings = OpenTask(task=str(tmp_path / "model.py"), device="cuda", precision=("fp32",), memory_limit=760 * MiB)
-    with fake_gpu.machine(fake_gpu.Card("4GiB")):
-        found = []
-        for size, verify in ((250, False), (250, True), (150, True)):
-            with Worker(settings) as worker:
-                command = TryBatchSize(batch_size=size, steps=20 if verify else 3, precision="fp32", verify=verify)
-                done = worker.call(command, timeout=60.0).attempt
-                found.append((done.outcome, done.steps))
-    assert found == [("fit", 9), ("oom", 1), ("fit", 20)]
+
+    def tried(size, *, verify=True):
+        command = TryBatchSize(batch_size=size, steps=20 if verify else 3, precision="fp32", verify=verify)
+        with fake_gpu.machine(fake_gpu.Card("4GiB")), Worker(settings) as worker:
+            opened, done = worker.start(), worker.call(command, timeout=60.0).attempt
+        return done.outcome, done.steps, opened.environment.allocator_conf
+
+    return tried
+
+
+def test_a_size_that_trains_only_where_gradients_are_freed_late_is_no_answer(island):
+    assert island(250, verify=False) == ("fit", 9, None)
+    assert island(250) == ("oom", 1, None)
+    assert island(150) == ("fit", 20, None)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_it_is_one_with_the_users_own_settings_of_the_allocator_which_are_told(island, monkeypatch, variable):
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    assert island(250) == ("fit", 20, "expandable_segments:True")
