@@ -17,6 +17,8 @@ Length: TypeAlias = int | tuple[int, ...]  # several where an input has several,
 
 AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of the training set
 
+LengthBatches: TypeAlias = tuple[tuple[Length, int], ...]  # samples of a batch by their length
+
 
 def dimensions(length: Length) -> tuple[int, ...]:
     """All numbers of a length."""

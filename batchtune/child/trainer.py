@@ -18,8 +18,10 @@ from batchtune.child.ranks.shards import Shard, StreamShard, own_batches
 from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
+from batchtune.sampling.sampler import LengthBatchSampler
 from batchtune.task.contract import Task
 from batchtune.task.state import seed_everything
+from batchtune.vocabulary import LengthBatches
 
 _SEEDS_APART = 1_000_003  # of ranks
 
@@ -71,17 +73,49 @@ def training_loader(
     )
 
 
+def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> DataLoader[object]:
+    """Shuffled batches of samples of similar length, with at most so many samples at each.
+
+    Raises:
+        UserCodeError: a sample is longer than all of these.
+    """
+    try:
+        sampler = LengthBatchSampler(task.sample_lengths, dict(length_batches), seed=seed, num_replicas=1, rank=0)
+    except ValueError as error:
+        raise UserCodeError(f"{task.where}: train_dataset, {error}") from None
+    data: Any = task.train_data
+    return DataLoader(data, batch_sampler=sampler, collate_fn=task.collate if task.has("collate") else None)
+
+
 class TrainingBatches(Iterator[object]):
     """Batches of the training set without end, of a rank those of its shard; `samples` counts those so far.
 
     They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
+
+    Args:
+        task: the user's code.
+        micro_batch_size: what a batch counts for: its samples, or its tokens in the mean.
+        seed: of the shuffling.
+        parallel: the ranks.
+        samples: of a batch, where that counts its tokens.
+        length_batches: samples of a batch by their length, where it is of samples of similar length.
     """
 
-    def __init__(self, task: Task, micro_batch_size: int, seed: int, parallel: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        micro_batch_size: int,
+        seed: int,
+        parallel: Ranks | None = None,
+        samples: int | None = None,
+        length_batches: LengthBatches = (),
+    ) -> None:
         self._task, self._size, self._seed, self.samples = task, micro_batch_size, seed, 0
         self._parallel = parallel
         own = task.has("train_loader")
-        self._loader = None if own else training_loader(task, micro_batch_size, seed, parallel)
+        self._loader = None if own else training_loader(task, samples or micro_batch_size, seed, parallel)
+        if length_batches:
+            self._loader = loader_by_length(task, length_batches, seed)
         self._batches = self._without_end()
 
     def __next__(self) -> object:

@@ -170,7 +170,9 @@ class _Run:
             gradient_clipping=spec.gradient_clipping,
             parallel=parallel,
         )
-        self._batches = TrainingBatches(task, spec.micro_batch_size, spec.seed, parallel)
+        self._batches = TrainingBatches(
+            task, spec.micro_batch_size, spec.seed, parallel, spec.samples, spec.length_batches
+        )
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0

@@ -249,6 +249,8 @@ class Config(Section):
         count, sizes, baseline = ranks.per_trial, known.data.get("batch_size"), known.data.get("baseline")
         if count == 1:
             return ranks
+        if sizes is not None and sizes.unit == "tokens":
+            raise ValueError(f"per_trial {count}: batch_size.unit tokens is for runs on one device; remove one of them")
         if known.data.get("executor") == "ray":
             raise ValueError(f"per_trial {count}: a run on a Ray cluster trains on one device; use executor local")
         if known.data.get("world_size", "auto") != "auto":

@@ -20,6 +20,10 @@ _MISSPELLED = 0.9  # difflib's ratio of two words of which one is meant by the o
 class BatchSize(Section):
     """Which batch sizes are searched; beyond what fits, by gradient accumulation; the baseline's is measured anyway."""
 
+    unit: Literal["samples", "tokens"] = Field(
+        default="samples",
+        description="tokens: runs batch samples of similar length (sample_length), all but the baseline's.",
+    )
     min: Count = Field(default=1, description="Smallest global batch size that is searched.")
     max: Count | Literal["auto"] = Field(default="auto", description="Largest; auto: from the probe and the data set.")
     multiple_of: Count | Literal["auto"] = Field(default="auto", description="Only multiples of this; auto: of 1.")
@@ -36,6 +40,12 @@ class BatchSize(Section):
             names = ", ".join(name for name, is_set in searched.items() if is_set)
             raise ValueError(
                 f"global {self.global_} fixes the batch size, so there is no {names} of it; remove one side"
+            )
+        fixed = [name for name, is_set in searched.items() if is_set and name == "multiple_of"]
+        fixed += [] if self.global_ is None else ["global"]
+        if self.unit == "tokens" and fixed:
+            raise ValueError(
+                f"unit tokens: batches have so many tokens in the mean, so there is no {fixed[0]}; remove it"
             )
         if self.max != "auto":
             if self.min > self.max:

@@ -26,6 +26,7 @@ from batchtune.document.study import NO_CLIPPING as NO_CLIPPING
 from batchtune.document.study import CurvePoint as CurvePoint
 from batchtune.document.study import GradientClipping as GradientClipping
 from batchtune.document.study import Landscape as Landscape
+from batchtune.document.study import LengthBatch as LengthBatch
 from batchtune.document.study import NoiseScale as NoiseScale
 from batchtune.document.study import Prior as Prior
 from batchtune.document.study import RangeTest as RangeTest

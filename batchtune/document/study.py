@@ -14,6 +14,7 @@ from batchtune.document.probe import (
     Factor,
     Figure,
     Interval,
+    Length,
     Rate,
     Record,
     Size,
@@ -205,6 +206,13 @@ class Scaling(Record):
     points: list[ScalingPoint] = Field(description="By world size; one that no batch divides by is left out.")
 
 
+class LengthBatch(Record):
+    """The samples of a micro-batch of a length, or shorter ones that no shorter one of the list has room for."""
+
+    length: Length
+    samples: Size
+
+
 class Recommendation(Record):
     """What to train with; every size in it has run."""
 
@@ -213,6 +221,12 @@ class Recommendation(Record):
     world_size: Factor = 1
     strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How several ranks share the work.")
     global_batch_size: Count
+    batch_unit: Literal["samples", "tokens"] = Field(
+        default="samples", description="Of its sizes; tokens: in the mean."
+    )
+    length_batches: tuple[LengthBatch, ...] = Field(
+        default=(), description="Of samples of similar length, where sizes count tokens; the baseline's have none."
+    )
     learning_rate: Rate | None = None
     precision: Text
     optimizer_arguments: dict[Text, Value] = Field(default={})

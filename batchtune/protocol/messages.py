@@ -24,7 +24,7 @@ from typing import IO, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from batchtune.document import NO_CLIPPING, GradientClipping, Value
-from batchtune.vocabulary import Goal
+from batchtune.vocabulary import Goal, LengthBatches
 
 _GROUP_VARIABLE = "BATCHTUNE_GROUP"
 Answer = TypeVar("Answer")
@@ -114,6 +114,8 @@ class RunSpec:
         total_steps: the same in steps, where an earlier run of the configuration has settled it.
         wall_seconds: on the clock on the wall after which it is to ask whether to go on; None: there is no hurry.
         world_size: ranks that train it as one.
+        samples: of each micro-batch, where sizes count tokens and batches are of any samples.
+        length_batches: samples of a micro-batch by their length, where batches are of samples of similar length.
     """
 
     micro_batch_size: int
@@ -135,6 +137,8 @@ class RunSpec:
     total_steps: int | None = None
     wall_seconds: float | None = None
     world_size: int = 1
+    samples: int | None = None
+    length_batches: LengthBatches = ()
 
     @property
     def batch_size(self) -> int:

@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.protocol.data import LengthGroup, LengthsSeen, SamplesSeen
@@ -31,6 +33,17 @@ class TaskLengths(TaskData):
 
     lengths: LengthsSeen | None = field(default=None, init=False)
     _longest_samples: dict[Length, list[object]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def sample_lengths(self) -> list[Length]:
+        """The length of every sample of the training set, in its order.
+
+        Raises:
+            UserCodeError: one is no length; the message has its place.
+        """
+        data: Any = self.train_data
+        with kept_random_numbers("cpu"):
+            return [checked_length(self.source.sample_length(data[at]), self.where, at) for at in range(len(data))]
 
     def worst_batch(self, batch_size: int, length: Length | None = None) -> object:
         """As that of all tasks, or of inputs of this length; without one, of the longest there is."""

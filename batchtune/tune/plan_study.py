@@ -9,6 +9,7 @@ from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.plan.study_probe import study_probe
+from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.progress import Progress
 from batchtune.tune.study.storage import Agreement
@@ -39,7 +40,8 @@ def plan_study(
     progress.save("interrupted")
     progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
     if progress.prior is None:
-        progress.prior = measure_prior(config, progress.probe, opened, worker, observer, warm_start)
+        measured = measure_prior(in_samples(config), progress.probe, opened, worker, observer, warm_start)
+        progress.prior = prior_in_tokens(config, progress.probe, opened, measured)
     elif warm_start is not None:
         observer.note(f"--warm-start {warm_start.run}: not used, as the study goes on from where it was")
     probe, prior = progress.probe, progress.prior = agreement.settle(progress.probe, progress.prior)

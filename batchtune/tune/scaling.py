@@ -35,7 +35,7 @@ def split(batch_size: int, world_size: int, largest: int) -> tuple[int, int] | N
 def can_scale(found: Recommendation, probe: ProbeResult) -> bool:
     """Whether the time of one device is known: a bound, of runs that were cut off, is none."""
     timed = found.time_to_target_seconds is not None and not found.time_to_target_seconds.at_least
-    return timed and probe.throughput_fit is not None and bool(probe.max_batch_size)
+    return timed and found.batch_unit == "samples" and probe.throughput_fit is not None and bool(probe.max_batch_size)
 
 
 def scaling(

@@ -17,7 +17,7 @@ FLOORS = (
     ("result",),
     ("run_folder", "task.adapting"),
     ("session", "task.lightning", "task.transformers"),
-    ("task", "console"),
+    ("task", "console", "sampling"),
     ("estimate.memory",),
     ("estimate",),
     ("child.ranks",),
@@ -27,7 +27,7 @@ FLOORS = (
     ("tune.plan",),
     ("tune.study",),
     ("tune",),
-    ("api", "sampling"),
+    ("api",),
     ("",),  # the package's own names
     ("cli_report",),
     ("cli",),

@@ -73,6 +73,8 @@ class Export:
             UsageError: the result has no settings that ran, the library cannot train so, or a rename is wrong.
         """
         found = _settings(result)
+        if found.batch_unit == "tokens":
+            raise UsageError("these batches count tokens; train with LengthBatchSampler, as 'report' writes it")
         values = {name: value for name, value in self.values(found, result).items() if value is not None}
         comments = [f"# {note}" for note in self.said_beside(result)] if self.takes_comments else []
         return "\n".join([*comments, self.write(_renamed(values, self.words, renames))])
@@ -163,10 +165,7 @@ def pytorch(result: Document) -> str:
     found = to_train_with(result)
     if found is None:
         return _evaluation_batch(result)
-    largest = f"  # {found.reason}" if result.recommendation is None else ""
-    lines = [f"batch_size = {found.micro_batch_size}{largest}"]
-    if found.world_size > 1:
-        lines = [f"# {launched(found, 'torchrun --nproc-per-node')}", f"{lines[0]}  # of each rank"]
+    lines = _batch_lines(found, result)
     lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
@@ -187,6 +186,24 @@ def pytorch(result: Document) -> str:
     elif found.precision == "tf32":
         lines.append("torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True")
     return "\n".join(lines)
+
+
+def _batch_lines(found: Recommendation, result: Document) -> list[str]:
+    """The size of a micro-batch, or how those are made that count tokens."""
+    if found.batch_unit == "samples":
+        largest = f"  # {found.reason}" if result.recommendation is None else ""
+        line = f"batch_size = {found.micro_batch_size}{largest}"
+        several = found.world_size > 1
+        return [f"# {launched(found, 'torchrun --nproc-per-node')}", f"{line}  # of each rank"] if several else [line]
+    mean = f"{found.micro_batch_size:,} tokens in the mean"
+    if not found.length_batches:
+        return [f"# batches of any samples, as today: {mean}"]
+    batches = ", ".join(f"{each.length}: {each.samples}" for each in found.length_batches)
+    lengths = "[sample_length(each) for each in train_data]"
+    return [
+        f"length_batches = {{{batches}}}  # samples by their length, {mean}",
+        f"sampler = batchtune.LengthBatchSampler({lengths}, length_batches)  # a DataLoader's batch_sampler",
+    ]
 
 
 def launched(found: Recommendation, command: str) -> str:

@@ -55,7 +55,8 @@ def headline(result: Document, found: Recommendation) -> Headline:
     if gain is None and as_today:
         return Headline("no better", "than what you run today: keep it", choice, found.reason)
     if gain is None:
-        return Headline(f"{found.global_batch_size:,}", "is the batch size to train with", choice, found.reason)
+        size = "batch size in tokens" if found.batch_unit == "tokens" else "batch size"
+        return Headline(f"{found.global_batch_size:,}", f"is the {size} to train with", choice, found.reason)
     between = "" if gain.at_least else bounds(number(gain.low), number(gain.high))
     seeds = sum(trial.role == "confirm" and is_of(trial, found) for trial in result.trials or [])
     told = [between, f"over {counted(seeds, 'fresh seed')}" if seeds else ""]

@@ -93,6 +93,7 @@ def nothing_does(probe: ProbeResult) -> str:
 def batch_text(recommendation: Recommendation) -> str:
     """A batch size with how it is made up, where it is more than one micro-batch."""
     text = f"{recommendation.global_batch_size:,}"
+    text += " tokens" if recommendation.batch_unit == "tokens" else ""
     if recommendation.gradient_accumulation_steps > 1 or recommendation.world_size > 1:
         text += f" = {recommendation.micro_batch_size:,} × {recommendation.gradient_accumulation_steps} accumulated"
         text += f" × {recommendation.world_size} devices" if recommendation.world_size > 1 else ""

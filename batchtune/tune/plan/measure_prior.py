@@ -26,6 +26,7 @@ from batchtune.tune.plan.prior import (
     with_loading,
 )
 from batchtune.tune.plan.space import Plan, rates_to_search
+from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.plan.warm_start import DECADES, WarmStart
 
 _LOADER_SECONDS = 0.1  # loading alone
@@ -34,9 +35,14 @@ _SPLIT_SECONDS = 0.5  # timing of each micro-batch size for a fixed global batch
 
 def make_plan(config: Config, opened: Opened, probe: ProbeResult, prior: Prior) -> Plan:
     """The plan of a study whose task was opened, probed and measured; `Plan` says what is what."""
+    tokens = token_batches(config, probe)
+    if tokens is not None:
+        base = config.baseline.model_copy(update={"batch_size": tokens.baseline})
+        config = config.model_copy(update={"baseline": base})
     return Plan(
         config=config,
-        probe=of_the_study(probe, prior.loader_seconds_per_sample, opened),
+        tokens=tokens,
+        probe=of_the_study(probe_in_tokens(probe, tokens), prior.loader_seconds_per_sample, opened),
         prior=prior,
         precisions=[name for name, _ in opened.precision],
         gradient_clipping=opened.gradient_clipping,

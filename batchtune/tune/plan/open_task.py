@@ -21,6 +21,7 @@ from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.run_folder import write_atomically
 from batchtune.task.spec import file_hash, names_task, task_name
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution
+from batchtune.tune.plan.tokens import in_samples, require_tokens
 
 _FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
 # More of the same may be measured under these.
@@ -181,6 +182,7 @@ def require(config: Config, opened: Opened) -> None:
             f"objective.kind energy_to_target: {opened.device_name} has no energy counter that NVML reads; "
             "use time_to_target, or an NVIDIA GPU from Volta on"
         )
+    require_tokens(config, opened)
     argument_distributions(config, opened.optimizer_defaults)
     if config.gradient_clipping is not None and config.gradient_clipping.searched is not None:
         clipping_distribution(config, opened.gradient_clipping)
@@ -188,7 +190,7 @@ def require(config: Config, opened: Opened) -> None:
     if data_size is not None and base > data_size:
         key = "baseline.batch_size" if config.batch_size.global_ is None else "batch_size.global"
         raise UsageError(f"{key} {base:,} is more than the {data_size:,} samples of train_dataset")
-    sizes, unit = config.batch_size, multiple_of(config)
+    sizes, unit = in_samples(config).batch_size, multiple_of(config)
     least = -(-sizes.min // unit) * unit
     if data_size is not None and least > data_size:
         multiple = f"multiple_of {unit}: {least}, the least multiple from min {sizes.min} on,"
@@ -213,6 +215,7 @@ def worker_settings(config: Config) -> OpenTask:
         memory_limit=config.memory.limit,
         margin=config.memory.margin,
         precision=tuple(precision),
+        lengths="auto" if config.batch_size.unit == "tokens" else None,
         optimizer_arguments=tuple(config.space),
         gradient_clipping=config.gradient_clipping.fixed if config.gradient_clipping else None,
         metric=config.objective.metric,

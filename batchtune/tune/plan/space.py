@@ -12,6 +12,7 @@ from batchtune.config.schema import Config
 from batchtune.config.space import Parameter
 from batchtune.document import NO_CLIPPING, GradientClipping, Prior, ProbeResult, Trial, Value
 from batchtune.errors import UsageError
+from batchtune.tune.plan.tokens import TokenBatches
 
 CLIPPING = "gradient_clipping"  # the parameter's name in the study
 
@@ -28,6 +29,7 @@ class Plan:
         gradient_clipping: of every run, unless it is searched: what is asked for, or what the task does by itself.
         optimizer_defaults: the baseline's values of the arguments under `space`.
         has_schedule: learning rates change over the steps of a run.
+        tokens: what batches are made of where all sizes here count tokens; None: they count samples.
     """
 
     config: Config
@@ -37,6 +39,7 @@ class Plan:
     gradient_clipping: GradientClipping = NO_CLIPPING
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     has_schedule: bool = False
+    tokens: TokenBatches | None = None
 
 
 class Space:

@@ -14,6 +14,7 @@ from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
+from batchtune.tune.plan.tokens import in_samples
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
@@ -37,7 +38,7 @@ def _probe_options(config: Config) -> ProbeOptions:
 
     Its sizes are of each rank.
     """
-    sizes, total, ranks = config.batch_size, config.budget.total, config.ranks.per_trial
+    sizes, total, ranks = in_samples(config).batch_size, config.budget.total, config.ranks.per_trial
     unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
     return ProbeOptions(
         minimum=unit,
@@ -50,4 +51,5 @@ def _probe_options(config: Config) -> ProbeOptions:
         verify_seconds=VERIFY_SHARE * total,
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         flops=False,
+        lengths="auto" if config.batch_size.unit == "tokens" else None,
     )

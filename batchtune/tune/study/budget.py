@@ -15,8 +15,9 @@ from batchtune.document import ProbeResult, Value
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.messages import RunSpec, pace_kind
-from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH, split_batch
+from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
+from batchtune.tune.plan.tokens import split
 from batchtune.tune.study.history import Role, StudyHistory, over
 from batchtune.tune.study.storage import Machines
 from batchtune.tune.study.targets import Targets
@@ -243,12 +244,12 @@ class Limits:
         too_large = self._history.out_of_memory(precision)
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         of_rank = int(params["batch_size"]) // ranks
-        micro, steps = split_batch(of_rank, min(self._plan.prior.micro_batch_size or most, most))
+        made = split(self._plan.tokens, of_rank, min(self._plan.prior.micro_batch_size or most, most), max_micro)
         cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
-            micro_batch_size=micro,
-            accumulation_steps=steps,
+            micro_batch_size=made.micro_batch_size,
+            accumulation_steps=made.steps,
             learning_rate=float(params["learning_rate"]),
             precision=precision,
             seed=seed,
@@ -258,15 +259,17 @@ class Limits:
             limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
-            evaluation_batch_size=min(max_micro, _evaluated(probe) or MAX_EVALUATION_BATCH),
+            evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
             most_step_seconds=self._history.most_step_seconds(
-                micro * ranks, steps, precision, fit, pace_kind(arguments)
+                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments)
             ),
             optimizer_arguments=arguments,
             gradient_clipping=self._space.gradient_clipping(params),
             horizon_seconds=config.budget.run,
             total_steps=self._history.total_steps(params),
             world_size=ranks,
+            samples=made.samples,
+            length_batches=made.length_batches,
         )
 
     def is_capped(self, spec: RunSpec, seconds: float) -> bool:

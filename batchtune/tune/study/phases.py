@@ -9,7 +9,7 @@ import optuna
 from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 
-from batchtune.document import Recommendation, Target, Trial
+from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
@@ -136,7 +136,16 @@ class TuneStudy:
         if found is not None and trials != records:
             reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was busy"
             found = found.model_copy(update={"reason": reason})
-        return found, baseline
+        return self._with_unit(found), self._with_unit(baseline)
+
+    def _with_unit(self, found: Recommendation | None) -> Recommendation | None:
+        """The same, with what its batches are made of where they count tokens."""
+        tokens = self.parts.plan.tokens
+        if found is None or tokens is None:
+            return found
+        own = () if found.global_batch_size == tokens.baseline else tokens.made_up(found.micro_batch_size)
+        made = tuple(LengthBatch(length=length, samples=samples) for length, samples in own)
+        return found.model_copy(update={"batch_unit": "tokens", "length_batches": made})
 
     def answer(self) -> Recommendation:
         """What is recommended now that all has run.
