@@ -149,6 +149,11 @@ class Truth:
         failed = {name for (_, name), fits in self._known.items() if not fits}
         return all(self._try(batch_size, habit) for habit in sorted(HABITS, key=lambda each: each.name not in failed))
 
+    def beside(self, answer: int, close: float, step: float) -> int:
+        """The largest size that trains: the answer where it does and so much more does not, else bisected."""
+        above = int(answer * (1 + close)) + 1
+        return answer if self.trains(answer) and not self.trains(above) else self.largest(answer, step)
+
     def largest(self, near: int, step: float = 0.0) -> int:
         """Bisected from a bracket around `near` that widens until it holds the end; 0: not even one sample trains.
 

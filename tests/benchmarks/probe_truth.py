@@ -126,11 +126,9 @@ def measure(setup: Setup, *, compare: bool) -> Row:
             _, attempts, ooms = _figures(probe(setup, case.precision, estimate=False)["probe"] or {})
             row.plain = attempts, ooms, round(time.perf_counter() - started, 1)
         truth = Truth(source, case.precision, None if setup.way == "card" else found["memory_limit_bytes"])
-        above = int(row.answer * (1 + CLOSE)) + 1
-        good = truth.trains(row.answer) and not truth.trains(above)
-        row.truth = row.answer if good else truth.largest(row.answer, RESOLUTION)
-        if good and compare:
-            row.easier = truth.habits_that_train(above)
+        row.truth = truth.beside(row.answer, CLOSE, RESOLUTION)
+        if row.truth == row.answer and compare:
+            row.easier = truth.habits_that_train(int(row.answer * (1 + CLOSE)) + 1)
         row.trouble = truth.broken[0].splitlines()[-1][:200] if truth.broken else ""
         failing = found.get("first_failing_batch_size")
         if row.too_low and failing and not truth.trains(failing):

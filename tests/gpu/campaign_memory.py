@@ -70,11 +70,11 @@ def share_within(answers: list[tuple[int, int]], tolerance: float = 0.01) -> int
 
 
 def true_size(source: SimpleNamespace, precision: str, limit: int, answer: int, *, quick: bool) -> Row:
-    """What plain loops train at most, by 0.2 %; None where one raised something else than lack of memory."""
+    """What plain loops train: the answer, or bisected to 0.2 %; None where one raised something else than no memory."""
     import plain_loop
 
     truth = plain_loop.Truth(source, precision, limit)
-    found = (answer if truth.trains(answer) else 0) if quick else truth.largest(answer, 0.002)
+    found = (answer if truth.trains(answer) else 0) if quick else truth.beside(answer, 0.01, 0.002)
     broken = [each.splitlines()[-1][:200] for each in truth.broken[:1]]
     return {"true_batch_size": None if broken else found, "broken": broken}
 
