@@ -68,6 +68,17 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def children_of(pid: int, root: Path = Path("/proc")) -> list[int]:
+    """The processes that this one has started and that still are; none where the system does not tell."""
+    found = []
+    for file in root.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            after_name = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(after_name[1]) == pid:
+                found.append(int(file.parent.name))
+    return found
+
+
 def oom_kills(root: Path = Path("/")) -> int | None:
     """Processes that the kernel has killed for want of memory: in our cgroup, or else on the whole host.
 

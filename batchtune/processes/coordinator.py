@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from batchtune.document import Attempt, DeviceProcess, LoaderPoint, ThroughputPoint
-from batchtune.processes.local import describe_exit, entry
+from batchtune.processes.local import describe_exit, entry, kill_sessions_below
 from batchtune.processes.ranks import GroupSettings, RendezvousStore
 from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Renew, TimeLoader, TimeSteps, Tried, TryBatchSize
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous
@@ -288,7 +288,7 @@ def _launch(settings: GroupSettings) -> dict[int, int]:
 
 def main() -> None:
     """The launcher's process; its one argument is the group's settings."""
-    parent = Channel.on_standard_streams()
+    parent = Channel.on_standard_streams(at_end=lambda: kill_sessions_below(os.getpid()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings.model_validate_json(sys.argv[1])
     coordinator = RankCoordinator(settings, parent)

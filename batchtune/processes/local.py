@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from batchtune.device.host import describe_kill, oom_kills
+from batchtune.device.host import children_of, describe_kill, oom_kills
 from batchtune.protocol.messages import Json
 
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -115,13 +115,19 @@ class LocalLauncher:
 class LocalProcess:
     """A child on this machine, with a pipe each way; messages are JSON, one a line.
 
-    A child that starts sessions of their own tells their numbers as `sessions`: they end with it.
+    A child that starts sessions of their own tells their numbers as `sessions`: they end with it. Where it
+    `leads_sessions`, so do those that it could not tell of yet, for each child of its own leads one.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], echo: Callable[[str], None] | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        echo: Callable[[str], None] | None = None,
+        *,
+        leads_sessions: bool = False,
     ) -> None:
-        self._echo = echo
+        self._echo, self._leads_sessions = echo, leads_sessions
         self._answers: queue.Queue[Json | None] = queue.Queue()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._sessions: list[int] = []
@@ -194,13 +200,14 @@ class LocalProcess:
             self._process.wait(timeout=seconds)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._leads_sessions and self._process.poll() is None:
+            _signal_group(self._process.pid, signal.SIGSTOP)  # it starts no more
+            kill_sessions_below(self._process.pid)
+        _signal_group(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         for session in self._sessions:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(session, signal.SIGKILL)
+            _signal_group(session, signal.SIGKILL)
         if self._sessions:
             self.wait(_REAPING_SECONDS)
         self.kill()
@@ -210,3 +217,14 @@ class LocalProcess:
             self._process.stdin.close()
         for reader in self._readers:  # each closes what it has read to its end, which a process that got away holds up
             reader.join(_READING_SECONDS)
+
+
+def kill_sessions_below(pid: int) -> None:
+    """Ends the sessions that a process's own children lead, be they stopped."""
+    for child in children_of(pid):
+        _signal_group(child, signal.SIGKILL)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)

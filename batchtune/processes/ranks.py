@@ -60,7 +60,7 @@ class RankLauncher:
         command = [*entry("batchtune.processes.coordinator"), group.model_dump_json()]
         threads = max(1, (os.cpu_count() or 1) // self._world_size)  # ranks that train on the host share its processors
         environment = {"OMP_NUM_THREADS": str(threads)} | child_environment() | self._environment
-        return LocalProcess(command, environment, self._echo)
+        return LocalProcess(command, environment, self._echo, leads_sessions=True)
 
 
 @dataclass(frozen=True, slots=True)

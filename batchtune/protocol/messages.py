@@ -17,7 +17,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
@@ -174,10 +174,13 @@ class RunEnd:
 class Channel:
     """The line to the parent; when the parent is gone, so is this process with all that it started.
 
-    A command that was read before the line was there is its first.
+    A command that was read before the line was there is its first. `at_end` is called when the parent is gone.
     """
 
-    def __init__(self, commands: IO[str], answers: IO[str], first: Json | None = None) -> None:
+    def __init__(
+        self, commands: IO[str], answers: IO[str], first: Json | None = None, at_end: Callable[[], None] | None = None
+    ) -> None:
+        self._at_end = at_end
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
         self._answers, self._process = answers, os.getpid()
         self._commands: queue.Queue[Json] = queue.Queue()
@@ -186,14 +189,17 @@ class Channel:
         threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
 
     @classmethod
-    def on_standard_streams(cls) -> Self:
+    def on_standard_streams(cls, at_end: Callable[[], None] | None = None) -> Self:
         """The line on stdin and stdout, which are moved away."""
-        return cls.on_files(*move_standard_streams())
+        return cls.on_files(*move_standard_streams(), at_end=at_end)
 
     @classmethod
-    def on_files(cls, commands: int, answers: int, first: Json | None = None) -> Self:
+    def on_files(
+        cls, commands: int, answers: int, first: Json | None = None, at_end: Callable[[], None] | None = None
+    ) -> Self:
         """The line on two file descriptors."""
-        return cls(os.fdopen(commands, "r", encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8"), first)
+        lines = os.fdopen(commands, "r", encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8")
+        return cls(*lines, first, at_end)
 
     def _listen(self, commands: IO[str]) -> None:
         try:
@@ -201,6 +207,8 @@ class Channel:
                 self._commands.put(json.loads(line))
         except OSError as error:
             end_if_closed(error)
+        if self._at_end is not None:
+            self._at_end()
         end_with_parent()
 
     def receive(self) -> Json:

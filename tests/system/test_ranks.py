@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from fixtures.waiting import wait_until
 
+from batchtune.errors import BatchtuneError
 from batchtune.observer import Observer
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
@@ -136,6 +138,14 @@ def assert_nobody_left() -> None:
     wait_until(lambda: not relatives(), 60)
 
 
+def raised_by(do) -> list[BaseException]:
+    try:
+        do()
+    except BatchtuneError as error:
+        return [error]
+    return []
+
+
 def try_size(group: Worker, size: int, timeout: float = 60, **changes) -> dict:
     usual = {"steps": 1, "precision": "fp32", "verify": False}
     command = TryBatchSize(batch_size=size, **usual | changes)
@@ -206,7 +216,8 @@ def test_sharded_ranks_accumulate_evaluate_and_save(settings):
         assert point.step_seconds > 0
 
 
-def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_path):
+@pytest.mark.parametrize("started", [True, False], ids=["that trains", "that starts"])
+def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_path, started):
     program, temporary = tmp_path / "parent.py", tmp_path / "temporary"
     temporary.mkdir()
     program.write_text(
@@ -216,9 +227,9 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
         "from batchtune.protocol.commands import OpenTask\n"
         f"settings = OpenTask(task={settings.task!r}, device='cpu', precision=('fp32',))\n"
         "group = Worker(settings, RankLauncher(2, 'ddp'))\n"
-        "group.start()\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)\n"
+        + ("group.start()\n" * started)
+        + "print('ready', flush=True)\n"
+        + ("time.sleep(600)\n" if started else "group.start()\n")
     )
     root = str(Path(__file__).resolve().parents[2])
     with subprocess.Popen(
@@ -227,14 +238,28 @@ def test_a_group_whose_parent_is_killed_leaves_nobody_and_no_file(settings, tmp_
         env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(temporary)},
     ) as parent:
         assert parent.stdout.readline() == b"ready\n"
-        pids = ranks()
-        assert len(pids) == 4  # each with the image that it is a fork of
-        for pid in pids[2:]:
+        count = 4 if started else 2  # each with the image that it is a fork of
+        pids = wait_until(lambda: found if len(found := ranks()) == count else None)
+        for pid in pids[-2:]:
             os.kill(pid, signal.SIGSTOP)  # they hear nothing any more
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(map(is_alive, pids)), 60)
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch's cache
+
+
+def test_ranks_that_are_stopped_before_they_can_say_who_they_are_end_with_their_group(settings):
+    group = Worker(settings, RankLauncher(2, "ddp"))
+    failed: list[BaseException] = []
+    starting = threading.Thread(target=lambda: failed.extend(raised_by(group.start)))
+    starting.start()
+    pids = wait_until(lambda: found if len(found := ranks()) == 2 else None)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    group.close()
+    starting.join()
+    wait_until(lambda: not any(map(is_alive, pids)), 20)
+    assert len(failed) == 1
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchtune.device.host import describe_kill, oom_kills
+from batchtune.device.host import children_of, describe_kill, oom_kills
 
 
 @pytest.fixture
@@ -52,3 +52,13 @@ def test_a_system_that_keeps_no_count_has_none(tmp_path):
 )
 def test_a_kill_is_named_as_far_as_the_counts_tell(before, after, said):
     assert said in describe_kill(before, after)
+
+
+def test_the_children_of_a_process_are_those_that_name_it_whatever_they_are_called(tmp_path, write):
+    write("7/stat", "7 (python) S 1 7 7 0 -1\n")
+    write("8/stat", "8 (a ) S 9 (b) T 7 8 8 0 -1\n")
+    write("9/stat", "9 (python) R 8 8 8 0 -1\n")
+    write("10/stat", "")  # it has ended meanwhile
+    write("self/stat", "7 (python) S 7 7 7 0 -1\n")
+    assert children_of(7, tmp_path) == [8]
+    assert children_of(7, tmp_path / "nowhere") == []
