@@ -95,10 +95,15 @@ def section(estimates: Sequence[Estimate]) -> Section:
 
 
 def lengths(estimates: Sequence[Estimate]) -> Section:
-    """The largest batch of each length, a table for each precision, on the GPU asked about or the most common ones."""
+    """The largest batch of each length, on the GPU asked about or the most common ones; a table for each precision.
+
+    One table has all where each GPU was asked about at one precision, such as the best that it has.
+    """
     known = sorted((row for row in estimates if row.lengths), key=lambda row: (row.memory_bytes, row.gpu))
     some = [[row for row in known if row.precision == each] for each in _precisions(known)]
-    return Section("Lengths", [estimated_lengths(_common(rows)) for rows in some])
+    if len(known) == len({row.gpu for row in known}):
+        some = [known]
+    return Section("Lengths", [estimated_lengths(_common(rows)) for rows in some if rows])
 
 
 def _precisions(rows: Sequence[Estimate]) -> list[str]:

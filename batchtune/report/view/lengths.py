@@ -111,8 +111,8 @@ def lengths_table(probe: ProbeResult) -> Table:
 
 def estimated_lengths(rows: list[Estimate]) -> Table:
     """The calculated batches of each length: of one GPU all that is known, of several those that are safe."""
-    title = f"largest batch of each length at {rows[0].precision}, estimated, not measured"
-    points = rows[0].lengths
+    points, precisions = rows[0].lengths, list(dict.fromkeys(row.precision for row in rows))
+    title = f"largest batch of each length at {' or '.join(precisions)}, estimated, not measured"
     if len(rows) > 1:
         columns = [Column("GPU", [row.gpu for row in rows], wraps=True)]
         columns += [
@@ -128,7 +128,7 @@ def estimated_lengths(rows: list[Estimate]) -> Table:
         byte_sizes("peak", [point.peak_bytes for point in points], spare=1),
         numbers("samples/s at most", [point.samples_per_second for point in points], digits=2, detail=True),
     ]
-    return table(f"{title}; alone: no others beside it", columns, summary=True)
+    return table(f"{title}, on {rows[0].gpu}; alone: no others beside it", columns, summary=True)
 
 
 def _sizes(name: str, rows: Sequence[Estimate], sizes: Sequence[int], *, down: bool = False, spare: int = 0) -> Column:

@@ -5,6 +5,7 @@ import pytest
 
 from batchtune.report.formats import to_json, to_markdown
 from batchtune.report.terminal import render
+from batchtune.report.view import estimate
 from batchtune.report.view.read import plots_of, view_of
 from batchtune.result import Result
 
@@ -94,3 +95,32 @@ def test_every_report_has_them(probed):
         assert "length" in text
         assert "80" in text
     assert [each.length for each in Result.model_validate_json(to_json(probed())).probe.lengths] == [128, 512, 1024]
+
+
+def estimated(gpu, precision, safe):
+    each = [
+        {"length": n, "max_batch_size": safe, "safe_max_batch_size": safe, "alone_max_batch_size": safe}
+        for n in (8, 16)
+    ]
+    row = {"gpu": gpu, "memory_bytes": 1 << 34, "precision": precision, "max_batch_size": safe, "lengths": each}
+    return documents.document("estimate", estimates=[row])["estimates"][0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "titles"),
+    [
+        ([("T4", "fp16")], ["at fp16, estimated, not measured, on T4"]),
+        ([("T4", "fp16"), ("RTX 4090", "bf16")], ["at bf16 or fp16, estimated"]),
+        (
+            [("T4", "fp16"), ("RTX 4090", "fp16"), ("T4", "fp32"), ("RTX 4090", "fp32")],
+            ["at fp16, est", "at fp32, est"],
+        ),
+    ],
+)
+def test_estimates_of_lengths_name_each_gpu_that_was_asked_about(asked, titles):
+    rows = Result.model_validate(documents.document("estimate", estimates=[estimated(*each, 40) for each in asked]))
+    tables = estimate.lengths(rows.estimates).tables
+    assert all(title in table.title for table, title in zip(tables, titles, strict=True))
+    for table in tables:
+        cells = {column.name: list(column.cells) for column in table.columns}
+        assert len(asked) == 1 or cells["GPU"] == ["RTX 4090", "T4"]
