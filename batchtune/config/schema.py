@@ -143,7 +143,10 @@ class RayCluster(Section):
 class Ranks(Section):
     """What trains each run: one device, or a group of ranks with a device each; batch sizes are of all together."""
 
-    per_trial: Count = Field(default=1, description="Ranks that train a run as one; on a CPU they share it.")
+    per_trial: Count | Literal["auto"] = Field(
+        default=1,
+        description="Ranks that train a run as one; on a CPU they share it. auto: one, and the answer on 2, 4, 8, too.",
+    )
     strategy: Literal["ddp", "fsdp"] = Field(
         default="ddp", description="ddp: each holds the model (DistributedDataParallel); fsdp: a shard of it (FSDP2)."
     )
@@ -156,11 +159,16 @@ class Ranks(Section):
                 f"nodes {self.nodes}: the ranks of a run are on one machine; for several machines start batchtune on "
                 "each, with a storage that they share"
             )
-        if self.strategy == "fsdp" and self.per_trial == 1:
+        if self.strategy == "fsdp" and self.of_each == 1:
             raise ValueError(
                 "strategy fsdp: there is nothing to share on one rank; add per_trial (--ranks 2), or drop it"
             )
         return self
+
+    @property
+    def of_each(self) -> int:
+        """Ranks of each run of the study."""
+        return 1 if self.per_trial == "auto" else self.per_trial
 
 
 def _confirm_switch(value: object) -> object:
@@ -246,7 +254,9 @@ class Config(Section):
     @field_validator("ranks")
     @classmethod
     def _ranks_can_share(cls, ranks: Ranks, known: ValidationInfo) -> Ranks:
-        count, sizes, baseline = ranks.per_trial, known.data.get("batch_size"), known.data.get("baseline")
+        count, sizes, baseline = ranks.of_each, known.data.get("batch_size"), known.data.get("baseline")
+        if ranks.per_trial == "auto" and known.data.get("executor") == "ray":
+            raise ValueError("per_trial auto: a run on a Ray cluster trains on one device; use executor local")
         if count == 1:
             return ranks
         if sizes is not None and sizes.unit == "tokens":

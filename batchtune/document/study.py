@@ -196,7 +196,11 @@ class ScalingPoint(Record):
     time_to_target_seconds: Interval = Field(
         description="Of an estimate, the interval over seeds, widened by the error of the fitted step time."
     )
+    energy_to_target_joules: Interval | None = Field(default=None, description="Of all ranks, where it was measured.")
     is_estimate: bool = Field(description="Whether nothing has trained to the target on so many ranks.")
+    estimated_seconds: Figure = Field(
+        default=None, description="Where ranks have trained to the target: the time that was estimated before."
+    )
 
 
 class Scaling(Record):

@@ -45,7 +45,7 @@ class WorkerPool:
         self._stopping = threading.Event()
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
-            self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // (asked * self._ranks.per_trial)))}
+            self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // (asked * self._ranks.of_each)))}
         self.first = self._worker(settings, self._threads)
         self._all = [self.first]
         self.lock = threading.RLock()
@@ -70,7 +70,7 @@ class WorkerPool:
         Raises:
             BatchtuneError: there are not enough devices.
         """
-        visible, device, each = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device, self._ranks.per_trial
+        visible, device, each = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device, self._ranks.of_each
         count = count_workers(
             self._asked, device, devices=opened.device_count, processors=processors(), visible=visible, each=each
         )
@@ -153,9 +153,9 @@ class WorkerPool:
 
 def launcher_of(ranks: Ranks, observer: Observer, environment: Mapping[str, str] | None = None) -> Launcher:
     """What starts the children of a worker: one at a time, or a group of ranks."""
-    if ranks.per_trial == 1:
+    if ranks.of_each == 1:
         return LocalLauncher(observer.printed, environment)
-    return RankLauncher(ranks.per_trial, ranks.strategy, observer.printed, environment=environment)
+    return RankLauncher(ranks.of_each, ranks.strategy, observer.printed, environment=environment)
 
 
 def work_alone(worker: Worker, step: Callable[[Worker], bool]) -> None:

@@ -156,7 +156,7 @@ class Progress:
         found, study = list(probe.warnings) if probe else [], self.study
         if self.probe is None or self.opened is None:
             return found
-        ranks = self._config.ranks.per_trial
+        ranks = self._config.ranks.of_each
         found += loading_warnings(self.probe, self.prior, self.opened.device, ranks) if self.prior else []
         found += baseline_warnings(as_one_device(self.probe, ranks), self._config.baseline.batch_size)
         found += target_warnings(study.target) if study else []

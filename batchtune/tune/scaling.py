@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from batchtune.config.schema import Config
+from batchtune.device.host import processors
 from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.observer import Observer
 from batchtune.probe.timing import time_group
@@ -162,8 +164,19 @@ def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
         gradient_clipping=found.gradient_clipping,
         step_seconds=step.seconds(micro, accumulation, 1),
         time_to_target_seconds=found.time_to_target_seconds,
+        energy_to_target_joules=found.energy_to_target_joules,
         is_estimate=False,
     )
+
+
+def _devices(config: Config, opened: Opened) -> int:
+    """Ranks to be timed where nobody says how many."""
+    if config.executor == "ray":
+        return 1
+    if config.ranks.per_trial == "auto":  # they are to train, too, in a table of such numbers
+        here = processors() if opened.device.startswith("cpu") else opened.device_count
+        return max(size for size in WORLD_SIZES if size <= here)
+    return 1 if opened.device.startswith("cpu") else opened.device_count
 
 
 def scale(
@@ -179,12 +192,16 @@ def scale(
     None where only one is asked for, where runs trained on several already, or no time of one device is known.
     """
     config, count = study.parts.plan.config, study.parts.plan.config.world_size
-    if config.ranks.per_trial > 1:
+    if config.ranks.of_each > 1:
         return None
     if count == "auto":
-        is_here = config.executor == "local" and not opened.device.startswith("cpu")
-        count = opened.device_count if is_here else 1
-    if count == 1 or not can_scale(found, probe):
+        count = _devices(config, opened)
+    if count == 1:
+        return None
+    if not can_scale(found, probe):
+        observer.note(
+            "nothing is known of several ranks: no time to target, or steps too noisy for a fit of their time"
+        )
         return None
     sizes = split(found.global_batch_size, count, probe.max_batch_size or 1)
     if sizes is None:

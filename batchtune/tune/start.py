@@ -8,6 +8,7 @@ from batchtune.config.schema import Config
 from batchtune.observer import Forwarder, Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.commands import Opened
+from batchtune.tune.group_runs import train_groups
 from batchtune.tune.plan.open_task import identity_of, open_pool, open_task
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.plan_study import plan_study
@@ -52,6 +53,9 @@ class Tuning:
         earlier = progress.earlier and progress.earlier.recommendation
         timed = earlier.scaling if earlier else None
         progress.scaling = scale(study, opened, progress.probe, found, timed, self._observer)
+        if progress.scaling is not None and config.ranks.per_trial == "auto":
+            kind = opened.device.partition(":")[0]
+            progress.scaling = train_groups(study, progress.scaling, timed, kind, self._observer)
 
     def _open(self, pool: WorkerPool) -> Opened:
         progress = self._progress

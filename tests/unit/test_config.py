@@ -281,12 +281,19 @@ def test_choices_keep_their_kinds():
         ({"executor": "ray", "ranks": {"per_trial": 2}}, "per_trial 2: a run on a Ray cluster trains on one device"),
         ({"world_size": 4, "ranks": {"per_trial": 2}}, "per_trial 2: world_size is for runs on one device"),
         ({"ranks": {"per_trial": 2, "nodes": 2}}, "nodes 2: the ranks of a run are on one machine"),
+        ({"ranks": {"per_trial": "auto", "strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank"),
+        ({"executor": "ray", "ranks": {"per_trial": "auto"}}, "per_trial auto: a run on a Ray cluster trains on one"),
         ({"ranks": {"strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank; add per_trial"),
     ],
 )
 def test_ranks_that_cannot_train_a_run_as_one_are_refused(sections, told):
     with pytest.raises(ValidationError, match=told):
         Config.model_validate({"task": "model.py"} | sections)
+
+
+def test_with_ranks_auto_each_run_trains_on_one():
+    ranks = Config.model_validate({"task": "m.py", "ranks": {"per_trial": "auto"}}).ranks
+    assert (ranks.per_trial, ranks.of_each) == ("auto", 1)
 
 
 def test_ranks_train_sizes_that_all_of_them_share():

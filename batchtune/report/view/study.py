@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchtune.document import Document, Interval, Recommendation, Scaling, Trial
+from batchtune.document import Document, Interval, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.report.view.model import Column, Headline, Section, Table, counts, facts, numbers, seconds, table
 from batchtune.report.view.select import (
     JOULES,
@@ -138,15 +138,29 @@ def scaling(found: Scaling) -> Section:
         + (f" × {each.gradient_accumulation_steps}" if each.gradient_accumulation_steps > 1 else "")
         for each in points
     ]
+    energies = [each.energy_to_target_joules for each in points]
     columns = [
         counts("ranks", [each.world_size for each in points]),
         counts("batch", [each.global_batch_size for each in points]),
         counts("of each rank", [each.micro_batch_size for each in points], cells=each_rank, spare=2),
         numbers("learning rate", [each.learning_rate for each in points], spare=1),
         Column("time to target", [time_interval(each.time_to_target_seconds) for each in points], wraps=True),
-        Column(" ", ["estimated" if each.is_estimate else "measured" for each in points]),
+        Column(
+            "of all devices",
+            [duration(each.world_size * each.time_to_target_seconds.median) for each in points],
+            spare=3,
+        ),
+        Column("energy", [interval(each, " J") if each else "" for each in energies], spare=4),
+        Column(" ", [_known_by(each) for each in points]),
     ]
     return Section("Several devices", [table("on several devices", columns)], [f"ranks timed: {ranks(found.measured)}"])
+
+
+def _known_by(point: ScalingPoint) -> str:
+    """Whether so many ranks have trained, and how far the estimate was from what they took."""
+    if point.is_estimate or point.estimated_seconds is None:
+        return "estimated" if point.is_estimate else "measured"
+    return f"measured; the estimate: {point.estimated_seconds / point.time_to_target_seconds.median:.2f} times as long"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _tell(prior: Prior, observer: Observer) -> None:
 
 def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float | None:
     """What it takes to load a sample, as runs do it; None where the loader fails by itself."""
-    size = min(config.baseline.batch_size // config.ranks.per_trial, probe.max_batch_size or 1)
+    size = min(config.baseline.batch_size // config.ranks.of_each, probe.max_batch_size or 1)
     try:
         command = TimeLoader(batch_size=size, num_workers=0, pin_memory=False, seconds=_LOADER_SECONDS)
         rate = worker.call(command, timeout=LONG_SILENCE_SECONDS).samples_per_second
@@ -141,7 +141,7 @@ def _loader_seconds(config: Config, probe: ProbeResult, worker: Worker) -> float
 
 def _split(config: Config, probe: ProbeResult, worker: Worker) -> tuple[int | None, str | None]:
     """The micro-batch size for a fixed global batch, and why; nothing where the batch is searched."""
-    fixed, ranks = config.batch_size.global_, config.ranks.per_trial
+    fixed, ranks = config.batch_size.global_, config.ranks.of_each
     if fixed is None:
         return None, None
     sizes = splits_to_time(fixed // ranks, probe)

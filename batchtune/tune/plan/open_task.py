@@ -202,7 +202,7 @@ def require(config: Config, opened: Opened) -> None:
 def multiple_of(config: Config) -> int:
     """Only multiples of this are batch sizes, which all ranks can share."""
     unit = config.batch_size.multiple_of
-    return math.lcm(config.ranks.per_trial, 1 if unit == "auto" else unit)
+    return math.lcm(config.ranks.of_each, 1 if unit == "auto" else unit)
 
 
 def worker_settings(config: Config) -> OpenTask:
@@ -228,8 +228,8 @@ def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     data = f"{samples:,} training samples" if samples else "training data of unknown size"
     precisions = ", ".join(name for name, _ in facts.get("precision", ()))
     base, sizes, rates = config.baseline, config.batch_size, config.learning_rate
-    if config.ranks.per_trial > 1:
-        device = f"{config.ranks.per_trial} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}"
+    if config.ranks.of_each > 1:
+        device = f"{config.ranks.of_each} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}"
     told = [f"nothing is wrong, and nothing was trained: {config.task} on {device} at {precisions}, {data}"]
     if sizes.max != "auto" and not sizes.min <= base.batch_size <= sizes.max:
         size = f"baseline.batch_size {base.batch_size:,}"

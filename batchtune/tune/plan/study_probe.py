@@ -38,7 +38,7 @@ def _probe_options(config: Config) -> ProbeOptions:
 
     Its sizes are of each rank.
     """
-    sizes, total, ranks = in_samples(config).batch_size, config.budget.total, config.ranks.per_trial
+    sizes, total, ranks = in_samples(config).batch_size, config.budget.total, config.ranks.of_each
     unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
     return ProbeOptions(
         minimum=unit,

@@ -239,7 +239,7 @@ class Limits:
     def spec(self, params: Mapping[str, Value], role: Role, seed: int, target: float | None) -> RunSpec:
         """The run of a trial; `target`: the metric value at which it ends, None: it runs to its limit."""
         config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
-        ranks, max_micro = config.ranks.per_trial, (probe.max_batch_size or 1) // config.ranks.per_trial
+        ranks, max_micro = config.ranks.of_each, (probe.max_batch_size or 1) // config.ranks.of_each
         precision = self._space.precision(params)
         too_large = self._history.out_of_memory(precision)
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))

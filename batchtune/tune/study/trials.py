@@ -231,7 +231,7 @@ class _Race:
 
 def _about(spec: RunSpec, role: Role, ranks: Ranks) -> Json:
     """What a trial's attributes say before it runs."""
-    group = {"world_size": ranks.per_trial, "strategy": ranks.strategy} if ranks.per_trial > 1 else {}
+    group = {"world_size": ranks.of_each, "strategy": ranks.strategy} if ranks.of_each > 1 else {}
     return {
         **group,
         "role": role,

@@ -185,45 +185,54 @@ def test_a_rank_that_is_five_times_as_slow_is_named_in_a_warning(quick_cli):
 
 PATIENT = (
     "from batchtune.processes import worker; from batchtune.tune.study import trials; from batchtune.cli import main; "
+    "trials.LONG_SILENCE_SECONDS, worker.START_TIMEOUT_SECONDS = 10.0, 40.0; main()"
 )
-PATIENT += "trials.LONG_SILENCE_SECONDS = worker.START_TIMEOUT_SECONDS = 20.0; main()"
-BLOWS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "terminated": signal.SIGTERM, "memory": None}
+BLOWS = {
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "terminated": signal.SIGTERM,
+    "lacks memory": None,
+    "hangs": None,
+}
+STRUCK_STUDY = ("tune", "config.yaml", "device=cpu", "--ranks", "2", "confirm=off", "--json", "-v", "budget.total=3h")
 
 
-def _strike(process, blow, strike_file):
-    """Sends a signal to one rank, or has the next step of rank 1 ask for more memory than there is."""
+def _deal(blow, process, order):
+    """Sends a signal to one process of a rank, or has the next step of rank 1 meet what is ordered."""
     if BLOWS[blow] is None:
-        strike_file.write_text("lacks memory")
+        order.write_text(blow)
     else:
         process.send_signal(BLOWS[blow])
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.usefixtures("marked")
-def test_random_strikes_at_groups_lose_and_double_nothing(cli, tmp_path):
-    """Ranks are killed, stopped, and deprived of memory at random until so many have hit, or the search ends."""
+def _strike_until_it_ends(study, order, mark, dice, wanted):
+    """Deals blows to ranks that work, at random; returns how many of each kind."""
+    dealt = Counter()
+    while study.process.poll() is None and dealt.total() < wanted:
+        with contextlib.suppress(psutil.Error):
+            victims = of_these_tests(mark)
+            at_work = all(each.status() != psutil.STATUS_STOPPED for each in victims) and not order.exists()
+            if len(victims) >= 2 and at_work:
+                blow = dice.choice(list(BLOWS))
+                _deal(blow, dice.choice(victims), order)
+                dealt[blow] += 1
+        time.sleep(dice.uniform(0.5, 8.0))
+    order.unlink(missing_ok=True)
+    return dealt
+
+
+def _struck_study(cli, mark, dice, wanted):
+    """One study under blows, interrupted, and gone on with; returns the blows and what its trials came to."""
     cli.write("linear.py", (cli.folder / "linear.py").read_text() + STRUCK)
-    dice, strikes, wanted = random.Random(0), Counter(), int(os.environ.get("STRIKES", "100"))
-    command = ("tune", "config.yaml", "device=cpu", "--ranks", "2", "confirm=off", "--json", "-v")
-    begun = time.monotonic()
-    study = cli.start(*command, "budget.trials=1000", "budget.total=3h", python=("-c", PATIENT))
+    study = cli.start(*STRUCK_STUDY, "budget.trials=1000", python=("-c", PATIENT))
     study.wait_for("searching", 300)
-    while study.process.poll() is None and strikes.total() < wanted:
-        victims = of_these_tests(str(tmp_path))
-        if len(victims) >= 2:
-            blow = dice.choice(list(BLOWS))
-            with contextlib.suppress(psutil.Error):
-                _strike(dice.choice(victims), blow, cli.folder / "strike")
-                strikes[blow] += 1
-        time.sleep(dice.uniform(1.0, 12.0))
-    (cli.folder / "strike").unlink(missing_ok=True)
-    assert strikes.total() > 0
+    dealt = _strike_until_it_ends(study, cli.folder / "strike", mark, dice, wanted)
+    assert dealt.total() > 0
     if study.process.poll() is None:  # else the search has come to its end under so many
         study.process.send_signal(signal.SIGINT)
     assert study.finish(600).code in {0, 130}, study.err[-2000:]
     ran = sum(trial["role"] == "search" for trial in cli.result()["trials"] if trial.get("outcome"))
-    done = cli(*command, f"budget.trials={ran + 2}", "budget.total=3h")
+    done = cli(*STRUCK_STUDY, f"budget.trials={ran + 2}")
     assert done.code == 0, done.err
     kept = optuna.load_study(
         study_name="config", storage=JournalStorage(JournalFileBackend(str(cli.run_folder() / "study.log")))
@@ -233,6 +242,20 @@ def test_random_strikes_at_groups_lose_and_double_nothing(cli, tmp_path):
     assert again == Counter(given_back)  # each once
     assert [trial["number"] for trial in done.document["trials"]] == [trial.number for trial in kept]
     assert not [trial for trial in kept if not trial.state.is_finished()]
-    outcomes = Counter(trial.user_attrs.get("outcome", "done again") for trial in kept)
-    print(dict(strikes), dict(outcomes), f"{time.monotonic() - begun:.0f} s")
+    return dealt, Counter(trial.user_attrs.get("outcome", "done again") for trial in kept)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.usefixtures("marked")
+def test_random_strikes_at_groups_lose_and_double_nothing(new_cli, tmp_path, capsys):
+    """Ranks are killed, stopped, hung and deprived of memory in one study after the other until so many have hit."""
+    dice, wanted, begun = random.Random(0), int(os.environ.get("STRIKES", "100")), time.monotonic()
+    dealt, outcomes, studies = Counter(), Counter(), 0
+    while dealt.total() < wanted:
+        blows, found = _struck_study(new_cli(), str(tmp_path), dice, wanted - dealt.total())
+        wait_until(lambda: not of_these_tests(str(tmp_path)), 60)
+        dealt, outcomes, studies = dealt + blows, outcomes + found, studies + 1
+        with capsys.disabled():
+            print(f"\n{studies} studies, {time.monotonic() - begun:.0f} s", dict(dealt), dict(outcomes), flush=True)
     assert outcomes["user_error"] == 0

@@ -199,6 +199,21 @@ def test_times_on_several_devices_are_marked_as_estimates_beyond_the_one_that_ra
     assert "communication takes 50 ms of a step's 250 ms (20%)" in " ".join(" ".join(lines).split())
 
 
+def test_what_ranks_took_stands_beside_what_was_estimated(scaled):
+    answer = scaled.recommendation
+    one, two, *more = answer.scaling.points
+    energy = Interval(median=900.0, low=800.0, high=1000.0)
+    two = two.model_copy(update={"is_estimate": False, "estimated_seconds": 20.48, "energy_to_target_joules": energy})
+    told = answer.scaling.model_copy(update={"points": [one, two, *more]})
+    text = shown(
+        scaled.model_copy(update={"recommendation": answer.model_copy(update={"scaling": told})}), 160, verbose=True
+    )
+    (row,) = [line for line in text.splitlines() if "the estimate" in line]
+    assert "51.2 s" in row
+    assert "900 J" in row
+    assert "measured; the estimate: 0.80 times as long" in row
+
+
 def test_no_figure_of_several_devices_is_cut_where_room_is_short(scaled):
     text = shown(scaled, 50, verbose=True)
     assert all(cell_len(line) <= 50 for line in text.splitlines())
