@@ -161,9 +161,10 @@ def measure(name: str, gib: int) -> Row:
         row.attempts = _counts([each.purpose for each in tried])
         row.ooms = _counts([each.purpose for each in tried if each.outcome == "oom"])
         gpu = {"gpus": NAMES[gib].replace("NVIDIA ", ""), "memory_limit": found.memory_limit_bytes, "timeout": "300s"}
-        (estimate,) = batchtune.estimate(spec, lengths=list(lengths), precision=precision, **gpu).estimates
-        row.estimated = [(each.max_batch_size, each.alone_max_batch_size) for each in estimate.lengths]
-        row.band = estimate.error_share or 0.0
+        with contextlib.suppress(BatchtuneError):  # a step that needs data is refused
+            (estimate,) = batchtune.estimate(spec, lengths=list(lengths), precision=precision, **gpu).estimates
+            row.estimated = [(each.max_batch_size, each.alone_max_batch_size) for each in estimate.lengths]
+            row.band = estimate.error_share or 0.0
         plain = Plain(name, found.memory_limit_bytes)
         every = orders(len(lengths), range(RANDOM_ORDERS))
         row.orders = len(every)

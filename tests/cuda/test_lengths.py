@@ -78,3 +78,29 @@ def test_each_length_gets_the_batch_that_trains_among_all_others(
     tried = [attempt for point in found.lengths for attempt in point.attempts if attempt.purpose == "search"]
     assert len(tried) <= attempts * len(lengths)
     assert sum(attempt.outcome == "oom" for attempt in tried) <= failures * len(lengths)
+
+
+@ESTIMATES
+def test_with_expandable_segments_all_lengths_train_nearly_what_each_does_alone(tmp_path, monkeypatch, script):
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path / "cache"), **setting}.items():
+        monkeypatch.setenv(name, value)
+    text = with_lengths(TRANSFORMER)
+    (tmp_path / "model.py").write_text(text)
+    with fake_gpu.machine(fake_gpu.Card("8GiB")):
+        found = batchtune.probe(
+            tmp_path / "model.py",
+            device="cuda",
+            lengths=list(LENGTHS),
+            precision="fp32",
+            memory_limit="2GiB",
+            throughput=False,
+        )
+        points = [(point.length, point.max_batch_size) for point in found.probe.lengths]
+        assert script(PLAIN_LOOP.replace("TASK", text), points, found.probe.memory_limit_bytes, **setting)
+    assert "expandable_segments:True" in found.environment.allocator_conf
+    assert found.probe.length_check.orders == 6
+    assert found.probe.length_check.steps >= 200
+    for point in found.probe.lengths:
+        alone = max(each.batch_size for each in point.attempts if each.fits and each.purpose == "search")
+        assert point.max_batch_size >= 0.9 * alone

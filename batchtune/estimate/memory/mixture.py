@@ -23,7 +23,7 @@ from batchtune.estimate.memory.fit import (
     repeated_step,
     same_events,
 )
-from batchtune.lengths.mixing import ORDERS, Sizes, mixed_order, shared
+from batchtune.lengths.mixing import MARGIN, ORDERS, Sizes, mixed_order, shared
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
@@ -130,7 +130,7 @@ class Mixture:
         share = 1.0
         while share > _LEAST and not self._train(shared(alone, share, align=share < 1), capacity_bytes):
             share -= _NEAR
-        return share if share == 1 else share - _NEAR  # for orders that were not tried
+        return share if share == 1 else share - MARGIN  # for orders that were not tried
 
     def _train(self, sizes: Sizes, capacity_bytes: int) -> bool:
         try:

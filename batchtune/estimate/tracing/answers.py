@@ -21,6 +21,7 @@ _CURVE_POINTS = 400
 _HOLDERS = 12
 _START = 1 / 1.01  # of what is expected: where a probe to 1 % begins, so that a failure right above ends it
 _LOST_TO_PAGES = 0.003  # of the capacity: a check of DINOv2 had to map 0.23 % more pages than its replay
+_IN_TURNS = "lengths: what each leaves to the next is replayed in turns; a probe may find a fifth more or less"
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
@@ -104,7 +105,9 @@ def with_lengths(row: Row, mixture: Mixture, capacity: int) -> Row:
         if length is not None
     )
     longest = lengths[-1].model_dump(include={"max_batch_size", "safe_max_batch_size", "peak_bytes"})
-    return row.model_copy(update=longest | {"work": lengths[-1].work, "lengths": lengths})
+    return row.model_copy(
+        update=longest | {"work": lengths[-1].work, "lengths": lengths, "notes": [*row.notes, _IN_TURNS]}
+    )
 
 
 def _rounded_down(capacity: int) -> int:
