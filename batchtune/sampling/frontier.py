@@ -30,6 +30,9 @@ class Frontier:
 
     def __init__(self, result: Measured) -> None:
         measured = [(_numbers(length, "result"), batch) for length, batch in _largest_batches(result).items()]
+        if len({len(numbers) for numbers, _ in measured}) > 1:
+            shown = ", ".join(_shown(each) for each, _ in measured)
+            raise ValueError(f"result: of the lengths {shown} some have more numbers than others")
         measured.sort(key=lambda each: (-each[1], each[0]))
         self.lengths = [numbers for numbers, _ in measured]
         self.batch_sizes = [batch for _, batch in measured]
@@ -75,7 +78,8 @@ def _numbers(length: Length, whose: str) -> tuple[int, ...]:
             numbers = tuple(map(operator.index, length))  # type: ignore[arg-type]
         except TypeError:
             numbers = ()
-    if not numbers or min(numbers) < 0:
+    parts = length if isinstance(length, tuple | list) else (length,)
+    if not numbers or min(numbers) < 0 or any(isinstance(each, bool) for each in parts):
         shown = f"{length!r}"[:_LONGEST_SHOWN]
         raise ValueError(f"{whose}: its length is {shown}, which is no whole number or tuple of such")
     return numbers

@@ -187,6 +187,7 @@ def test_one_shot_of_a_single_sample_for_each_rank_is_all_that_has_to_be_repeate
         ([5, 129, 3], r"sample 1: its length is 129, longer than the longest measured, 128; .*--lengths"),
         ([5, 3, "12"], "sample 2: its length is '12', which is no whole number"),
         ([2.5], "sample 0: its length is 2.5, which is no whole number"),
+        ([5, True], "sample 1: its length is True, which is no whole number"),
         ([float("nan")], "sample 0: its length is nan"),
         ([-1], "sample 0: its length is -1"),
         ([5, None], "sample 1: its length is None"),
@@ -207,6 +208,7 @@ def test_a_length_that_cannot_be_is_named_with_its_index(lengths, message):
         ({16: 0}, "the largest batch at length 16 is 0"),
         ({16: 2.5}, "the largest batch at length 16 is 2.5"),
         ({"long": 4}, "result: its length is 'long'"),
+        ({8: 2, (3, 4): 2}, r"of the lengths 8, \(3, 4\) some have more numbers than others"),
     ],
 )
 def test_batches_that_cannot_be_are_refused(result, message):
