@@ -167,10 +167,12 @@ class _Steps:
 
     def _train(self) -> None:
         """Optimizer steps; where memory is full, it is cut up anew in each, and the end may come in one of the next."""
-        command, tracker = self._command, self.tracker
-        trainer, batch = self._trainer(), self._task.worst_batch(command.batch_size, command.length)
+        command, tracker, trainer, task = self._command, self.tracker, self._trainer(), self._task
+        free_late, copies = not command.shaken % 2, self._memory.device.type != "cpu"  # a loader's batch to the device
         for number in range(1, self._most + 1):
-            self._step(trainer, batch, free_late=True)
+            if number == 1 or not (copies or task.has("train_loader")):
+                batch = task.worst_batch(command.batch_size, command.length)  # beside the last one, as by a loader
+            self._step(trainer, batch, free_late=free_late)
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
         if command.verify:
@@ -178,7 +180,7 @@ class _Steps:
             tracker.start_phase()
             self._evaluate(trainer)
             _save(trainer)
-            self._train_on(trainer, batch, free_late=True)
+            self._train_on(trainer, batch, free_late=free_late)
 
     def train_freeing_early(self, held_bytes: int) -> None:
         """Steps from new as of loops that free gradients after each step, where `run` frees them late.

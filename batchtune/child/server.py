@@ -21,6 +21,7 @@ from batchtune.child.ranks._base import ALONE, Alone, Ranks
 from batchtune.child.timing import flops_per_sample, time_loader, time_steps
 from batchtune.child.training_run import time_in_turn, train
 from batchtune.device.failures import classify, leaves_device_usable
+from batchtune.device.host_memory import shake_heap
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, RunEnd, RunSpec
@@ -42,6 +43,7 @@ class Child(Session):
             case commands.OpenTask():
                 return self.open(command)
             case commands.TryBatchSize():
+                shake_heap(command.shaken)
                 return attempt(self._task, self._memory, command, self._parallel)
             case commands.TimeSteps():
                 with self._memory.timing():

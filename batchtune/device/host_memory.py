@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import platform
+import random
 import re
 import threading
 from array import array
@@ -27,8 +28,10 @@ _LOOK_SECONDS = 0.005  # between two looks at what is resident
 _ROOM_BYTES = 16 << 20  # for what Python itself makes once a limit was passed
 _ARENA_BYTES = 136 << 20  # of address space that a thread may reserve and not use: glibc's arena, and its stack
 _MADV_POPULATE_READ = 22  # asm-generic/mman-common.h
+_SHAKING_BLOCKS, _LARGEST_SHAKING_BYTES = 300, 4096
 
 _loaded_early_bytes = 0
+_shaken: list[torch.Tensor] = []
 
 
 class HostMemory:
@@ -154,6 +157,19 @@ def load_early(load: Callable[[], object]) -> None:
     before = _fields(_STATUS).get("VmRSS", 0)
     load()
     _loaded_early_bytes = _loaded_early_bytes or max(0, _fields(_STATUS).get("VmRSS", 0) - before)
+
+
+def shake_heap(number: int) -> None:
+    """Takes small blocks and gives some of them back, others for each number; 0: none.
+
+    Where glibc puts the blocks of a training depends on what small ones lay there before, which differs from process
+    to process by addresses and hashes, but not among the forks of an image. What forks take that were shaken is spread
+    as what processes take.
+    """
+    drawn = random.Random(number)
+    sizes = [int(_LARGEST_SHAKING_BYTES ** drawn.uniform(0.4, 1)) for _ in range(_SHAKING_BLOCKS if number else 0)]
+    blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    _shaken.extend(drawn.sample(blocks, drawn.randint(0, len(blocks))))
 
 
 def _map_what_the_image_has() -> None:

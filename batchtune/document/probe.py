@@ -79,6 +79,9 @@ class Attempt(Record):
     steps: Count = 0
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
+    kept_back_bytes: Count | None = Field(
+        default=None, description="Kept free of a CPU's limit above the highest peak, as processes differ; else absent."
+    )
     forward_backward_peak_bytes: Count | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
     )

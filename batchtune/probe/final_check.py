@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,12 @@ from batchtune.units import size
 _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # the next size is so much smaller, then ever more
 _MOST_SILENCES = 2  # in a row, the second at half the size: then it is not the size that takes long
 _HALF = 0.5
-_PROCESSES_ON_A_CPU = 3  # whose allocator takes more or less by where the system happens to load a process
-_LEAST_SPREAD = 0.05
-_MOST_SPREAD = 0.25  # of the peaks of such processes; 0.15 was seen
-_NEAR_ON_A_CPU = 0.05  # processes that train the same differ by more
-_SURE = 1.5  # times the excess of a measured peak
+_PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
+_STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
+_LEAST_SPREAD, _USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
+_WORTH_A_CHECK = 0.025  # by so much a size has to be larger
+_STEP_DOWN, _SURE = 0.05, 1.25  # where the peak is not known; times the excess of one that is
+_LIKE = 0.8  # of the largest fit: sizes whose peaks tell of its own
 _SOON_STEPS = 1000  # fewer than these make no training
 
 
@@ -49,10 +51,10 @@ def steps_to_verify(attempts: Sequence[Attempt], options: ProbeOptions) -> int:
 def with_room(attempts: Sequence[Attempt], device: str, limit_bytes: int | None, options: ProbeOptions) -> int:
     """The size to check first: the largest fit; on a CPU one that leaves the room that another process may need."""
     largest = bracket(attempts)[0]
-    fit = next((each for each in reversed(attempts) if each.fits and each.batch_size == largest), None)
-    if device != "cpu" or limit_bytes is None or fit is None or fit.peak_reserved_bytes is None:
+    if device != "cpu" or limit_bytes is None:
         return largest
-    return min(largest, _roomy(fit, attempts, limit_bytes, options))
+    near = [each for each in attempts if each.fits and each.peak_reserved_bytes and each.batch_size >= _LIKE * largest]
+    return min([largest, *(_roomy(each, attempts, limit_bytes, options) for each in near)])
 
 
 def larger_with_room(
@@ -60,43 +62,52 @@ def larger_with_room(
 ) -> int | None:
     """A size on a CPU that may pass, too, and is larger by a difference that matters; None where there is none.
 
-    Only where memory ended the search: what ended in another way ends there again.
+    Only where memory ended the search: what ended in another way ends there again. What a search's process could
+    not hold, others may; towards a check that failed it is half the way.
     """
-    failing = bracket(attempts)[1]
-    ends_by_memory = any(each.batch_size == failing and each.outcome == "oom" for each in attempts)
-    if limit_bytes is None or failing is None or not ends_by_memory or passed.peak_reserved_bytes is None:
+    ends = [each for each in attempts if not each.fits]
+    above = [each for each in ends if each.batch_size > passed.batch_size]
+    ended = min(above or ends, key=lambda each: each.batch_size, default=passed)
+    if limit_bytes is None or ended.outcome != "oom" or passed.peak_reserved_bytes is None:
         return None
-    larger = _roomy(passed, attempts, limit_bytes, options)
-    return larger if larger > (1 + _NEAR_ON_A_CPU / 2) * passed.batch_size else None
+    halves = [(passed.batch_size + each.batch_size) // 2 for each in above if each.purpose == "verify"]
+    larger = min([_roomy(passed, attempts, limit_bytes, options), *halves]) // options.multiple_of * options.multiple_of
+    return larger if larger > (1 + _WORTH_A_CHECK) * passed.batch_size else None
 
 
 def _roomy(fit: Attempt, attempts: Sequence[Attempt], limit_bytes: int, options: ProbeOptions) -> int:
-    """The size whose peak leaves a twentieth of itself, by that of a fit and what a sample takes."""
-    unit, room = options.multiple_of, limit_bytes / (1 + _LEAST_SPREAD) - (fit.peak_reserved_bytes or 0)
+    """The size whose peak leaves what processes differ by, by that of a fit and what a sample takes."""
+    peak = fit.peak_reserved_bytes or 0
+    spread = _USUAL_SPREAD if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, peak)
+    unit, room = options.multiple_of, limit_bytes / (1 + spread) - peak
     least = -(-max(unit, options.minimum) // unit) * unit
     return max(least, (fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))) // unit * unit)
 
 
 def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | None) -> bool:
-    """Whether a size that passed has to pass in one more fresh process: on a CPU, where the limit is near."""
-    peak = passed[-1].peak_reserved_bytes
-    if device != "cpu" or peak is None or limit_bytes is None or (1 + _MOST_SPREAD) * peak <= limit_bytes:
+    """Whether a size that passed has to pass in one more process: on a CPU, where the limit is near."""
+    peak = max(each.peak_reserved_bytes or 0 for each in passed)
+    if device != "cpu" or limit_bytes is None or len(passed) == _PROCESSES_ON_A_CPU:
         return False
-    return len(passed) < _PROCESSES_ON_A_CPU
+    return limit_bytes / (1 + _MOST_SPREAD) < peak <= limit_bytes / (1 + _LEAST_SPREAD)
 
 
 def with_spread(passed: Sequence[Attempt], limit_bytes: int | None) -> Attempt:
     """The largest of the checks that one size passed, as out of memory where another process may well need more.
 
-    What is added to its peak is by how much the checks differ, a twentieth at least: few may happen to be alike.
+    What is kept back above its peak is what 19 of 20 further processes stay within, by Student's t.
     """
-    peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
     largest = max(passed, key=lambda each: each.peak_reserved_bytes or 0)
-    most = 2 * max(peaks, default=0) - min(peaks, default=0)
-    if len(peaks) > 1:
-        most = max(most, int((1 + _LEAST_SPREAD) * max(peaks)))
-    if limit_bytes is None or most <= limit_bytes:
+    peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
+    if limit_bytes is None or len(peaks) < 2:  # noqa: PLR2004 - one does not tell what others take
         return largest
+    most = (1 + _LEAST_SPREAD) * max(peaks)
+    if len(peaks) == _PROCESSES_ON_A_CPU:
+        apart = statistics.stdev(peaks) * math.sqrt(1 + 1 / len(peaks))
+        most = max(most, statistics.mean(peaks) + _STUDENT * apart)
+    most = math.ceil(most)
+    if most <= limit_bytes:
+        return largest.model_copy(update={"kept_back_bytes": most - max(peaks)})
     text = f"the same training took {size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes"
     return largest.model_copy(
         update={"outcome": "oom", "peak_reserved_bytes": most, "message": f"{text}, which leaves too little room"}
@@ -108,10 +119,9 @@ def _excess(check: Check, limit_bytes: int | None) -> int:
     return max(0, (check.attempt.peak_reserved_bytes or 0) - limit_bytes) if limit_bytes is not None else 0
 
 
-def nearness(checks: Sequence[Check], options: ProbeOptions, limit_bytes: int | None) -> float:
-    """How far below the smallest failure the answer may lie; where processes differ, no further look is worth less."""
-    beyond = any(_excess(each, limit_bytes) for each in checks)
-    return max(options.tolerance, _NEAR_ON_A_CPU) if beyond else options.tolerance
+def tells_room(checks: Sequence[Check], limit_bytes: int | None) -> bool:
+    """Whether none failed but by a peak that was measured beyond the limit, so that those that passed tell the room."""
+    return all(each.attempt.fits or _excess(each, limit_bytes) for each in checks)
 
 
 def cut_short(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:
@@ -150,8 +160,8 @@ def size_below(
         share = _HALF
     if excess := _excess(checks[-1], limit_bytes):
         is_known = failed.steps == checks[-1].steps  # else it ended where it met the limit
-        share = max(share, 0.0 if is_known else _LEAST_SPREAD)
-        share = max(share, _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size)
+        known = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
+        share = max(share, known if is_known else _STEP_DOWN)
     late = [each for each in cut_short(checks[-2:], limit_bytes) if each.steps >= options.steps]
     if failed.growth_bytes_per_step and limit_bytes:
         share = max(share, 2 * failed.growth_bytes_per_step * checks[-1].steps / limit_bytes)

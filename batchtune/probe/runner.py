@@ -15,9 +15,9 @@ from batchtune.probe.final_check import (
     larger_with_room,
     leaks_all,
     leaks_soon,
-    nearness,
     size_below,
     steps_to_verify,
+    tells_room,
     timed_out_twice,
     with_room,
 )
@@ -167,14 +167,13 @@ class Probe:
             if smaller is None or leaks_all(found.checks[-1], found.limit):
                 raise found.nothing_fits()
             failed, size = size, smaller
-        near = nearness(found.checks, options, found.limit)
         if leaks_soon(self.attempts[-1], found.limit):
             self._observer.note("no larger size is looked for: memory grows with every step")
-        elif failed is None:
+        elif failed is None or (found.opened.device == "cpu" and tells_room(found.checks, found.limit)):
             self._look_above()
-        elif failed - size > max(options.multiple_of, int(near * failed)):
+        elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
-            self._tries.search(replace(found.bounds, minimum=size, tolerance=near), verify=True)
+            self._tries.search(replace(found.bounds, minimum=size), verify=True)
             passed = {each.attempt.batch_size for each in found.checks if each.attempt.fits}
             any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
 
@@ -183,9 +182,8 @@ class Probe:
         found = self._found
         assert found.verified is not None  # noqa: S101 - _verify sees to it
         if found.opened.device == "cpu":
-            larger = larger_with_room(found.verified, self.attempts, found.limit, self._options)
-            if larger is not None and self._verify_at(larger):
-                self._look_above()
+            while larger := larger_with_room(found.verified, self.attempts, found.limit, self._options):
+                self._verify_at(larger)
             return
         least = max(self._options.tolerance / 2, _NOTICED) * (found.limit or 0)
         searched = as_in_fresh_process(self.attempts[:-1], found.verified, least)

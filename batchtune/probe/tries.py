@@ -73,7 +73,7 @@ class Tries:
         found = self.found
         tries = [self._in_child(command)]
         while command.verify and tries[-1].fits and asks_for_another(tries, found.opened.device, found.limit):
-            tries.append(self._in_child(command))
+            tries.append(self._in_child(command.but(shaken=len(tries))))
         return with_spread(tries, found.limit) if tries[-1].fits else tries[-1]
 
     def command(self, batch_size: int, steps: int, length: Length | None = None, *, verify: bool) -> TryBatchSize:
@@ -95,7 +95,7 @@ class Tries:
         found, worker = self.found, self._worker
         on_cpu, options, verify = found.opened.device == "cpu", found.options, command.verify
         if verify or (on_cpu and found.opened.forks):  # whose allocator remembers what went before
-            worker.renew(as_fork=not verify or not on_cpu)
+            worker.renew(as_fork=not verify or not on_cpu or command.shaken > 0)
         started = time.perf_counter()
         try:
             tried = worker.call(command, timeout=options.check_timeout if verify else options.timeout)

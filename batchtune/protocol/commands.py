@@ -168,11 +168,10 @@ class TryBatchSize(Command[Tried]):
 
     Attributes:
         steps: optimizer steps.
-        verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION`, or more where room
-            must be made.
+        verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION` or more.
         length: of the inputs; None: the longest.
-        evaluation_batch_size: of the default evaluation, at most and less where that does not fit, as in a study's
-            runs; None: `batch_size`, which then has to fit.
+        evaluation_batch_size: of the default evaluation, at most; None: `batch_size`, which then has to fit.
+        shaken: another heap for each number, as every process has one of its own; 0: as it is.
     """
 
     batch_size: int
@@ -182,6 +181,7 @@ class TryBatchSize(Command[Tried]):
     length: Length | None = None
     evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
+    shaken: int = 0
 
 
 class TryLengths(TryBatchSize):

@@ -72,7 +72,8 @@ class Job:
         batch = tuple(part.to(self.device) for part in self.task.make_batch(size))
         for _ in range(self.steps):
             optimizer.zero_grad()
-            self.task.compute_loss(model, batch).backward()
+            loss = self.task.compute_loss(model, batch)  # a variable, which holds the graph until the next one is there
+            loss.backward()
             optimizer.step()
 
 

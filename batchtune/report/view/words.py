@@ -132,6 +132,8 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
     ran = "forward passes" if probe.inference else "steps, then evaluation and saving,"
     checked = f"ran {probe.verify_steps} {ran} in a fresh process"
     of_limit = f" ({peak / limit:.1%} of the limit)" if peak and limit and peak >= LEAST_PEAK else ""
+    checks = [each for each in probe.attempts if each.fits and each.batch_size == probe.max_batch_size]
+    kept = checks[-1].kept_back_bytes if checks else None
     failures = sum(not attempt.fits for attempt in probe.attempts)
     known = {
         "precision": probe.precision,
@@ -144,6 +146,7 @@ def certificate_facts(probe: ProbeResult) -> list[Fact]:
             probe.limited_by or "", probe.limited_by
         ),
         "peak reserved": f"{size(peak, LEAST_PEAK)}{of_limit}" if peak is not None else None,
+        "kept back": f"{size(kept)}, as the same training takes unlike amounts in unlike processes" if kept else None,
         "peak allocated": size(probe.peak_allocated_bytes, LEAST_PEAK),
         "memory limit": size(limit),
         "attempts": f"{len(probe.attempts)}, of which {failures} failed" if probe.attempts else None,

@@ -147,6 +147,28 @@ def test_a_limit_that_was_lifted_is_gone(told):
     assert told["above the limit that was"] == ["fit", "fit"]
 
 
+SHAKEN = """
+import ctypes, json, os, sys
+from batchtune.device.host_memory import shake_heap
+
+pipes, libc = [os.pipe() for _ in range(5)], ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+for number, (read, write) in zip((0, 0, 1, 1, 2), pipes):
+    if not os.fork():
+        shake_heap(number)
+        os.write(write, json.dumps([libc.malloc(ctypes.c_size_t(3000)) for _ in range(20)]).encode())
+        os._exit(0)
+print(json.dumps([os.read(read, 4096).decode() for read, _ in pipes]))
+"""
+
+
+def test_forks_of_one_image_have_the_same_heap_until_they_are_shaken():
+    as_it_is, again, first, first_again, second = run(SHAKEN)
+    assert as_it_is == again
+    assert first == first_again
+    assert len({as_it_is, first, second}) == 3
+
+
 def test_the_host_is_named_with_its_memory_and_what_is_free():
     name, total, free = HostMemory().describe()
     assert "cores)" in name

@@ -17,6 +17,7 @@ from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
 from batchtune.child.timing import time_steps
 from batchtune.child.trainer import NonFiniteLossError, Trainer
+from batchtune.device.host_memory import HostMemory
 from batchtune.device.peaks import PeakTracker
 from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
 
@@ -226,6 +227,36 @@ class TestFits:
             assert (found.outcome, seen[-2:]) == ("fit", [found.evaluation_batch_size] * 2)
             assert 1 <= found.evaluation_batch_size <= 8
         assert run(task, 32, limit=limit, verify=True, evaluation_batch_size=1)[0].evaluation_batch_size is None
+
+
+class TestAsInAProcessOfTheUsers:
+    """What a CPU's attempts do as a plain loop does it."""
+
+    def test_on_a_cpu_each_step_has_a_batch_of_its_own_beside_the_last_one(self, wide):
+        alive = []
+        made = weakref.WeakSet()
+
+        def make_batch(batch_size):
+            batch = torch.ones(batch_size, WIDTH)
+            made.add(batch)
+            alive.append(len(made))
+            return batch
+
+        tried(wide(make_batch=make_batch), HostMemory(), batch_size=4, steps=3, precision="fp32")
+        assert alive == [1, 2, 2]
+
+    @pytest.mark.parametrize(("shaken", "late"), [(0, True), (1, False), (2, True)])
+    def test_every_other_process_frees_gradients_early(self, wide, monkeypatch, shaken, late):
+        habits, update = [], Trainer.update
+
+        def noted(self, *, free_late=False):
+            habits.append(free_late)
+            update(self, free_late=free_late)
+
+        monkeypatch.setattr(Trainer, "update", noted)
+        found, _ = tried(wide(), HostMemory(), batch_size=4, steps=4, precision="fp32", verify=True, shaken=shaken)
+        assert found.fits
+        assert set(habits) == {late}
 
 
 class TestOutOfMemory:

@@ -5,11 +5,14 @@ import pytest
 from batchtune.document import Attempt
 from batchtune.probe.final_check import (
     Check,
+    asks_for_another,
     cut_short,
+    larger_with_room,
     out_in_evaluation,
     size_below,
     steps_to_verify,
     timed_out_twice,
+    with_room,
     with_spread,
 )
 from batchtune.probe.options import ProbeOptions
@@ -87,21 +90,56 @@ def passed(peak):
     ("peaks", "limit", "outcome", "told"),
     [
         ([900], 1000, "fit", 900),
-        ([900, 930, 880], 980, "fit", 930),
-        ([900, 930, 880], 979, "oom", 980),
-        ([900, 900, 900], 945, "fit", 900),
-        ([900, 900, 900], 944, "oom", 945),
+        ([900, 930, 880, 905, 895], 945, "fit", 930),
+        ([900, 930, 880, 905, 895], 944, "oom", 945),
+        ([900] * 5, 909, "fit", 900),
+        ([900] * 5, 908, "oom", 909),
         ([900, 930, 880], None, "fit", 930),
         ([None], 1000, "fit", None),
     ],
 )
-def test_a_size_passes_where_its_peak_would_by_as_much_as_processes_differ(peaks, limit, outcome, told):
+def test_a_size_passes_where_19_of_20_processes_would_stay_within_the_limit(peaks, limit, outcome, told):
     found = with_spread([passed(peak) for peak in peaks], limit)
     assert (found.outcome, found.peak_reserved_bytes) == (outcome, told)
+    assert (found.kept_back_bytes or 0) == (limit - told if outcome == "fit" and len(peaks) == 5 else 0)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "asks"),
+    [([700], False), ([810], True), ([810, 700], True), ([995], False), ([810] * 4, True), ([810] * 5, False)],
+    ids=["far below", "near", "once near", "what is beyond with the least spread", "four of five", "all"],
+)
+def test_a_cpus_check_is_made_in_five_processes_where_that_may_matter(peaks, asks):
+    assert asks_for_another([passed(peak) for peak in peaks], "cpu", 1000) is asks
+    assert not asks_for_another([passed(peak) for peak in peaks], "cuda:0", 1000)
+
+
+def test_the_room_that_a_check_leaves_is_used_up_to_what_has_failed():
+    fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=500 + size) for size in (100, 300)]
+    failed = Attempt(batch_size=480, outcome="oom", purpose="verify", peak_reserved_bytes=1050)
+    checked = passed(300).model_copy(update={"batch_size": 300, "peak_reserved_bytes": 800, "kept_back_bytes": 80})
+    look = ProbeOptions()
+    searched = failed.model_copy(update={"batch_size": 350, "purpose": "search"})
+    assert larger_with_room(checked, [*fits, searched], 1000, look) == 300 + 109  # by 1000 / 1.1
+    assert larger_with_room(checked, [*fits, failed], 1000, look) == 390
+    assert larger_with_room(checked, [*fits, failed.model_copy(update={"batch_size": 305})], 1000, look) is None
+    assert larger_with_room(checked, [*fits, failed.model_copy(update={"outcome": "crash"})], 1000, look) is None
+    assert larger_with_room(checked, fits, 1000, look) is None
+
+
+def test_the_first_check_leaves_room_by_the_fit_that_took_the_most_for_its_size():
+    fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=500 + size) for size in (100, 450)]
+    most = Attempt(batch_size=400, outcome="fit", peak_reserved_bytes=950)
+    assert with_room(fits, "cpu", 1000, ProbeOptions()) == 450
+    assert with_room([*fits, most], "cpu", 960, ProbeOptions()) == 400 - 36  # 960 / 1.05 is 914
+    assert with_room(fits, "cpu", 960, ProbeOptions()) == 450 - 36
+    assert with_room([*fits, most], "cuda:0", 1000, ProbeOptions()) == 450
 
 
 def test_a_peak_that_was_measured_beyond_the_limit_says_how_much_smaller_the_next_size_is():
     beyond = Check(Attempt(batch_size=1000, outcome="oom", steps=1, peak_reserved_bytes=1250), 20)
-    assert size_below([beyond], ProbeOptions(), 1000) == pytest.approx(700, abs=1)
+    assert size_below([beyond], ProbeOptions(), 1000) == 950  # it ended as it met the limit: no peak
+    beyond = Check(beyond.attempt.model_copy(update={"steps": 20}), 20)
+    assert size_below([beyond], ProbeOptions(), 1000) == pytest.approx(750, abs=1)
     fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=750 + size // 2) for size in (100, 480)]
     assert size_below([beyond], ProbeOptions(), 1000, fits) == 500

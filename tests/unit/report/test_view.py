@@ -3,6 +3,7 @@
 import io
 from html.parser import HTMLParser
 
+from documents import probed
 from rich.console import Console
 
 from batchtune.document import ProbeResult
@@ -11,6 +12,7 @@ from batchtune.report.terminal import render
 from batchtune.report.view.model import Column, byte_sizes, counts, numbers, table
 from batchtune.report.view.read import view_of
 from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
+from batchtune.report.view.words import certificate_facts
 
 
 class Cells(HTMLParser):
@@ -109,3 +111,11 @@ def test_what_is_not_confirmed_has_no_ratio_but_the_command_that_confirms_it(res
     assert view.headline.figure == "not confirmed"
     assert "×" not in view.headline.words + view.headline.reason
     assert ("to confirm", command) in [(line.name, line.text) for line in view.commands]
+
+
+def test_what_a_cpus_answer_keeps_back_is_told_with_its_certificate():
+    probe = ProbeResult.model_validate(probed())
+    checked = probe.attempts[-1].model_copy(update={"kept_back_bytes": 12 << 20})
+    kept = probe.model_copy(update={"attempts": [*probe.attempts[:-1], checked]})
+    assert {fact.name: fact.text for fact in certificate_facts(kept)}["kept back"].startswith("12 MiB, as the same")
+    assert "kept back" not in {fact.name for fact in certificate_facts(probe)}
