@@ -6,7 +6,9 @@ takes the largest batches of recipes/lengths on a CPU from `batchtune probe --le
 trains the same samples for an epoch in each way, prints a table and writes tests/benchmarks/results/length_sampler.md.
 
 Each training is a process of its own, ROUNDS of each way in turns. Tokens are characters of samples, without padding.
-Times are of the processor (all threads) and of the clock; on a busy machine only the first say something. Memory is
+Each takes one thread, and its processor's time counts: on a busy machine that of several grows as they wait for each
+other, and what the clock says tells of the others. Ways are compared within a round, and the rounds' median is told,
+with the least and the greatest. Memory is
 what is resident above the imports, as the probe's limit counts it: the peak of each batch, in a second pass over some.
 """
 
@@ -36,7 +38,7 @@ from batchtune.report.view.lengths import most_tokens
 ROOT = Path(__file__).parents[2]
 TASK = ROOT / "recipes" / "lengths" / "model.py"
 RESULT = Path(__file__).parent / "results" / "length_sampler.md"
-ROUNDS, SAMPLES, BATCHES_MEASURED = 3, 1000, 40
+ROUNDS, SAMPLES, BATCHES_MEASURED = 5, 500, 40
 LIMIT = "256MiB"
 WAYS = {
     "fixed": "one batch size, the longest samples'",
@@ -94,6 +96,7 @@ def train(way: str, samples: int, frontier: dict[int, int]) -> dict[str, float]:
     lengths = [module.sample_length(sample) for sample in data]
     epoch = batches(way, lengths, frontier)
     assert sorted(index for batch in epoch for index in batch) == list(range(samples))
+    torch.set_num_threads(1)
     memory = HostMemory()
     memory.enforce(1 << 40)  # measured, not limited
     torch.manual_seed(0)
@@ -145,19 +148,21 @@ def table(found: dict[str, list[dict[str, float]]], limit: int) -> list[str]:
         "batches",
         "padding",
         "tokens per processor-second",
-        "against the first",
-        "tokens per second",
+        "against the first, within each round",
     ]
     heads += ["memory used, mean of batches", "largest", "batches beyond what was measured"]
     rows = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     speeds = {way: median(each["tokens"] / each["processor"] for each in rounds) for way, rounds in found.items()}
     for way, rounds in found.items():
         one = rounds[0]
-        by_clock = median(each["tokens"] / each["clock"] for each in rounds)
+        ratios = sorted(
+            first["processor"] / each["processor"] for first, each in zip(found["fixed"], rounds, strict=True)
+        )
+        ratio = f"{median(ratios):.2f} × ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         used, most = (median(each[name] / limit for each in rounds) for name in ("mean_peak", "largest_peak"))
         rows.append(
             f"| {WAYS[way]} | {one['batches']:,} | {one['padding']:.0%} | {speeds[way]:,.0f} | "
-            f"{speeds[way] / speeds['fixed']:.2f} × | {by_clock:,.0f} | {used:.0%} | {most:.0%} | {one['beyond']} |"
+            f"{ratio} | {used:.0%} | {most:.0%} | {one['beyond']} |"
         )
     return rows
 
@@ -190,7 +195,7 @@ def report(result: batchtune.result.Result, samples: int, rounds: int) -> str:
 {" · ".join(made_by)}
 
 {samples:,} functions of Python's standard library, {characters:.0f} characters in the mean and up to {max(frontier):,}.
-One epoch of the transformer of recipes/lengths in {limit}, fp32; {rounds} rounds, medians.
+One epoch of the transformer of recipes/lengths in {limit}, fp32, one thread; {rounds} rounds, medians.
 The largest batch at each length, found in {attempts} attempts: {edges}.
 
 """
