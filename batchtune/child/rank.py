@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class RankChild(Child):
         opened = super().open(command.but(device=_own_device(command.device), **own))
         group = self._group
         if opened is not None and command.purpose == "tune":  # what this way of sharing does not take is to be said now
+            _require_alike(group, opened)
             Trainer(self._task, self._memory.device, opened.precision[0][0], parallel=group)
             self._memory.release()
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
@@ -62,6 +64,15 @@ class RankChild(Child):
         """On a CPU a share: the ranks of a host share its memory."""
         limit, on_cpu = super()._default_limit(margin), self._memory.device.type == "cpu"
         return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
+
+
+def _require_alike(group: Parallel, opened: Opened) -> None:
+    """Refuses ranks on unlike GPUs: all would wait for the slowest, and times would be of neither."""
+    names = group.each(float(zlib.crc32((opened.environment.device or "").encode())))
+    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if other is not None:
+        told = f"{group.world_size}: rank {other} has another kind of GPU than rank 0"
+        raise DeviceError(f"{told}; name GPUs of one kind in CUDA_VISIBLE_DEVICES", setting="ranks")
 
 
 def _own_device(device: str) -> str:

@@ -85,14 +85,24 @@ def rank_of_this_process() -> int:
 
 
 class RendezvousStore:
-    """Where the processes tell each other which group is at work, one after another: the launcher's own store."""
+    """Where the processes tell each other which group is at work, one after another: the launcher's own store.
+
+    Raises:
+        UsageError: this process `hosts` it, and its port is in use.
+    """
 
     def __init__(self, *, hosts: bool = False) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store = TCPStore(*where, is_master=hosts and not agents, wait_for_workers=False)
+        own = hosts and not agents
+        try:
+            self._store = TCPStore(*where, is_master=own, wait_for_workers=False)
+        except RuntimeError as error:
+            if own:
+                raise UsageError(f"MASTER_PORT {where[1]}: another program listens there; choose another") from error
+            raise
 
     def announce(self, number: int, rendezvous: Rendezvous | None) -> None:
         """Tells where group `number` meets; with None, that there is none any more."""

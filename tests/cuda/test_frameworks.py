@@ -126,6 +126,14 @@ def test_more_ranks_than_cards_are_refused_before_anything_trains(folder, change
     assert not list((folder / "runs").glob("*/attempts.jsonl"))
 
 
+def test_ranks_on_unlike_cards_are_refused_before_anything_trains(folder):
+    with fake_gpu.machine(fake_gpu.Card("4GiB"), fake_gpu.Card("4GiB", name="Tesla T4")) as machine:
+        with pytest.raises(DeviceError, match=r"ranks.per_trial 2: rank 1 has another kind of GPU than rank 0"):
+            batchtune.tune(folder / "config.yaml", ranks=2, run_folders=folder / "runs")
+        assert [card.used for card in machine.cards] == [0, 0]
+    assert not list((folder / "runs").glob("*/attempts.jsonl"))
+
+
 def test_the_ranks_of_the_users_torchrun_have_a_card_each(folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "batchtune", "probe"]
     command += ["model.py", "--device", "cuda", "--max", "4", "--verify-steps", "2", "--no-throughput", "--json"]

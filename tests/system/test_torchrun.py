@@ -1,5 +1,7 @@
 """`probe` inside of the user's own torchrun: one answer, told once."""
 
+import socket
+
 NOSY = """
 import os
 from pathlib import Path
@@ -21,3 +23,12 @@ def test_the_ranks_that_torchrun_started_are_probed_and_the_first_one_answers(cl
     assert (probe["max_batch_size"], probe["limited_by"], probe["verified_in_fresh_process"]) == (4, "max", True)
     ranks = probe["data_parallel"]
     assert (ranks["world_size"], ranks["strategy"], ranks["global_batch_size"]) == (2, "ddp", 8)
+
+
+def test_a_port_in_use_is_told_in_one_line_before_anything_trains(cli):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = cli.start("probe", "linear.py", "--device", "cpu", environment=launched).finish()
+    told = f"batchtune: MASTER_PORT {port}: another program listens there; choose another\n"
+    assert (done.code, done.out, done.err) == (2, "", told)

@@ -122,9 +122,12 @@ class Parallel:
 
         mesh, blocks = init_device_mesh(self.device.type, (self.world_size,)), repeated_blocks(model)
         _require_untied(model, blocks)
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for module in (*blocks, model):
+            try:
+                fully_shard(module, mesh=mesh)
+            except (ValueError, NotImplementedError) as error:
+                why = str(error).partition("\n")[0]
+                raise UsageError(f"strategy fsdp: {type(module).__name__}: {why}; change that, or use ddp") from None
         return model
 
     def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
@@ -160,7 +163,10 @@ class _LossOf(nn.Module):
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that come two or more of a kind in a list or a sequence, such as a transformer's layers."""
+    """The outermost modules that come two or more of a kind in a list or a sequence, such as a transformer's layers.
+
+    A list in a list is none: nobody calls it.
+    """
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -168,7 +174,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             continue
         kinds = Counter(type(child) for child in module.children())
         for child in module.children():
-            if kinds[type(child)] > 1 and next(child.children(), None) is not None and id(child) not in inside:
+            is_block = next(child.children(), None) is not None and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if is_block and kinds[type(child)] > 1 and id(child) not in inside:
                 found.append(child)
                 inside |= {id(each) for each in child.modules()}
     return found

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import TensorDataset
 
 from batchtune.child.evaluate import metric_value
+from batchtune.child.ranks.parallel import repeated_blocks
 from batchtune.child.trainer import Trainer, TrainingBatches
 
 MICRO, STEPS, MEAN, VARIANCE = 4, 6, 1.0, 9.0
@@ -74,6 +75,10 @@ try:
     Trainer(linear_task(build_model=here.tied), torch.device("cpu"), "fp32", parallel=ranks)
 except UsageError as error:
     told["refused"] = str(error)
+try:
+    Trainer(linear_task(build_model=here.scaled), torch.device("cpu"), "fp32", parallel=ranks)
+except UsageError as error:
+    told["scaled"] = str(error)
 print(json.dumps(told))
 """
 
@@ -93,6 +98,18 @@ def tied():
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)), nn.Linear(4, 1))
     blocks[1][0].weight = blocks[0][0].weight
     return blocks
+
+
+class Scaled(nn.Linear):
+    """A layer with a parameter that has no dimension, which FSDP2 does not take."""
+
+    def __init__(self, size):
+        super().__init__(4, size)
+        self.inner, self.scale = nn.Identity(), nn.Parameter(torch.tensor(1.0))
+
+
+def scaled():
+    return nn.Sequential(Scaled(4), Scaled(4), nn.Linear(4, 1))
 
 
 def blocks():
@@ -185,6 +202,19 @@ def test_a_weight_in_two_shards_is_refused_by_its_names(both):
     strategy, (first, second) = both
     told = "strategy fsdp: 0.0.weight and 1.0.weight are one weight (tied), in two shards; use ddp"
     assert first.get("refused") == second.get("refused") == (told if strategy == "fsdp" else None)
+
+
+def test_a_block_that_cannot_be_sharded_is_refused_with_the_reason(both):
+    strategy, (first, second) = both
+    assert first.get("scaled") == second.get("scaled")
+    if strategy == "fsdp":
+        assert first["scaled"].startswith("strategy fsdp: Scaled: fully_shard doesn't support scalar parameters")
+        assert first["scaled"].endswith("; change that, or use ddp")
+
+
+def test_lists_in_a_list_are_no_blocks_what_is_in_them_may_be():
+    groups = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)) for _ in range(2))
+    assert repeated_blocks(groups) == [block for group in groups for block in group]
 
 
 def test_a_device_alone_evaluates_as_before():
