@@ -19,6 +19,7 @@ from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
+from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.scores import slowdown
 from batchtune.units import number
@@ -157,7 +158,8 @@ class Progress:
         if self.probe is None or self.opened is None:
             return found
         ranks = self._config.ranks.of_each
-        found += loading_warnings(self.probe, self.prior, self.opened.device, ranks) if self.prior else []
+        counted = probe_in_tokens(self.probe, token_batches(self._config, self.probe))
+        found += loading_warnings(counted, self.prior, self.opened.device, ranks) if self.prior else []
         found += baseline_warnings(as_one_device(self.probe, ranks), self._config.baseline.batch_size)
         found += target_warnings(study.target) if study else []
         found += uneven_warnings(trials, recommended) + straggler_warnings(trials)

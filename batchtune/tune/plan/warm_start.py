@@ -31,6 +31,8 @@ def read_warm_start(run: str, config: Config, root: Path) -> WarmStart:
     Raises:
         UsageError: there is none, it was of another task, or it came to no recommendation.
     """
+    if config.batch_size.unit == "tokens":
+        raise UsageError(f"--warm-start {run}: not with batch_size.unit tokens, which measures its start anew")
     earlier = load_result(find_run(run, root))
     if not _is_of(earlier, config.task):
         raise UsageError(

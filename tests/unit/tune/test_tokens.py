@@ -8,6 +8,7 @@ from batchtune.config.schema import Config
 from batchtune.document import LengthCount, LengthPoint, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import UsageError
 from batchtune.tune.plan.tokens import Split, in_samples, probe_in_tokens, require_tokens, split, token_batches
+from batchtune.tune.plan.warm_start import read_warm_start
 
 POINTS = ((16, 400), (64, 100), (256, 20))
 SAMPLES = ((16, 600), (40, 100), (64, 200), (256, 100))
@@ -87,6 +88,11 @@ def test_sizes_and_speeds_of_the_probe_are_of_the_longest_samples():
 def test_before_the_study_all_is_measured_in_samples_without_bounds():
     assert in_samples(config(batch_size={"min": 4096})).batch_size.min == 1
     assert in_samples(Config(task="model.py", batch_size={"min": 4})).batch_size.min == 4
+
+
+def test_a_warm_start_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"--warm-start earlier: not with batch_size\.unit tokens"):
+        read_warm_start("earlier", config(), tmp_path)
 
 
 @pytest.mark.parametrize(
