@@ -255,12 +255,14 @@ class Config(Section):
     @classmethod
     def _ranks_can_share(cls, ranks: Ranks, known: ValidationInfo) -> Ranks:
         count, sizes, baseline = ranks.of_each, known.data.get("batch_size"), known.data.get("baseline")
+        if ranks.per_trial != 1 and sizes is not None and sizes.unit == "tokens":
+            raise ValueError(
+                f"per_trial {ranks.per_trial}: not with batch_size.unit tokens, whose runs are on one device"
+            )
         if ranks.per_trial == "auto" and known.data.get("executor") == "ray":
             raise ValueError("per_trial auto: a run on a Ray cluster trains on one device; use executor local")
         if count == 1:
             return ranks
-        if sizes is not None and sizes.unit == "tokens":
-            raise ValueError(f"per_trial {count}: batch_size.unit tokens is for runs on one device; remove one of them")
         if known.data.get("executor") == "ray":
             raise ValueError(f"per_trial {count}: a run on a Ray cluster trains on one device; use executor local")
         if known.data.get("world_size", "auto") != "auto":

@@ -111,7 +111,8 @@ def test_streams_and_lengths_of_several_numbers_are_refused(size, longest, probl
         ({"batch_size": {"global": 64}}, "there is no global"),
         ({"batch_size": {"multiple_of": 8}}, "there is no multiple_of"),
         ({"batch_size": {"unit": "words"}}, "'samples' or 'tokens'"),
-        ({"ranks": {"per_trial": 2}}, "batch_size.unit tokens is for runs on one device"),
+        ({"ranks": {"per_trial": 2}}, "not with batch_size.unit tokens, whose runs are on one device"),
+        ({"ranks": {"per_trial": "auto"}}, "not with batch_size.unit tokens"),
     ],
 )
 def test_what_does_not_go_together_is_said(given, problem):
