@@ -171,7 +171,8 @@ class _Steps:
         free_late, copies = not command.shaken % 2, self._memory.device.type != "cpu"  # a loader's batch to the device
         for number in range(1, self._most + 1):
             if number == 1 or not (copies or task.has("train_loader")):
-                batch = task.worst_batch(command.batch_size, command.length)  # beside the last one, as by a loader
+                rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
+                batch = task.worst_batch(rest or command.batch_size, command.length)  # beside the last one
             self._step(trainer, batch, free_late=free_late)
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break

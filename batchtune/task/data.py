@@ -87,6 +87,11 @@ class TaskData:
             return None
         return len(self.train_data) if isinstance(self.train_data, Sized) else None
 
+    def rest_of_epoch(self, batch_size: int) -> int:
+        """Samples of the smaller batch with which an adapted loader's epoch ends; 0 where it does not, or with one."""
+        rest = (self.train_size() or 0) % batch_size if self.adapted is not None and self.adapted.keeps_rest else 0
+        return rest if rest > 1 else 0
+
     def collate(self, samples: Sequence[object]) -> object:
         """A batch from samples, by the user's function or torch's."""
         return self.source.collate(list(samples)) if self.has("collate") else default_collate(list(samples))

@@ -44,6 +44,7 @@ class Adapted:
     accumulation_steps = 1
     gradient_clipping: GradientClipping | None = None
     keeps_modes = False
+    keeps_rest = False
     notes: tuple[str, ...] = ()
 
     def __init__(self, where: str) -> None:
@@ -87,6 +88,7 @@ class LoaderParts:
     collate: Callable[[Sequence[object]], object]
     sampler: Sampler[int] | None
     batch_size: int
+    drop_last: bool = True
 
     def sampler_for(self, batch_size: int) -> Sampler[int] | None:
         """The sampler; one that sorts within batches is told their size."""
@@ -108,6 +110,11 @@ class FromLoader(Adapted):
     def train_dataset(self) -> object:
         """What the training set's loader reads."""
         return self.parts.dataset
+
+    @property
+    def keeps_rest(self) -> bool:  # type: ignore[override]
+        """Whether an epoch ends with a smaller batch of what is left."""
+        return not self.parts.drop_last
 
     def collate(self, samples: Sequence[object]) -> object:
         """A batch as the training set's loader makes it."""
@@ -134,7 +141,8 @@ def loader_parts(loader: object, where: str) -> LoaderParts:
     iterable = isinstance(loader.dataset, IterableDataset)
     sampler: Any = None if iterable else getattr(batches, "sampler", loader.sampler)
     shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
-    return LoaderParts(loader.dataset, collate, None if shuffled else sampler, int(size))
+    drop_last = bool(getattr(batches, "drop_last", loader.drop_last))
+    return LoaderParts(loader.dataset, collate, None if shuffled else sampler, int(size), drop_last)
 
 
 def resized(loader: DataLoader[object], batch_size: int) -> DataLoader[object]:

@@ -606,4 +606,5 @@ def test_a_loader_is_made_again_with_another_batch_size():
     samples = list(range(10))
     loader = torch.utils.data.DataLoader(samples, batch_size=3, drop_last=True, collate_fn=list)
     assert list(resized(loader, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert loader_parts(resized(loader, 4), "it").batch_size == 4
+    parts = loader_parts(resized(loader, 4), "it")
+    assert (parts.batch_size, parts.drop_last) == (4, loader.drop_last)

@@ -20,6 +20,7 @@ from batchtune.child.trainer import NonFiniteLossError, Trainer
 from batchtune.device.host_memory import HostMemory
 from batchtune.device.peaks import PeakTracker
 from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
+from batchtune.task.adapting.adapted import Adapted
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
@@ -244,6 +245,24 @@ class TestAsInAProcessOfTheUsers:
 
         tried(wide(make_batch=make_batch), HostMemory(), batch_size=4, steps=3, precision="fp32")
         assert alive == [1, 2, 2]
+
+    @pytest.mark.parametrize(("keeps_rest", "samples", "least"), [(True, 11, 3), (True, 9, 4), (False, 11, 4)])
+    def test_a_loader_that_keeps_the_rest_of_an_epoch_has_it_trained_in_the_final_check(
+        self, wide, monkeypatch, keeps_rest, samples, least
+    ):
+        sizes = []
+
+        def make_batch(batch_size):
+            sizes.append(batch_size)
+            return torch.ones(batch_size, WIDTH)
+
+        task = wide(make_batch=make_batch)
+        library = Adapted("it")
+        library.keeps_rest = keeps_rest
+        monkeypatch.setattr(type(task), "adapted", library)
+        monkeypatch.setattr(task, "train_size", lambda: samples)
+        found, _ = tried(task, HostMemory(), batch_size=4, steps=6, precision="fp32", verify=True)
+        assert (found.outcome, min(sizes), max(sizes)) == ("fit", least, 4)
 
     @pytest.mark.parametrize(("shaken", "late"), [(0, True), (1, False), (2, True)])
     def test_every_other_process_frees_gradients_early(self, wide, monkeypatch, shaken, late):
