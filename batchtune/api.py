@@ -255,9 +255,8 @@ def tune(  # noqa: D417 - takes_options adds them
     from batchtune.tune.run import run_tune
 
     observer = observer or usual_observer()
-    given: dict[str, Any] = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target, "ranks": ranks}
-    given |= {"strategy": strategy, "overrides": overrides}
-    loaded = configure(config, given, observer, save_config)
+    given = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target, "ranks": ranks}
+    loaded = configure(config, given | {"strategy": strategy, "overrides": overrides}, observer, save_config)
     return run_tune(loaded, fresh=fresh, observer=observer, root=Path(run_folders), warm_start=warm_start)
 
 

@@ -128,10 +128,8 @@ def time_in_turn(
 ) -> list[list[float]]:
     """Seconds of an optimizer step of each run, data loading included, round by round; see `TimeInTurn`."""
     memory.release()
-    runs, ranks = (
-        [_Run(task, memory, spec, StepClock(), parallel=parallel) for spec in command.specs],
-        parallel or ALONE,
-    )
+    ranks = parallel or ALONE
+    runs = [_Run(task, memory, spec, StepClock(), parallel=parallel) for spec in command.specs]
     for run in runs:
         run.warm_up()
     rounds: list[list[float]] = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Self, TypeVar
 
-from batchtune.config.schema import Ranks
+from batchtune.config.ranks import Ranks
 from batchtune.device.host import processors
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.observer import Observer

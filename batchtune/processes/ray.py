@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from batchtune.config.schema import RayCluster
+from batchtune.config.ranks import RayCluster
 from batchtune.errors import DeviceError, RunInterrupted, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher, Process, without_secrets

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from batchtune.config.schema import Ranks
+from batchtune.config.ranks import Ranks
 from batchtune.document import CurvePoint, Value
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError

@@ -14,7 +14,8 @@ from finished import Tuned
 from fixtures.waiting import wait_until
 from optuna.storages.journal import JournalFileBackend
 
-from batchtune.config.schema import Config, RayCluster
+from batchtune.config.ranks import RayCluster
+from batchtune.config.schema import Config
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
 from batchtune.protocol.commands import OpenTask

@@ -7,7 +7,8 @@ import optuna
 import pytest
 from fakes import FakeChild, FakeCrew, opened
 
-from batchtune.config.schema import Budget, Config, Confirm, Ranks
+from batchtune.config.ranks import Ranks
+from batchtune.config.schema import Budget, Config, Confirm
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
