@@ -177,7 +177,6 @@ class _Steps:
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
         if command.verify:
-            heartbeat.beat(at_once=True)
             tracker.start_phase()
             self._evaluate(trainer)
             _save(trainer)
@@ -190,31 +189,24 @@ class _Steps:
         out where the user's code keeps more alive than was held before.
         """
         task = self._task
-        if isinstance(self._command, TryLengths) or task.is_for_inference or task.has("train_step"):
-            return
+        has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.has("train_step"))
         self._memory.release()
-        if not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
+        if not has_habits or not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
             return
         heartbeat.forget_compiled()
         taken, self._times = self._times, StepTimes()
-        trainer, batch = self._trainer(), task.worst_batch(self._command.batch_size, self._command.length)
-        self._to_rest(lambda: self._step(trainer, batch, free_late=False), max(_FEWEST_EARLY, self._command.steps // 2))
+        trainer, batch = self._trainer(), task.worst_batch(self.batch_size, self._length)
+        steps = range(max(_FEWEST_EARLY, self._command.steps // 2), self._command.steps)
+        _to_rest(lambda: self._step(trainer, batch, free_late=False), self.tracker, self._agree, steps)
         if not task.has("evaluate"):  # which may take long
             self._evaluate(trainer)
         self._train_on(trainer, batch, free_late=False)
         self._times = taken
 
-    def _to_rest(self, step: Callable[[], None], least: int) -> None:
-        """So many steps at least, and more until one has no room to make, as many as were asked for at most."""
-        for number in range(1, max(least, self._command.steps) + 1):
-            before = self.tracker.retries
-            step()
-            if number >= least and self._agree(self.tracker.retries == before):
-                return
-
     def _trainer(self) -> Trainer:
-        device, precision = self._memory.device, self._command.precision
-        return Trainer(self._task, device, precision, parallel=self._parallel, loss_scale=1.0)
+        return Trainer(
+            self._task, self._memory.device, self._command.precision, parallel=self._parallel, loss_scale=1.0
+        )
 
     def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
         """One optimizer step, measured."""
@@ -240,7 +232,6 @@ class _Steps:
             if (self.tracker.highest.reserved_bytes or 0) > most:
                 most, fullest = self.tracker.highest.reserved_bytes or 0, (self.batch_size, self._length)
             if number + 1 in command.evaluate_after:
-                heartbeat.beat(at_once=True)
                 self._evaluate(trainer)
                 _save(trainer)
                 self.tracker.end_phase(forward_backward=False)
@@ -268,6 +259,7 @@ class _Steps:
         self._times.add(time.perf_counter() - started)
 
     def _evaluate(self, trainer: Trainer) -> None:
+        heartbeat.beat(at_once=True)
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _VERIFY_EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
             trainer.model.eval()
@@ -291,7 +283,16 @@ class _Steps:
             self.tracker.end_phase(forward_backward=False)
 
         self.tracker.end_phase(forward_backward=False)
-        self._to_rest(step, STEPS_AFTER_EVALUATION)
+        _to_rest(step, self.tracker, self._agree, range(STEPS_AFTER_EVALUATION, self._command.steps))
+
+
+def _to_rest(step: Callable[[], None], tracker: PeakTracker, agree: Callable[[bool], bool], steps: range) -> None:
+    """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
+    for number in range(1, max(steps.start, steps.stop) + 1):
+        before = tracker.retries
+        step()
+        if number >= steps.start and agree(tracker.retries == before):
+            return
 
 
 def _save(trainer: Trainer) -> None:

@@ -83,8 +83,8 @@ def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> Da
         sampler = LengthBatchSampler(task.sample_lengths, dict(length_batches), seed=seed, num_replicas=1, rank=0)
     except ValueError as error:
         raise UserCodeError(f"{task.where}: train_dataset, {error}") from None
-    data: Any = task.train_data
-    return DataLoader(data, batch_sampler=sampler, collate_fn=task.collate if task.has("collate") else None)
+    collate = task.collate if task.has("collate") else None
+    return DataLoader(task.train_data, batch_sampler=sampler, collate_fn=collate)
 
 
 class TrainingBatches(Iterator[object]):
