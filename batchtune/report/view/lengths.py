@@ -146,22 +146,29 @@ def lengths_lines(probe: ProbeResult) -> list[Fact]:
     if check is not None:
         made = f"; made smaller by it: {', '.join(map(length_text, check.lowered))}" if check.lowered else ""
         said.append(Fact("all lengths", f"{check.steps} steps over them in random order, evaluation and saving{made}"))
-    gain = _gain(probe)
-    if gain is not None:
-        batch = f"{probe.lengths[-1].max_batch_size:,}"
-        said.append(Fact("gain", f"{gain:.2g} times fewer batches an epoch than with {batch} at every length"))
+    if probe.lengths:
+        fixed = _fixed_batch(probe.lengths[-1])
+        gain = _gain(probe, fixed)
+        if gain > 1:
+            said.append(Fact("gain", f"{gain:.2g} times fewer batches an epoch than with {fixed:,} at every length"))
     return said
 
 
-def _gain(probe: ProbeResult) -> float | None:
-    """How many times fewer batches of the shortest sufficient length there are than of the longest."""
+def _fixed_batch(longest: LengthPoint) -> int:
+    """The batch for all lengths: the longest's that has passed a final check, with no other lengths beside it, too."""
+    checked = [each.batch_size for each in longest.attempts if each.purpose == "verify" and each.fits]
+    return max(checked, default=longest.max_batch_size)
+
+
+def _gain(probe: ProbeResult, fixed: int) -> float:
+    """How many times fewer batches of the shortest sufficient length there are than of a fixed size; 0: not known."""
     needed = samples = 0.0
-    for count in probe.length_distribution if probe.lengths else ():
+    for count in probe.length_distribution:
         enough = [point.max_batch_size for point in probe.lengths if covers(point.length, count.length)]
         if not enough:
-            return None
+            return 0.0
         needed, samples = needed + count.samples / max(enough), samples + count.samples
-    return samples / probe.lengths[-1].max_batch_size / needed if needed else None
+    return samples / fixed / needed if needed else 0.0
 
 
 def lengths_plot(probes: Sequence[ProbeResult]) -> Plot | None:

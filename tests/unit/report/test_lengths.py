@@ -68,6 +68,16 @@ def test_what_is_gained_is_told_against_the_longest_s_batch(probed):
     assert "with 10 at every length" in gain.text
 
 
+def test_a_gain_is_told_against_what_the_longest_trains_without_the_others(probed):
+    alone = {"batch_size": 20, "length": 1024, "outcome": "fit", "purpose": "verify"}
+    document = probed().model_dump()
+    document["probe"]["lengths"][-1]["attempts"].append(alone)
+    gain = next(line for line in view_of(Result.model_validate(document)).lines if line.name == "gain")
+    assert gain.text.startswith("1.9 times")  # 400 / 20 batches
+    alone["batch_size"] = 40
+    assert "gain" not in {line.name for line in view_of(Result.model_validate(document)).lines}  # 400 / 40 are fewer
+
+
 @pytest.mark.parametrize("counts", [(), ((2048, 5),)], ids=["unknown", "longer than all that was probed"])
 def test_no_gain_is_told_where_it_is_not_known(probed, counts):
     assert "gain" not in {line.name for line in view_of(probed(counts)).lines}
