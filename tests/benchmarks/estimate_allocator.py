@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there is a GPU must not open it: no fork could
 sys.path.insert(0, str(Path(__file__).parent))
+import allocator_ranks
 import torch
 import zoo
 from allocator_history import events_of, first_difference
@@ -104,13 +105,13 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def card() -> dict[str, Any]:
-    """The GPU as the estimate is asked about it, and what it has for the allocator: `free_bytes`."""
+    """The GPU as the estimate is asked about it, what the allocator may have of it (`free_bytes`), and their number."""
     from batchtune.device.gpus import find_gpu
 
     name = torch.cuda.get_device_name(0)
     known = find_gpu(name)
     free, total = torch.cuda.mem_get_info(0)
-    facts = {"name": name, "memory_bytes": total, "free_bytes": free}
+    facts = {"name": name, "memory_bytes": total, "free_bytes": free, "count": torch.cuda.device_count()}
     return facts | {"generation": known.generation, "vendor": known.vendor}
 
 
@@ -126,7 +127,7 @@ def estimated(
         accumulation_steps=case.accumulation_steps,
         strategy=case.strategy,
         world_size=case.world_size,
-        gpus=({name: fact for name, fact in gpu.items() if name != "free_bytes"},),
+        gpus=({name: fact for name, fact in gpu.items() if name not in ("free_bytes", "count")},),
         seconds=SECONDS,
     )
     tracer: Any = trace.Tracer(asked)
@@ -279,9 +280,9 @@ def examined(
         truth: what was measured before, which is then not measured again.
     """
     record: dict[str, Any] = {"case": case.name, "precision": case.precision}
-    if case.world_size > 1:
-        return record | {"not_measured": f"{case.world_size} ranks"}
-    started = time.perf_counter()
+    if case.world_size > gpu["count"]:
+        return record | {"not_measured": f"needs {case.world_size} GPUs, there are {gpu['count']}"}
+    started, expandable = time.perf_counter(), expandable and case.world_size == 1
     try:
         sizes = [int(size) for size in truth["peaks"]] if truth else None
         guess = forked(estimated, case, gpu, sizes, LIMITS if expandable else LIMITS[:1])
@@ -289,12 +290,15 @@ def examined(
         if "refused" in guess:
             return record | guess
         events = guess.pop("events")
-        truth = truth or forked(functools.partial(measured, expandable=expandable), case, guess)
-        truth = truth | {"limits": forked(checked, case, guess, truth["limits"])}
+        if case.world_size > 1:
+            truth = forked(allocator_ranks.measured, case, guess, LIMITS[:1], (STEPS, CHECK_STEPS), largest)
+        else:
+            truth = truth or forked(functools.partial(measured, expandable=expandable), case, guess)
+            truth = truth | {"limits": forked(checked, case, guess, truth["limits"])}
     except RuntimeError as error:
         return record | {"failed": str(error)[:300]}
     record |= {"estimated": guess, "measured": truth}
-    if not exact(record):
+    if not exact(record) and case.world_size == 1:
         try:
             record["difference"] = forked(
                 first_difference, case, events, sorted(guess["peaks"])[len(guess["peaks"]) // 2]
@@ -363,7 +367,8 @@ def _table_row(record: dict[str, Any]) -> str:
     reserved = ", ".join(f"{guess / truth - 1:+.2%}" for _, _, guess, _, truth in pairs(record))
     sizes = "/".join(str(size) for size, *_ in pairs(record))
     found = "; ".join(f"{real} / {guess} / {safe or '–'}" for guess, safe, real in batches(record))
-    return f"{name} {sizes} | {allocated} | {reserved} | {found} | {record.get('difference', 'exact')} |"
+    difference = record.get("difference", "exact" if exact(record) else "by formulas, see events.py")
+    return f"{name} {sizes} | {allocated} | {reserved} | {found} | {difference} |"
 
 
 def written(records: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
@@ -444,7 +449,7 @@ def main() -> None:
         import fake_gpu
 
         card = fake_gpu.Card("24GiB", name="NVIDIA RTX A5000", context_bytes="500MiB", multiprocessors=64)
-        with fake_gpu.machine(card):
+        with fake_gpu.machine(*[card] * max(case.world_size for case in zoo.CASES)):
             sys.exit(subprocess.run([sys.executable, *sys.argv], check=False).returncode)
     names = options.only or (list(QUICK) if options.quick else [case.name for case in zoo.CASES])
     records, gpu = run(names, options.folder / "estimate_allocator.json", resume=options.resume, again=options.again)

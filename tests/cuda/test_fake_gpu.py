@@ -542,7 +542,8 @@ from torch import nn
 rank = int(sys.argv[1])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
-model = nn.parallel.DistributedDataParallel(nn.Linear(512, 512).cuda(), device_ids=[rank])
+layers = [nn.Linear(512, 512) for _ in range(40)]  # more tensors than the stand-ins remember
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[rank])
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
     model(torch.randn(8, 512, device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()

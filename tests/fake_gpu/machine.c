@@ -469,7 +469,12 @@ static void learn(const char *at, const void *value, size_t bytes) {
       known[i] = swap;
     }
   known_count = kept;
-  if (!value || bytes > KNOWN_BYTES || known_count == KNOWN) return;
+  if (!value || bytes > KNOWN_BYTES) return;
+  if (known_count == KNOWN) { /* the oldest gives way */
+    __typeof__(known[0]) oldest = known[0];
+    memmove(known, known + 1, sizeof known - sizeof oldest);
+    known[kept = --known_count] = oldest;
+  }
   known[kept].at = at;
   known[kept].bytes = bytes;
   known[kept].value = realloc(known[kept].value, bytes);

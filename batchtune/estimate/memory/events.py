@@ -210,17 +210,20 @@ def distributed(trace: Trace, strategy: str, world_size: int) -> Trace:
 def _ddp(trace: Trace) -> Trace:
     """Gradients are copied to buckets that live as long as the model, as `gradient_as_bucket_view=False` has it.
 
-    Source: torch.nn.parallel.DistributedDataParallel's documentation, and compute_bucket_assignment_by_size in
-    torch/csrc/distributed/c10d/reducer.cpp: buckets of 25 MiB, the first of 1 MiB, filled from the last parameter on.
+    The second forward makes them anew. The first ones live on with the collectives that reduced them, until the process
+    group has seen these end, which a host that is ahead of its GPU does not wait for.
+
+    Source: torch.nn.parallel.DistributedDataParallel's documentation, and compute_bucket_assignment_by_size and
+    rebuild_buckets in torch/csrc/distributed/c10d/reducer.cpp: buckets of 25 MiB, the first of 1 MiB, filled from the
+    last parameter on.
     """
-    buckets = [
-        Birth(size, "distributed: DDP bucket", category="gradients")
-        for size in _buckets(size for unit in reversed(trace.units) for size in reversed(unit))
-    ]
-    numbers = range(len(trace.births) + 1, len(trace.births) + len(buckets) + 1)
-    start = _first(trace, "forward 1")
-    events = [*trace.events[:start], *numbers, *trace.events[start:]]
-    return renumbered(replace(trace, births=[*trace.births, *buckets]), events)
+    sizes = _buckets(size for unit in reversed(trace.units) for size in reversed(unit))
+    births, events = list(trace.births), list(trace.events)
+    for moment in ("forward 2", "forward 1"):  # from the end, so that places before stay
+        place = _first(trace, moment)
+        events[place:place] = range(len(births) + 1, len(births) + len(sizes) + 1)
+        births += [Birth(size, "distributed: DDP bucket", category="gradients") for size in sizes]
+    return renumbered(replace(trace, births=births), events)
 
 
 def _buckets(sizes: Iterable[int]) -> list[int]:
