@@ -71,6 +71,7 @@ class HostMemory:
         import resource
 
         _map_what_the_image_has()
+        self.release()  # of what the imports have freed and glibc has kept: training would fill it unseen
         now, free = _fields(_STATUS), self.describe()[2] or 0
         self._imported_bytes = now.get("VmRSS", 0) - _loaded_early_bytes
         # An only tensor may pass the limit at once; beyond what is free it would end other programs.

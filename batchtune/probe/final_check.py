@@ -92,14 +92,14 @@ def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | 
     return limit_bytes / (1 + _MOST_SPREAD) < peak <= limit_bytes / (1 + _LEAST_SPREAD)
 
 
-def with_spread(passed: Sequence[Attempt], limit_bytes: int | None) -> Attempt:
-    """The largest of the checks that one size passed, as out of memory where another process may well need more.
+def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None) -> Attempt:
+    """The largest of the checks that one size passed; on a CPU out of memory where another process may well need more.
 
     What is kept back above its peak is what 19 of 20 further processes stay within, by Student's t.
     """
     largest = max(passed, key=lambda each: each.peak_reserved_bytes or 0)
     peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
-    if limit_bytes is None or len(peaks) < 2:  # noqa: PLR2004 - one does not tell what others take
+    if device != "cpu" or limit_bytes is None or not peaks:
         return largest
     most = (1 + _LEAST_SPREAD) * max(peaks)
     if len(peaks) == _PROCESSES_ON_A_CPU:
@@ -107,8 +107,10 @@ def with_spread(passed: Sequence[Attempt], limit_bytes: int | None) -> Attempt:
         most = max(most, statistics.mean(peaks) + _STUDENT * apart)
     most = math.ceil(most)
     if most <= limit_bytes:
-        return largest.model_copy(update={"kept_back_bytes": most - max(peaks)})
+        return largest.model_copy(update={"kept_back_bytes": most - max(peaks)} if len(peaks) > 1 else {})
     text = f"the same training took {size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes"
+    if len(peaks) == 1:
+        text = f"it took {size(peaks[0])}, and the same training takes more in some processes than in others"
     return largest.model_copy(
         update={"outcome": "oom", "peak_reserved_bytes": most, "message": f"{text}, which leaves too little room"}
     )

@@ -70,11 +70,11 @@ class Tries:
 
     def run(self, command: TryBatchSize) -> Attempt:
         """What came of a command; of a final check in as many processes as the device asks for."""
-        found = self.found
+        device, limit = self.found.opened.device, self.found.limit
         tries = [self._in_child(command)]
-        while command.verify and tries[-1].fits and asks_for_another(tries, found.opened.device, found.limit):
+        while command.verify and tries[-1].fits and asks_for_another(tries, device, limit):
             tries.append(self._in_child(command.but(shaken=len(tries))))
-        return with_spread(tries, found.limit) if tries[-1].fits else tries[-1]
+        return with_spread(tries, device, limit) if command.verify and tries[-1].fits else tries[-1]
 
     def command(self, batch_size: int, steps: int, length: Length | None = None, *, verify: bool) -> TryBatchSize:
         """What a child is asked for."""

@@ -232,13 +232,14 @@ def kept() -> dict[str, str]:
 
 
 def write(rows: dict[str, str]) -> None:
-    """The table, in the order of the cases."""
+    """The table, in the order of the cases; what people wrote below it stays."""
     versions = f"batchtune {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     facts = f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}, {versions}, {os.cpu_count()} cores. "
     header = HEADER.format(facts=facts + "Command: `python tests/real/measure.py`")
-    RESULT.write_text(
-        "\n".join([header, *(rows[case.name] for case in CASES if case.name in rows)]) + "\n", encoding="utf-8"
-    )
+    _, _, notes = RESULT.read_text(encoding="utf-8").partition("|\n\nSpeed-ups") if RESULT.exists() else ("", "", "")
+    lines = [header, *(rows[case.name] for case in CASES if case.name in rows)]
+    lines += ["", f"Speed-ups{notes.rstrip()}"] if notes else []
+    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:

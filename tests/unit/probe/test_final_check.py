@@ -95,12 +95,15 @@ def passed(peak):
         ([900] * 5, 909, "fit", 900),
         ([900] * 5, 908, "oom", 909),
         ([900, 930, 880], None, "fit", 930),
+        ([990], 1000, "fit", 990),
+        ([991], 1000, "oom", 1001),
         ([None], 1000, "fit", None),
     ],
 )
 def test_a_size_passes_where_19_of_20_processes_would_stay_within_the_limit(peaks, limit, outcome, told):
-    found = with_spread([passed(peak) for peak in peaks], limit)
+    found = with_spread([passed(peak) for peak in peaks], "cpu", limit)
     assert (found.outcome, found.peak_reserved_bytes) == (outcome, told)
+    assert with_spread([passed(peak) for peak in peaks], "cuda:0", limit).fits
     assert (found.kept_back_bytes or 0) == (limit - told if outcome == "fit" and len(peaks) == 5 else 0)
 
 
