@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ import torch
 from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
 from batchtune.child.ranks._base import Ranks
+from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
-from batchtune.device.peaks import SETTLING_STEPS, PeakTracker
+from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
@@ -31,34 +31,6 @@ _FEWEST_EARLY = 3  # steps, or half of what was asked for: the first two cut mem
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
 _CPU_PREFIX = re.compile(r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)")  # where in torch
-
-
-class StepTimes:
-    """Seconds of an attempt's steps, those that compiled something apart."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._clean: list[float] = []
-        self._watch = heartbeat.CompileWatch()
-        self._late_graphs = 0
-
-    def add(self, seconds: float) -> None:
-        """Takes in the step that has just ended."""
-        graphs = self._watch.new_graphs()
-        if len(self.seconds) >= SETTLING_STEPS:
-            self._late_graphs += graphs
-        if not graphs:
-            self._clean.append(seconds)
-        self.seconds.append(seconds)
-
-    def median(self) -> float | None:
-        """Median step, without compiling, and without the first step where there is another."""
-        times = self._clean[1:] if len(self._clean) == len(self.seconds) > 1 else self._clean
-        return statistics.median(times) if times else None
-
-    def recompiles(self) -> int | None:
-        """Graphs compiled after the first two steps; None without torch.compile."""
-        return self._late_graphs if self._watch.used else None
 
 
 class _Ended(NamedTuple):

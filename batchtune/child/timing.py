@@ -25,6 +25,7 @@ from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import DeviceMemory
 from batchtune.device.host import BUSY, waited_seconds, watching_others
 from batchtune.device.nvml import Sensors
+from batchtune.device.peaks import SETTLING_STEPS
 from batchtune.document import LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
 from batchtune.task.contract import Task
@@ -33,6 +34,34 @@ _FORWARD: Callable[..., int] = flop_counter.sdpa_flop_count
 _BACKWARD: Callable[..., int] = flop_counter.sdpa_backward_flop_count
 _PRECISION = 0.01  # standard error of a median step, as a share of it, that is small enough
 _LOOK_SECONDS, _LEAST_STEPS = 0.25, 16  # between two looks whether it is: a slow spell of the machine lasts as long
+
+
+class StepTimes:
+    """Seconds of an attempt's steps, those that compiled something apart."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._clean: list[float] = []
+        self._watch = CompileWatch()
+        self._late_graphs = 0
+
+    def add(self, seconds: float) -> None:
+        """Takes in the step that has just ended."""
+        graphs = self._watch.new_graphs()
+        if len(self.seconds) >= SETTLING_STEPS:
+            self._late_graphs += graphs
+        if not graphs:
+            self._clean.append(seconds)
+        self.seconds.append(seconds)
+
+    def median(self) -> float | None:
+        """Median step, without compiling, and without the first step where there is another."""
+        times = self._clean[1:] if len(self._clean) == len(self.seconds) > 1 else self._clean
+        return statistics.median(times) if times else None
+
+    def recompiles(self) -> int | None:
+        """Graphs compiled after the first two steps; None without torch.compile."""
+        return self._late_graphs if self._watch.used else None
 
 
 class _Timed:
