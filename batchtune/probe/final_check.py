@@ -108,12 +108,9 @@ def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None)
     most = math.ceil(most)
     if most <= limit_bytes:
         return largest.model_copy(update={"kept_back_bytes": most - max(peaks)} if len(peaks) > 1 else {})
-    text = f"the same training took {size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes"
-    if len(peaks) == 1:
-        text = f"it took {size(peaks[0])}, and the same training takes more in some processes than in others"
-    return largest.model_copy(
-        update={"outcome": "oom", "peak_reserved_bytes": most, "message": f"{text}, which leaves too little room"}
-    )
+    took = f"{size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes" if len(peaks) > 1 else size(peaks[0])
+    text = f"the same training took {took}, which leaves too little room for what another process may take"
+    return largest.model_copy(update={"outcome": "oom", "peak_reserved_bytes": most, "message": text})
 
 
 def _excess(check: Check, limit_bytes: int | None) -> int:

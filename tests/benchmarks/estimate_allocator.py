@@ -277,7 +277,7 @@ def examined(
         case: of the zoo.
         gpu: as `card` tells it.
         expandable: also with expandable segments, and within the second limit.
-        truth: what was measured before, which is then not measured again.
+        truth: what was measured before, which is then not measured again but for ranks, which are quick.
     """
     record: dict[str, Any] = {"case": case.name, "precision": case.precision}
     if case.world_size > gpu["count"]:

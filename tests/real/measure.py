@@ -236,10 +236,9 @@ def write(rows: dict[str, str]) -> None:
     versions = f"batchtune {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     facts = f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}, {versions}, {os.cpu_count()} cores. "
     header = HEADER.format(facts=facts + "Command: `python tests/real/measure.py`")
-    _, _, notes = RESULT.read_text(encoding="utf-8").partition("|\n\nSpeed-ups") if RESULT.exists() else ("", "", "")
-    lines = [header, *(rows[case.name] for case in CASES if case.name in rows)]
-    lines += ["", f"Speed-ups{notes.rstrip()}"] if notes else []
-    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    notes = RESULT.read_text(encoding="utf-8").rpartition("|\n")[2] if RESULT.exists() else ""
+    lines = [header, *(rows[case.name] for case in CASES if case.name in rows), notes]
+    RESULT.write_text("\n".join(lines), encoding="utf-8")
 
 
 def main() -> None:
