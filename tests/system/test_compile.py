@@ -15,9 +15,8 @@ from torch import nn
 
 from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
-from batchtune.child.timing import StepTimes
 from batchtune.child.heartbeat import MAX_WARM_UP_STEPS, CompileWatch, forget_compiled, warm_up
-from batchtune.child.timing import time_steps
+from batchtune.child.timing import StepTimes, time_steps
 from batchtune.device._base import Peaks, stopwatch_on_the_wall
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
