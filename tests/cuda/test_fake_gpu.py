@@ -542,7 +542,7 @@ from torch import nn
 rank = int(sys.argv[1])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
-layers = [nn.Linear(512, 512) for _ in range(40)]  # more tensors than the stand-ins remember
+layers = [nn.Linear(512, 512), *(nn.LayerNorm(512) for _ in range(40))]  # more copies than are remembered
 model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[rank])
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(2):
