@@ -18,22 +18,29 @@ sys.path.insert(0, {str(GPU)!r})
 import campaign
 from campaign_report import goal
 
-def works(quick):
+def works(quick, there):
     yield {{"case": "one", "peak_bytes": 3 << 20, "seconds": 2.5}}
 
-def breaks(quick):
+def breaks(quick, there):
     yield {{"case": "before the end", "batch_size": 7}}
     raise ValueError("no such kernel")
 
-def hangs(quick):
+def hangs(quick, there):
     yield {{"case": "then nothing", "batch_size": 8}}
     time.sleep(600)
+
+def lasts(quick, there):
+    for size in (16, 32):
+        if str(size) not in there:
+            yield {{"case": str(size), "batch_size": size, "peak_bytes": 3 << 20}}
+            time.sleep(600 if size == 16 else 0)
 
 def judge(rows):
     return [goal("a row of three MiB", str(len(rows)), met=rows[0]["peak_bytes"] == 3 << 20)]
 
-parts = {{"first": works, "breaks": breaks, "hangs": hangs, "last": works}}
-campaign.PARTS = {{name: campaign.Part(f"The {{name}}", work, judge, 3) for name, work in parts.items()}}
+parts = {{"first": works, "breaks": breaks, "hangs": hangs, "lasts": lasts, "last": works}}
+campaign.PARTS = {{name: campaign.Part(f"The {{name}}", work, judge, 1) for name, work in parts.items()}}
+campaign.LEAST_SECONDS = 1
 campaign.RIG = Path(__file__).with_name("rig.json")
 campaign.main()
 """
@@ -53,17 +60,15 @@ def read(folder):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """A campaign of four parts, one of which fails and one of which hangs, and what it wrote."""
+    """A campaign of five parts: one fails, one hangs, one lasts too long; what two calls of it wrote."""
     folder = tmp_path_factory.mktemp("campaign")
     (folder / "script.py").write_text(SCRIPT)
     (folder / "rig.json").write_text(json.dumps(RIG))
     with fake_gpu.machine(CARD):
-        done = run(folder / "script.py", "--output", folder, timeout=120)
+        done = run(folder / "script.py", "--output", folder, "--seconds", 20, timeout=120)
         assert done.returncode == 0, done.stderr
         first = read(folder)
-        kept = {name: part for name, part in first["parts"].items() if name != "last"}
-        (folder / "gpu_campaign.json").write_text(json.dumps(first | {"parts": kept}))
-        again = run(folder / "script.py", "--output", folder, timeout=120)
+        again = run(folder / "script.py", "--output", folder, "--seconds", 15, timeout=120)
     return folder, first, again
 
 
@@ -71,7 +76,7 @@ def test_a_part_that_fails_or_hangs_is_told_with_what_it_measured_and_the_others
     _, campaign, _ = ended
     parts = campaign["parts"]
     assert {name: part["state"] for name, part in parts.items()} == {
-        "first": "done", "breaks": "failed", "hangs": "stopped", "last": "done"
+        "first": "done", "breaks": "failed", "hangs": "unfinished", "lasts": "unfinished", "last": "done"
     }  # fmt: skip
     assert parts["breaks"]["error"] == "ValueError: no such kernel"
     assert parts["breaks"]["rows"] == [{"case": "before the end", "batch_size": 7}]
@@ -81,23 +86,41 @@ def test_a_part_that_fails_or_hangs_is_told_with_what_it_measured_and_the_others
     assert campaign["machine"]["device"] == CARD.name
 
 
-def test_a_second_call_does_only_what_is_missing(ended):
+def test_the_parts_share_the_time_that_the_whole_is_given(ended):
+    _, campaign, _ = ended
+    assert sum(part["seconds"] for part in campaign["parts"].values()) < 20
+    sys.path.insert(0, str(GPU))
+    import campaign as whole
+
+    assert sum(part.seconds for part in whole.PARTS.values()) == 480
+
+
+def test_the_next_call_goes_on_with_the_cases_that_are_missing(ended):
     folder, first, again = ended
     assert again.returncode == 0, again.stderr
-    assert [line.split(":")[0] for line in again.stderr.splitlines()] == ["last"]
-    assert read(folder)["parts"].keys() == first["parts"].keys()
-    assert read(folder)["parts"]["first"] == first["parts"]["first"]
+    assert [line.split(":")[0] for line in again.stderr.splitlines()] == ["hangs", "lasts"]
+    parts = read(folder)["parts"]
+    assert parts["first"] == first["parts"]["first"]
+    assert [row["case"] for row in first["parts"]["lasts"]["rows"]] == ["16"]
+    assert [row["case"] for row in parts["lasts"]["rows"]] == ["16", "32"]
+    assert parts["lasts"]["state"] == "done"
+    assert parts["lasts"]["seconds"] > first["parts"]["lasts"]["seconds"]
 
 
-def test_a_part_that_the_whole_cuts_short_is_done_again_by_the_next_call(ended):
-    folder = ended[0]
-    left = {"state": "unfinished", "seconds": 1.0, "rows": [], "goals": []}
-    written = read(folder)
-    (folder / "gpu_campaign.json").write_text(json.dumps(written | {"parts": written["parts"] | {"first": left}}))
+def test_a_part_that_comes_to_nothing_new_is_not_tried_again(ended):
+    folder, _, _ = ended
+    assert read(folder)["parts"]["hangs"]["state"] == "stopped"
     with fake_gpu.machine(CARD):
-        again = run(folder / "script.py", "--output", folder, timeout=120)
-    assert [line.split(":")[0] for line in again.stderr.splitlines()] == ["first"]
-    assert read(folder)["parts"]["first"]["state"] == "done"
+        third = run(folder / "script.py", "--output", folder, timeout=120)
+    assert third.stderr == ""
+    assert not list(folder.glob("*.jsonl"))
+
+
+def test_figures_of_few_and_small_cases_are_not_mixed_in(ended):
+    with fake_gpu.machine(CARD):
+        refused = run(ended[0] / "script.py", "--output", ended[0], "--quick", timeout=120)
+    assert refused.returncode == 1
+    assert "the figures there are of all cases; name another" in refused.stderr
 
 
 def test_the_report_has_each_figure_beside_the_rigs_where_that_can_tell(ended):
@@ -105,7 +128,7 @@ def test_the_report_has_each_figure_beside_the_rigs_where_that_can_tell(ended):
     assert "| one | 3.0 (rig 4.0, -25.00%) | 2.5 |" in text
     assert "failed in" in text
     assert "ValueError: no such kernel" in text
-    assert "1 figures: 0 the same, 0 within 1 %, median 25.00%, worst 25.0% off; 3 have none of the rig's" in text
+    assert "1 figures: 0 the same, 0 within 1 %, median 25.00%, worst 25.0% off; 7 have none of the rig's" in text
 
 
 def test_figures_of_another_device_are_not_mixed_in(ended):

@@ -1,12 +1,14 @@
 """Everything that only a real GPU can tell, in one command of at most eight minutes, the most telling part first.
 
-    python3 tests/gpu/campaign.py --output DIR                    # again with the same DIR: does what is missing
+    python3 tests/gpu/campaign.py --output DIR                    # again with the same DIR: goes on where it ended
     python3 tests/gpu/campaign.py --output DIR --parts probe,mfu  # these alone, once more
     .venv-cuda/bin/python tests/gpu/campaign.py --output DIR --rig --seconds 3600  # the rig's figures: a fake H100's
 
-writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with a time
-limit of its own: one that fails or hangs costs only itself, and what it had measured until then is kept. With `--rig`
-the figures are those that stand beside the measured ones later, and go to results/gpu_campaign_rig.json, too.
+writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with a share of
+the time, its most telling cases first: one that fails or hangs costs only itself, and one that its share does not
+suffice for keeps the cases it has and goes on with the others in the next call. With `--rig`
+the figures are those that stand beside the measured ones later: once all parts are done, they go to
+results/gpu_campaign_rig.json, too.
 batchtune need not be installed; torchvision, timm, transformers, lightning and accelerate should be.
 """
 
@@ -39,10 +41,11 @@ import campaign_report  # noqa: E402
 import campaign_work  # noqa: E402
 
 Row = dict[str, Any]
+Rows = dict[str, Row]  # by their cases
 RIG = ROOT / "tests" / "benchmarks" / "results" / "gpu_campaign_rig.json"
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "pytorch-lightning", "accelerate", "optuna", "nvidia-ml-py")
-USUAL_SECONDS = 480.0
-LEAST_SECONDS = 10.0  # no part is begun with less
+LEAST_SECONDS = 5.0  # no part is begun with less
+UNFINISHED = {"state": "unfinished", "seconds": 0.0}
 TOLD = 600  # characters of an error
 
 
@@ -51,28 +54,30 @@ class Part:
     """One question to the GPU.
 
     Attributes:
-        work: yields a row for each case as it is measured; with `quick`, few and small ones.
+        work: yields a row for each case as it is measured; with `quick`, few and small ones. It is given the rows of
+            earlier calls by their cases, and leaves those out as far as they can be had alone; of two rows of one case
+            the later counts.
         judge: the goals, from the rows there are.
-        seconds: the part's limit.
+        seconds: the part's share of a call of eight minutes; what others leave of theirs is added.
     """
 
     title: str
-    work: Callable[[bool], Iterator[Row]]
+    work: Callable[[bool, Rows], Iterator[Row]]
     judge: Callable[[list[Row]], list[Row]]
     seconds: float
 
 
 PARTS = {
     "estimate": Part(
-        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 150
+        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 100
     ),
-    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 120),
-    "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 120),
-    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 60),
-    "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 50),
-    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 60),
+    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 80),
+    "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 70),
+    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 40),
+    "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 45),
+    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 65),
     "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 45),
-    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 240),
+    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 35),
 }
 
 
@@ -100,40 +105,49 @@ def on_the_rig() -> contextlib.AbstractContextManager[Any]:
     return fake_gpu.machine(fake_gpu.Card("81559MiB", **kind, **clock, **power))
 
 
-def work(name: str, *, quick: bool) -> None:
+def read(kept: Path) -> Rows:
+    """The rows in a part's file, the later of two with the same case; a line that was cut short is none."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    return {row["case"]: row for row in (json.loads(line) for line in lines if line.endswith("}"))}
+
+
+def work(name: str, folder: Path, *, quick: bool) -> None:
     """Does one part in this process: rows as lines of JSON on standard output, all else that is printed beside them."""
-    rows = os.fdopen(os.dup(1), "w")
+    rows, there = os.fdopen(os.dup(1), "w"), read(folder / f"{name}.jsonl")
     os.dup2(2, 1)
-    for row in PARTS[name].work(quick):
+    for row in PARTS[name].work(quick, there):
         print(json.dumps(row), file=rows, flush=True)
 
 
 def run(name: str, folder: Path, limit: float, *, quick: bool) -> Row:
     """One part in a process of its own, with what it started ended at its limit, if it lasts as long."""
-    command = [sys.executable, sys.argv[0], "--part", name, *(["--quick"] if quick else [])]
+    command = [sys.executable, sys.argv[0], "--part", name, "--output", str(folder), *(["--quick"] if quick else [])]
     paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
     began, kept = time.perf_counter(), folder / f"{name}.jsonl"  # it stays if we are ended, too
-    with kept.open("w") as rows, tempfile.TemporaryFile() as errors:
+    known = len(read(kept))
+    with kept.open("a") as rows, tempfile.TemporaryFile() as errors:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for a GPU may fork afterwards
         child = subprocess.Popen(command, stdout=rows, stderr=errors, env=environment, process_group=0)
         try:
-            code, state = child.wait(limit), "done"
+            code = child.wait(limit)
         except subprocess.TimeoutExpired:
-            code, state = None, "stopped"
+            code = None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         errors.seek(0)
         said = errors.read().decode(errors="replace").strip()[-TOLD:]
-    found = [json.loads(line) for line in kept.read_text().splitlines() if line.endswith("}")]
-    record = {"state": state, "seconds": round(time.perf_counter() - began, 1), "rows": found}
+    found = list(read(kept).values())
+    record = {"state": "done", "seconds": round(time.perf_counter() - began, 1), "rows": found}
     if code:
         record |= {"state": "failed", "error": said.rpartition("\n")[2] if code > 0 else f"signal {-code}", "end": said}
     elif code is None:
-        record["error"] = f"stopped after {limit:.0f} s, {len(found)} rows were there"
-    kept.unlink()
+        state = "unfinished" if len(found) > known else "stopped"  # nothing new in all its time: not tried again
+        record |= {"state": state, "error": f"had {limit:.0f} s, {len(found)} rows are there"}
+    if record["state"] != "unfinished":
+        kept.unlink()
     return record
 
 
@@ -156,7 +170,7 @@ def write(folder: Path, campaign: Row) -> None:
         new.replace(folder / f"gpu_campaign.{ending}")
 
 
-def begin(folder: Path) -> Row:
+def begin(folder: Path, *, quick: bool) -> Row:
     """The campaign as an earlier call left it in the folder, or a new one.
 
     Raises:
@@ -173,6 +187,10 @@ def begin(folder: Path) -> Row:
     campaign: Row = json.loads(old.read_text())
     if campaign["machine"]["device"] != facts["device"]:
         raise SystemExit(f"--output {folder}: the figures there are of {campaign['machine']['device']}; name another")
+    if campaign["quick"] != quick:
+        raise SystemExit(
+            f"--output {folder}: the figures there are of {'all' if quick else 'few and small'} cases; name another"
+        )
     return campaign
 
 
@@ -182,14 +200,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder of the report, and of what an earlier call left")
     parser.add_argument("--parts", help=f"of {','.join(PARTS)}: these alone, also if they are there")
     parser.add_argument(
-        "--seconds", type=float, default=480.0, help="for all of it; what is left waits for a next call"
+        "--seconds", type=float, default=480.0, help="for all of it; what is left waits for the next call"
     )
     parser.add_argument("--quick", action="store_true", help="few and small cases: shows that every part works")
     parser.add_argument("--rig", action="store_true", help="on a fake H100, for the figures to compare with")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
-        work(given.part, quick=given.quick)
+        work(given.part, given.output, quick=given.quick)
         return
     names = given.parts.split(",") if given.parts else list(PARTS)
     if given.output is None or set(names) - set(PARTS):
@@ -197,7 +215,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that no part outlives us
     with on_the_rig() if given.rig else contextlib.nullcontext():
         campaign = measure(given, names)
-    if given.rig:
+    if given.rig and all(part["state"] == "done" for part in campaign["parts"].values()):
         RIG.write_text(json.dumps(campaign, indent=1) + "\n")
     print(campaign_report.summary(campaign, {name: part.title for name, part in PARTS.items()}))
 
@@ -205,22 +223,23 @@ def main() -> None:
 def measure(given: argparse.Namespace, names: Sequence[str]) -> Row:
     """The campaign with what these parts came to, as far as there was time."""
     end = time.perf_counter() + given.seconds
-    campaign = begin(given.output)
+    campaign = begin(given.output, quick=given.quick)
     command = " ".join(sys.argv).replace(str(given.output), given.output.name)
     campaign |= {"command": f"python3 {command}", "quick": given.quick}
-    for name in names:
+    records = campaign["parts"]
+    open_ones = [name for name in names if given.parts or records.get(name, UNFINISHED)["state"] == "unfinished"]
+    for place, name in enumerate(open_ones):
         left = end - time.perf_counter()
-        there = campaign["parts"].get(name, {}).get("state", "unfinished") != "unfinished"
-        if (there and not given.parts) or left < LEAST_SECONDS:
-            continue
+        if left < LEAST_SECONDS:
+            break
         print(f"{name}: ", end="", file=sys.stderr, flush=True)
-        limit = PARTS[name].seconds * max(1.0, given.seconds / USUAL_SECONDS)
-        record = run(name, given.output, min(limit, left), quick=given.quick)
-        if record["state"] == "stopped" and left < limit:  # cut short by us: the next call does it again
-            record["state"] = "unfinished"
-        campaign["parts"][name] = record | {"goals": judged(PARTS[name], record["rows"])}
+        limit = left * PARTS[name].seconds / sum(PARTS[each].seconds for each in open_ones[place:])
+        record = run(name, given.output, limit, quick=given.quick)
+        before = records.get(name, UNFINISHED)
+        record["seconds"] += before["seconds"] if before["state"] == "unfinished" else 0.0
+        records[name] = record | {"goals": judged(PARTS[name], record["rows"])}
         write(given.output, campaign)
-        print(f"{record['state']} in {record['seconds']} s {record.get('error', '')}", file=sys.stderr, flush=True)
+        print(f"{record['state']} in {record['seconds']:.1f} s {record.get('error', '')}", file=sys.stderr, flush=True)
     return campaign
 
 

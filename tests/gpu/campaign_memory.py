@@ -14,6 +14,7 @@ from typing import Any
 from campaign_report import goal
 
 Row = dict[str, Any]
+Rows = dict[str, Row]
 MIB, GIB = 1 << 20, 1 << 30
 LATER_STEPS = 50
 WHOLE = 0.95  # of the card: the margin of 5 %
@@ -47,6 +48,7 @@ TRACED = (  # at three batch sizes each
 )
 LARGEST = TRACED[:4]  # bisected on the device, too
 COMPARED = (("Gpt2", 8), ("ResNet50", 24), ("WideContrastive", None))
+LAST_OVERHEAD = "addresses of segments, in the order of their creation"
 PEER_SECONDS = 60  # in which a method ends, or is told as one that does not
 PEERS = ("batchtune", "Lightning binsearch", "Accelerate", "doubling + bisection")
 
@@ -124,7 +126,7 @@ def _stages(answers: Any, questions: Any) -> None:
         gradient = torch.ones_like(out)
         figures = beyond(lambda: torch.autograd.grad(out, (images, kernel), gradient))  # noqa: B023
         asked(f"cuDNN, {kind}, backward", **figures)
-    asked("addresses of segments, in the order of their creation", **_directions(torch))
+    asked(LAST_OVERHEAD, **_directions(torch))
     answers.put(None)
 
 
@@ -177,16 +179,16 @@ def overheads() -> Iterator[Row]:
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
-def probes(quick: bool) -> Iterator[Row]:
+def probes(quick: bool, there: Rows) -> Iterator[Row]:
     import zoo
 
     import batchtune
 
     for name, gib in (("MLP, bf16", 1),) if quick else PROBED:
         case = next((each for each in zoo.CASES if each.name == name), None)
-        if case is None:  # its library is missing
-            continue
         text, limit = within(gib)
+        if case is None or f"{name}, {text}" in there:  # its library is missing, or an earlier call did it
+            continue
         began = time.perf_counter()
         task = f"{zoo.__file__}:{case.slug}"
         found = batchtune.probe(
@@ -223,7 +225,7 @@ def judge_probes(rows: list[Row]) -> list[Row]:
 # --- and its peers ----------------------------------------------------------------------------------------------------
 
 
-def peers(quick: bool) -> Iterator[Row]:
+def peers(quick: bool, there: Rows) -> Iterator[Row]:
     """Every method in a process of its own with nothing beside it, as tests/benchmarks/probe_peers.py runs them."""
     from probe_peers import UNFINISHED, Case, outcome, search
     from probe_tasks import TASKS
@@ -233,28 +235,35 @@ def peers(quick: bool) -> Iterator[Row]:
         case, task = Case(name, text, limit, "cuda:0"), TASKS[name]()
         members = ("build_model", "make_batch", "compute_loss", "build_optimizer")
         source = SimpleNamespace(**{each: getattr(task, each) for each in members})
-        found = [search(case, "batchtune", 0)]
-        near = found[0].answer or 64
-        true = true_size(source, "fp32", limit, near, quick=quick)["true_batch_size"]
-        start = 1 << (true or near).bit_length()  # the power of two above: as good a start as a user can name
+        true: int | None = None
         lived = 0
-        others = () if quick else PEERS[1:]
-        for each in (*found, *(search(case, method, start, PEER_SECONDS) for method in others)):
-            if each.answer and each.answer > lived:
-                later = outcome(case, each.answer, 5 if quick else LATER_STEPS)
-                lived = each.answer if later == "fit" else lived
-            else:  # where a larger one lives through the steps, it does
-                later = "fit" if each.answer else None
-            yield {
-                "case": f"{name}, {text}, {each.method}",
-                "batch_size": each.answer,
-                "true_batch_size": true,
-                "attempts": len(each.attempts),
-                "ooms": each.ooms,
-                "seconds": each.seconds,
-                "later": later,
-                "trouble": f"{each.trouble} in {PEER_SECONDS} s" if each.trouble == UNFINISHED else each.trouble,
-            }
+        for method in PEERS[:1] if quick else PEERS:
+            row = there.get(f"{name}, {text}, {method}")
+            if row is None:
+                # ours starts from its estimate, theirs from the power of two above the truth: a user's best guess
+                ours = method == PEERS[0]
+                found = search(
+                    case, method, 0 if ours else 1 << (true or 64).bit_length(), *() if ours else (PEER_SECONDS,)
+                )
+                if ours:
+                    true = true_size(source, "fp32", limit, found.answer or 64, quick=quick)["true_batch_size"]
+                later = "fit" if found.answer else None  # where a larger one lives through the steps, it does
+                if found.answer and found.answer > lived:
+                    later = outcome(case, found.answer, 5 if quick else LATER_STEPS)
+                row = {
+                    "case": f"{name}, {text}, {method}",
+                    "batch_size": found.answer,
+                    "true_batch_size": true,
+                    "attempts": len(found.attempts),
+                    "ooms": found.ooms,
+                    "seconds": found.seconds,
+                    "later": later,
+                    "trouble": f"{found.trouble} in {PEER_SECONDS} s" if found.trouble == UNFINISHED else found.trouble,
+                }
+                yield row
+            true = row["true_batch_size"]
+            if row["later"] == "fit":
+                lived = max(lived, row["batch_size"])
 
 
 def judge_peers(rows: list[Row]) -> list[Row]:
@@ -287,27 +296,35 @@ def _traced(name: str, gpu: Row, limit: int) -> Row:
         return {"refused": f"{type(error).__name__}: {error}"[:200]}
 
 
-def estimates(quick: bool) -> Iterator[Row]:
+def estimates(quick: bool, there: Rows) -> Iterator[Row]:
     """Overheads, peaks at three batch sizes, then the largest batches; traces are made side by side meanwhile."""
     import estimate_allocator
     import torch
     import zoo
 
-    there = {case.name: case for case in zoo.CASES}
+    cases = {case.name: case for case in zoo.CASES}
     limit, wanted = (GIB, ("MLP, AdamW",)) if quick else (8 * GIB, TRACED)
-    names = [name for name in wanted if name in there]
+    told = {
+        *there,
+        *(case.rpartition(", ")[0] for case in there),
+    }  # cases that are refused, and those with a batch size
+    peaks = [name for name in wanted if name in cases and name not in told]
+    sizes = [name for name in (wanted if quick else LARGEST) if name in cases and _largest_in(name, limit) not in there]
     torch.set_num_threads(1)  # threads do not outlive a fork
     gpu = estimate_allocator.forked(estimate_allocator.card)
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 1) - 1), maxtasksperchild=1) as pool:
-        tracing = {name: pool.apply_async(_traced, (name, gpu, limit)) for name in names}
-        yield from overheads()
-        guesses: dict[str, Row] = {}
-        for name in names:
-            guesses[name] = tracing[name].get()
-            yield from _peaks(there[name], guesses[name])
-    for name in names if quick else LARGEST:
-        if "limits" in guesses.get(name, {}):
-            yield _largest(there[name], guesses[name], limit)
+        tracing = {name: pool.apply_async(_traced, (name, gpu, limit)) for name in dict.fromkeys((*peaks, *sizes))}
+        if LAST_OVERHEAD not in there:
+            yield from overheads()
+        for name in peaks:
+            yield from _peaks(cases[name], tracing[name].get())
+        for name in sizes:
+            if "limits" in (guess := tracing[name].get()):
+                yield _largest(cases[name], guess, limit)
+
+
+def _largest_in(name: str, limit: int) -> str:
+    return f"{name}, largest in {limit // GIB} GiB"
 
 
 def _measured(case: Any, guess: Row, limits: tuple[int, ...]) -> Row:
@@ -344,7 +361,7 @@ def _largest(case: Any, guess: Row, limit: int) -> Row:
     truth = _measured(case, guess | {"peaks": {}}, (limit,))
     told = guess["limits"][0]
     return {
-        "case": f"{case.name}, largest in {limit // GIB} GiB",
+        "case": _largest_in(case.name, limit),
         "true_batch_size": truth["limits"][0]["max"] if "limits" in truth else None,
         "estimated_batch_size": told["max_batch_size"],
         "safe_batch_size": told["safe_max_batch_size"],

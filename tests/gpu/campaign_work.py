@@ -17,6 +17,7 @@ from typing import Any
 from campaign_report import goal
 
 Row = dict[str, Any]
+Rows = dict[str, Row]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODELS = HERE / "campaign_models.py"
@@ -88,7 +89,16 @@ def _card() -> Row:
     return {"free": seen.free_bytes or 0, "held": {each.pid: each.memory_bytes for each in seen.processes}}
 
 
-def sensors(quick: bool) -> Iterator[Row]:
+def sensors(quick: bool, there: Rows) -> Iterator[Row]:
+    if "process list" not in there:
+        yield from _loads(quick)
+    for fault in FAULTS[:1] if quick else FAULTS:
+        if fault not in there:
+            yield {"case": fault} | _fault(fault)
+
+
+def _loads(quick: bool) -> Iterator[Row]:
+    """All loads in one process that holds a context, and what the process list said of it meanwhile."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for load in LOADS:
             busy, held = pool.apply_async(_sampled, (load, 0.5 if quick else 4.0)), {}
@@ -99,8 +109,6 @@ def sensors(quick: bool) -> Iterator[Row]:
         child = pool.apply(os.getpid)
     told = {"child_listed": child in held, "child_bytes": held.get(child), "parent_listed": os.getpid() in held}
     yield {"case": "process list", "processes": len(held)} | told
-    for fault in FAULTS[:1] if quick else FAULTS:
-        yield {"case": fault} | _fault(fault)
 
 
 def _fault(task: str) -> Row:
@@ -153,11 +161,13 @@ def judge_sensors(rows: list[Row]) -> list[Row]:
 # --- throughput -------------------------------------------------------------------------------------------------------
 
 
-def throughput(quick: bool) -> Iterator[Row]:
+def throughput(quick: bool, there: Rows) -> Iterator[Row]:
     """The curve as the probe reports it, its fitted line, and steps by the device's clock and by ours."""
     import batchtune
 
     for task, largest in (("SmallGpt", 2),) if quick else (("Gpt", 32), ("ConvNet", 256)):
+        if f"{task}, {largest}, clocks" in there:
+            continue
         result = batchtune.probe(f"{MODELS}:{task}", device="cuda", precision="bf16", max=largest, verify_steps=3)
         found = result.probe
         line = found.throughput_fit
@@ -245,7 +255,7 @@ def _study(recipe: str, overrides: list[str]) -> tuple[Any, Row]:
     return result, shares(result, watch)
 
 
-def recipe(quick: bool) -> Iterator[Row]:
+def recipe(quick: bool, there: Rows) -> Iterator[Row]:
     short = ["budget.total=60s", "budget.run=1s", "budget.trials=2", "confirm.seeds=1", "objective.kind=best_metric"]
     budget = [*short, "batch_size.max=32"] if quick else ["budget.total=45s", "budget.run=6s"]
     result, spent = _study("charlm", ["precision=bf16", *budget])
@@ -291,13 +301,13 @@ def judge_recipe(rows: list[Row]) -> list[Row]:
 # --- energy -----------------------------------------------------------------------------------------------------------
 
 
-def energy(quick: bool) -> Iterator[Row]:
+def energy(quick: bool, there: Rows) -> Iterator[Row]:
     task, size = ("SmallGpt", 8) if quick else ("Gpt", 16)
-    yield {"case": f"{task}, {size}"} | in_a_process(_joules, task, size, 0.5 if quick else 8.0)
-    budget = ["budget.total=6s", "budget.run=2s", "budget.trials=3"] if quick else ["budget.total=25s", "budget.run=5s"]
+    if f"{task}, {size}" not in there:
+        yield {"case": f"{task}, {size}"} | in_a_process(_joules, task, size, 0.5 if quick else 8.0)
     if quick:
         return
-    result, _ = _study("digits", ["objective.kind=energy_to_target", *budget])
+    result, _ = _study("digits", ["objective.kind=energy_to_target", "budget.total=25s", "budget.run=5s"])
     found = result.recommendation
     joules = [each.energy_to_target_joules for each in result.trials or [] if each.energy_to_target_joules]
     row: Row = {"case": "digits, energy to target", "status": result.status, "runs_with_joules": len(joules)}
@@ -362,25 +372,12 @@ def judge_energy(rows: list[Row]) -> list[Row]:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def tests(quick: bool) -> Iterator[Row]:
+def tests(quick: bool, there: Rows) -> Iterator[Row]:
     """Each test as it ends; the slow studies of both recipes are a part of their own."""
-    chosen = (
-        ["--collect-only", "-q"]
-        if quick
-        else ["-v", "--deselect", "tests/gpu/test_cuda.py::test_a_recipe_is_tuned_on_the_device"]
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/gpu",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        *chosen,
-    ]
+    done = ("tests/gpu/test_cuda.py::test_a_recipe_is_tuned_on_the_device", *there)
+    chosen = ["--collect-only", "-q"] if quick else ["-v", *(f"--deselect={each}" for each in done)]
+    settings = ("--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *settings, *chosen]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
