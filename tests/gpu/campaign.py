@@ -68,16 +68,14 @@ class Part:
 
 
 PARTS = {
-    "estimate": Part(
-        "Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 100
-    ),
-    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 80),
+    "estimate": Part("Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 90),
+    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 105),
     "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 70),
-    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 40),
+    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 35),
     "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 45),
-    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 65),
-    "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 45),
-    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 35),
+    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 55),
+    "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 40),
+    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 40),
 }
 
 

@@ -18,13 +18,13 @@ Rows = dict[str, Row]
 MIB, GIB = 1 << 20, 1 << 30
 LATER_STEPS = 50
 WHOLE = 0.95  # of the card: the margin of 5 %
-PROBED = (  # case of the zoo, limit in GiB; None: the whole card
+PROBED = (  # case of the zoo, limit in GiB; None: the whole card. One of each limit first
     ("transformer, bf16", 8),
-    ("ResNet, bf16", 8),
-    ("contrastive, B x B logits", 8),
     ("GPT-2", 24),
-    ("timm resnet50", 24),
     ("Llama, grouped queries", None),
+    ("contrastive, B x B logits", 8),
+    ("timm resnet50", 24),
+    ("ResNet, bf16", 8),
     ("timm convnext_tiny", None),
 )
 TRACED = (  # at three batch sizes each
