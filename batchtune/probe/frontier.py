@@ -93,8 +93,12 @@ def _prior(
     expected = surface.largest_batch(length, end)
     careful = surface.largest_batch(length, (1 - _ROOM) * end - _DOUBTS * surface.doubt_bytes(expected, length))
     start = max(careful // unit * unit, min(unit, expected))
-    if not _is_proven(tried, length, bounds) or not bracket(tried[length])[0]:
+    low, high = bracket(tried[length])
+    if not _is_proven(tried, length, bounds) or not low:
         expected = start  # a failure would tell nothing that is needed
+    else:  # each attempt moves what is expected; the next is as far from it as makes a difference
+        far = int(bounds.tolerance * low) // unit * unit
+        expected = max(min(expected, high - far if high else expected), low + far // 2 // unit * unit)
     every = [each for attempts in tried.values() for each in measured_points(attempts)]
     optimizer = max((each.allocated for each in every if each.activation < each.allocated), default=0.0)
     return LengthPrior(surface, length, expected, start, optimizer)

@@ -148,6 +148,8 @@ def _by_estimate(expected: int, block: int, low: int, high: int | None, gap: int
     """Where to look when an estimate has foreseen the memory used so far; 0 where it does not say."""
     if high is not None and low % block == 0 and gap < high - low <= block:
         return low + gap, f"{low} fills the allocator's blocks, as far as the estimate tells"
+    if block < gap and high is not None and high - low <= 2 * gap:
+        return 0, ""  # one attempt ends it
     if low <= expected and (high is None or high > expected):
         wanted = expected + block if low + gap > expected else expected
         return wanted, f"by an estimate of {expected}, which foresaw the memory used so far"

@@ -97,6 +97,9 @@ class Plain:
                     code = 0
                 except torch.OutOfMemoryError:
                     code = 1
+                except RuntimeError as error:  # a batch that a kernel does not take trains as little
+                    code = 1 if "exceeds (65535)" in str(error) else 2
+                    print(f"the plain loop raises {error!r}", file=sys.stderr, flush=True)
                 except Exception as error:  # noqa: BLE001 - told here, and by the exit status
                     print(f"the plain loop raises {error!r}", file=sys.stderr, flush=True)
             os._exit(code)

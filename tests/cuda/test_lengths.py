@@ -99,7 +99,8 @@ def test_with_expandable_segments_all_lengths_train_nearly_what_each_does_alone(
         points = [(point.length, point.max_batch_size) for point in found.probe.lengths]
         assert script(PLAIN_LOOP.replace("TASK", text), points, found.probe.memory_limit_bytes, **setting)
     assert "expandable_segments:True" in found.environment.allocator_conf
-    assert found.probe.length_check.orders == 6
+    check = found.probe.length_check
+    assert check.orders == (18 if check.failures else 6)
     assert found.probe.length_check.steps >= 200
     for point in found.probe.lengths:
         alone = max(each.batch_size for each in point.attempts if each.fits and each.purpose == "search")
