@@ -19,10 +19,11 @@ from batchtune.vocabulary import Length, dimensions, length_text, order
 ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
 MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
-ALIKE = 0.04  # lengths whose batches take so nearly as much in all are made to take the same
+ALIKE, ALIKE_AFTER_FAILURE = 0.06, 0.15  # batches that take so nearly as much in all are made to take the same
 _ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length
 _NEXT, _NEAR = 0.06, 0.02  # of all batches: how much less is tried after a failure, and how near the end is found
-MARGIN = 0.01  # of all batches: what is left to orders that were not tried, where one that was has failed
+MARGIN = 0.03  # of all batches: what is left to orders that were not tried, where one that was has failed
+"""With 1 %, a U-Net's batches that passed 18 orders failed in 3 of 14 more."""
 _LEAST = 0.2  # of what each length trains alone
 _MOST_CHECKS = 16
 
@@ -59,24 +60,25 @@ def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: 
     )
 
 
-def shared(sizes: Mapping[Length, int], share: float, unit: int = 1, *, align: bool = True) -> Sizes:
+def shared(sizes: Mapping[Length, int], share: float, unit: int = 1, *, alike: float | None = ALIKE) -> Sizes:
     """A share of each batch; where batches take nearly as much in all at several lengths, exactly as much at each.
 
     What a batch takes in all is its size times the numbers of its length. With the same at two lengths, most blocks of
-    memory are of one size, and the one length can use what the other has left.
+    memory are of one size, and the one length can use what the other has left. `alike` is by how much their totals may
+    differ, as a share of the smallest; None leaves all as they are.
     """
     total = {length: size * math.prod(dimensions(length)) for length, size in sizes.items()}
     left, found = sorted(total, key=total.__getitem__), dict[Length, int]()
     while left:
-        alike = [each for each in left if total[each] <= (1 + ALIKE) * total[left[0]]]
-        left = left[len(alike) :]
-        if align and len(alike) > 1:
-            each_in_all = int(share * total[alike[0]])
-            step = math.lcm(*(unit * math.prod(dimensions(each)) for each in alike))
+        same = [each for each in left if total[each] <= (1 + (alike or 0)) * total[left[0]]]
+        left = left[len(same) :]
+        if alike and len(same) > 1:
+            each_in_all = int(share * total[same[0]])
+            step = math.lcm(*(unit * math.prod(dimensions(each)) for each in same))
             each_in_all -= each_in_all % step if step <= _ROUND * each_in_all else 0
-            found |= {each: each_in_all // math.prod(dimensions(each)) for each in alike}
+            found |= {each: each_in_all // math.prod(dimensions(each)) for each in same}
         else:
-            found |= {each: round(share * sizes[each]) for each in alike}
+            found |= {each: round(share * sizes[each]) for each in same}
     return {length: max(1, found[length] // unit) * unit for length in sizes}
 
 
@@ -136,7 +138,7 @@ def check_lengths(
 ) -> tuple[LengthCheck, Sizes]:
     """Trains all lengths mixed until that passes in so many orders, and says with which batches it does.
 
-    Where that fails, all batches are made smaller, to within 2 % of the largest share of them that passes, less 1 %
+    Where that fails, all batches are made smaller, to within 2 % of the largest share of them that passes, less 3 %
     and three times as many orders: what one length leaves is what another one fails on.
 
     Args:
@@ -174,7 +176,8 @@ def _largest_share(checks: _Checks, first: Sizes, unit: int, least: int, *, alig
     """The largest share of all batches that passes, to within a fiftieth, less what other orders may need."""
 
     def at(share: float) -> Sizes:
-        return {each: max(least, size) for each, size in shared(first, share, unit, align=align).items()}
+        alike = (ALIKE_AFTER_FAILURE if checks.failed else ALIKE) if align else None
+        return {each: max(least, size) for each, size in shared(first, share, unit, alike=alike).items()}
 
     passed, failed, found, known = 0.0, 0.0, Sizes(), list[Sizes]()
     share = 1.0
@@ -183,8 +186,10 @@ def _largest_share(checks: _Checks, first: Sizes, unit: int, least: int, *, alig
         if sizes == found or (sizes not in known and checks.pass_at(sizes)):
             passed, found, kept = share, sizes, checks.passed
         else:
-            failed = share
             known.append(sizes)
+            if at(share) not in known:  # so that more of them take the same
+                continue
+            failed = share
             if not passed and (share <= _LEAST or len(checks.failed) >= _MOST_CHECKS):
                 raise checks.refuse()
         share = (passed + failed) / 2 if passed else share - _NEXT

@@ -22,6 +22,7 @@ _ERROR, _PASSED_ERROR = 0.002, 0.01  # of a measured peak as a point of the mode
 _DOUBTS = 0.5  # standard deviations of the model to which a batch is tried that should not fail
 _ROOM = 0.005  # of the end: below it by so much a batch is tried of which no failure is to prove that it is the largest
 _NEAR = 0.015  # of the batch that the model expects: what is so near to it is the answer
+_LOWER = 0.97  # of a batch that was expected to fit and did not: what is tried next
 _ESTIMATED_PARTS, _ESTIMATED_ERROR = (2, 4), 0.01  # of the largest fit: where an estimate tells how memory grows
 
 Tried = Mapping[Length, Sequence[Attempt]]  # the longest length first
@@ -63,6 +64,9 @@ def next_attempt(
         if prior is not None and _is_near(tried, length, bounds, prior):
             continue
         choice = next_size(attempts, within, limit, prior)
+        if prior is not None and [each.outcome for each in attempts] == ["oom"]:
+            lower = int(_LOWER * attempts[0].batch_size) // bounds.multiple_of * bounds.multiple_of
+            choice = Choice(max(lower, bounds.minimum), "right below the failure, by what other lengths took")
         if choice.batch_size is not None:
             return length, choice
     return next(iter(tried)), Choice(None, "all lengths are searched")
@@ -97,8 +101,8 @@ def _prior(
     if not _is_proven(tried, length, bounds) or not low:
         expected = start  # a failure would tell nothing that is needed
     else:  # each attempt moves what is expected; the next is as far from it as makes a difference
-        far = int(bounds.tolerance * low) // unit * unit
-        expected = max(min(expected, high - far if high else expected), low + far // 2 // unit * unit)
+        far = max(unit, int(bounds.tolerance * low) // unit * unit)
+        expected = max(min(expected, high - far if high else expected), low + far - unit)
     every = [each for attempts in tried.values() for each in measured_points(attempts)]
     optimizer = max((each.allocated for each in every if each.activation < each.allocated), default=0.0)
     return LengthPrior(surface, length, expected, start, optimizer)

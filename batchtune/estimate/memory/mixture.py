@@ -23,7 +23,7 @@ from batchtune.estimate.memory.fit import (
     repeated_step,
     same_events,
 )
-from batchtune.lengths.mixing import MARGIN, ORDERS, Sizes, mixed_order, shared
+from batchtune.lengths.mixing import ALIKE_AFTER_FAILURE, MARGIN, ORDERS, Sizes, mixed_order, shared
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
@@ -123,12 +123,14 @@ class Mixture:
         if _are_alike([*self.steps.values()]) and len(sizes) == len(fitted) > 1 and not self._shares:
             self._shares.append(self._largest_share(sizes, capacity_bytes))
         share = self._shares[0] if self._shares else 1.0
-        smaller = shared(sizes, share, align=share < 1) if sizes else {}
+        smaller = shared(sizes, share, alike=ALIKE_AFTER_FAILURE if share < 1 else None) if sizes else {}
         return {length: min(size, smaller.get(length, 0)) if length else size for length, size in alone.items()}
 
     def _largest_share(self, alone: Sizes, capacity_bytes: int) -> float:
         share = 1.0
-        while share > _LEAST and not self._train(shared(alone, share, align=share < 1), capacity_bytes):
+        while share > _LEAST and not self._train(
+            shared(alone, share, alike=ALIKE_AFTER_FAILURE if share < 1 else None), capacity_bytes
+        ):
             share -= _NEAR
         return share if share == 1 else share - MARGIN  # for orders that were not tried
 

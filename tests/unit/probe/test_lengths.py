@@ -209,13 +209,25 @@ class TestTheFinalCheck:
             return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
 
         found, sizes = check_all(tried, check, orders=4)
-        assert (end - 0.03) * 400 - 1 <= sizes[512] <= end * 400
+        assert (end - 0.05) * 400 <= sizes[512] <= end * 400
         assert sizes[128] == pytest.approx(7.5 * sizes[512], rel=0.01)
         count = 18 if end < 1 else 4
         assert (found.orders, found.steps) == (count, 60 * count)
         assert found.failures <= (10 if end < 0.8 else 5)
         points = {each.length: each for each in length_points(tried, lambda *_: "memory", sizes)}
         assert {length: point.max_batch_size for length, point in points.items()} == sizes
+
+    def test_after_a_failure_lengths_that_take_a_tenth_more_take_the_same_before_all_shrink(self):
+        tried = {512: [fit(512, 440)], 128: [fit(128, 1600)]}
+
+        def check(sizes, order):
+            fits = sizes[128] * 128 == sizes[512] * 512
+            return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
+
+        found, sizes = check_all(tried, check, orders=4)
+        assert found.failures == 1
+        assert 390 <= sizes[512] <= 400
+        assert sizes[128] == 4 * sizes[512]
 
     def test_after_a_failure_the_order_that_failed_comes_first(self):
         tried, seen = {512: [fit(512, 40)]}, []
@@ -262,7 +274,7 @@ class TestSharesOfAllBatches:
 
     def test_others_keep_their_share(self):
         assert shared({128: 1000, 512: 100}, 0.9) == {128: 900, 512: 90}
-        assert shared({128: 1003, 256: 501}, 1.0, align=False) == {128: 1003, 256: 501}
+        assert shared({128: 1003, 256: 501}, 1.0, alike=None) == {128: 1003, 256: 501}
 
     def test_pictures_count_by_their_area(self):
         assert shared({(64, 64): 520, (64, 128): 256, (128, 128): 128}, 1.0) == {
