@@ -229,6 +229,17 @@ class TestTheFinalCheck:
         assert 390 <= sizes[512] <= 400
         assert sizes[128] == 4 * sizes[512]
 
+    def test_a_share_that_passes_alone_among_others_that_fail_is_not_the_answer(self):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 1600)]}
+
+        def check(sizes, order):
+            fits = sizes[512] <= 340 or 374 <= sizes[512] <= 386
+            return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
+
+        found, sizes = check_all(tried, check, orders=4)
+        assert 300 <= sizes[512] <= 340
+        assert found.orders == 18
+
     def test_after_a_failure_the_order_that_failed_comes_first(self):
         tried, seen = {512: [fit(512, 40)]}, []
 
