@@ -14,7 +14,8 @@ from batchtune.child.evaluate import require_metric
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.stepping import choose, every_precision
 from batchtune.device.memory import count_devices, find_device, open_device
-from batchtune.device.nvml import Sensors, Sharing, usable_now
+from batchtune.device.nvml import Sensors
+from batchtune.device.sharing import Sharing, usable_now
 from batchtune.document import NO_CLIPPING, Environment
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Describe, Machine, Opened, OpenTask

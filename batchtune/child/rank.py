@@ -18,7 +18,7 @@ from batchtune.child.ranks.parallel import Parallel, load_for
 from batchtune.child.server import Child
 from batchtune.child.trainer import Trainer
 from batchtune.device.memory import count_devices, find_device
-from batchtune.device.nvml import Sharing, usable_now
+from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
 from batchtune.protocol.messages import AnyCommand, Channel, Rendezvous, give_standard_streams_away

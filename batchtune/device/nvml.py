@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from batchtune.device.sharing import Sharing
 from batchtune.document import DeviceProcess
-from batchtune.errors import DeviceError
-from batchtune.units import size
 
 if TYPE_CHECKING:
     import torch
@@ -43,43 +42,6 @@ def told(ask: Callable[..., Answer], *arguments: object) -> Answer | None:
         return ask(*arguments)
     except Exception:  # noqa: BLE001 - pynvml has several kinds, one for functions that an older library lacks
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """One look at a device: its free bytes, and every process that holds some of the others."""
-
-    free_bytes: int | None
-    processes: tuple[DeviceProcess, ...] = ()
-
-
-def name_processes(processes: Sequence[DeviceProcess]) -> str:
-    """Processes by their ids, with what each holds where that is known."""
-    held = ((process.pid, process.memory_bytes) for process in processes)
-    return ", ".join(f"pid {pid}" + (f" {size(memory)}" if memory else "") for pid, memory in held)
-
-
-@contextlib.contextmanager
-def usable_now(name: str, seen: Sharing | None, *, only_if_full: bool = False) -> Iterator[None]:
-    """What a device raises while the user's code is not at work is none of theirs: others fill it, or have it alone.
-
-    `seen` is who held its memory before. With `only_if_full` other errors are passed on: the user's code has been
-    there, and may have left something behind.
-
-    Raises:
-        DeviceError: the same in one line, with those who hold its memory.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        from batchtune.device.failures import classify  # loads torch, which whoever raised this has
-
-        if only_if_full and classify(error) != "oom":
-            raise
-        first = str(error).strip().split("\n")[0][:300]
-        holders = name_processes(seen.processes) if seen else ""
-        held = f"; its memory is held by other processes: {holders}" if holders else ""
-        raise DeviceError(f"{name}: cannot be used now: {first}{held}", setting="device") from None
 
 
 def candidate_uuids(torch_uuid: str, index: int, visible: str | None) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from batchtune.device.nvml import name_processes
-from batchtune.document import Attempt, Environment, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
+from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import order_warnings
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
@@ -16,10 +15,9 @@ from batchtune.probe.search import bracket
 from batchtune.probe.timing import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import unseen_warnings
-from batchtune.units import share, size
+from batchtune.units import size
 from batchtune.vocabulary import LARGEST, Length
 
-MOVED = 0.01  # share of the device's memory by which its free memory may move before it is worth a sentence
 _APART = 4  # times: among sizes so different, memory that ends after the same number of steps is not the batch's
 _KEPT = "something keeps what each step made: losses that are summed without .item(), or a list of outputs"
 _NEAR = 0.8  # of the largest size that is of use: step times are not so sharp that going on would tell more
@@ -263,26 +261,3 @@ def foreign_warnings(parameters: int) -> list[str]:
     which = f"{parameters} parameter{'s that are' if parameters > 1 else ' that is'} not the model's"
     text = f"the optimizer holds {which} (of a loss, say), which nobody moves to the device or saves with the model"
     return [f"{text}; make it a module of what build_model returns"]
-
-
-def sharing_warnings(environment: Environment | None) -> list[str]:
-    """Who else held memory of the device, and whether what was free moved meanwhile."""
-    if environment is None:
-        return []
-    found = []
-    others = environment.other_processes or []
-    if others:
-        known = [process.memory_bytes for process in others if process.memory_bytes]
-        held = size(sum(known)) if known else "some"
-        found.append(
-            f"other processes hold {held} of the device's memory ({name_processes(others)}): what they leave free is "
-            "what was probed, and their work slows the timing"
-        )
-    before, after = environment.device_memory_free_bytes, environment.device_memory_free_after_bytes
-    total = environment.device_memory_bytes
-    if total and before is not None and after is not None and abs(after - before) > MOVED * total:
-        found.append(
-            f"the device's free memory moved by {share(abs(after - before) / total)} of the whole, from {size(before)} "
-            f"to {size(after)}, during the probe: somebody else uses it, and the answer may not hold later"
-        )
-    return found

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Attempt, Document, Failure, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.free_memory import FreeMemory
 from batchtune.estimate.tracers import EstimatePrior
 from batchtune.observer import Forwarder, Observer
-from batchtune.probe.findings import sharing_warnings
 from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe

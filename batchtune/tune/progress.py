@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import statistics
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 from batchtune.config.schema import Config
-from batchtune.document import Attempt, Failure, Prior, ProbeResult, Recommendation, Scaling, Target, TaskInfo, Trial
+from batchtune.device.sharing import sharing_warnings
+from batchtune.document import Attempt, Failure, Prior, ProbeResult, Recommendation, Scaling, TaskInfo, Trial
 from batchtune.errors import BatchtuneError, UsageError
-from batchtune.probe.findings import sharing_warnings
 from batchtune.probe.runner import Probe
 from batchtune.protocol.commands import Opened
 from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
-from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
+from batchtune.tune.findings import (
+    probe_warnings,
+    search_warnings,
+    straggler_warnings,
+    target_warnings,
+    uneven_warnings,
+)
 from batchtune.tune.study.phases import TuneStudy
-from batchtune.tune.verdict.scores import slowdown
-from batchtune.units import number
 
 Status = Literal["complete", "interrupted", "failed"]
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
-_INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
-_TWICE = 2  # a rank that is slow in a single run may be so by accident
-UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
 class Progress:
@@ -157,93 +155,9 @@ class Progress:
         found, study = list(probe.warnings) if probe else [], self.study
         if self.probe is None or self.opened is None:
             return found
-        ranks = self._config.ranks.of_each
-        counted = probe_in_tokens(self.probe, token_batches(self._config, self.probe))
-        found += loading_warnings(counted, self.prior, self.opened.device, ranks) if self.prior else []
-        found += baseline_warnings(as_one_device(self.probe, ranks), self._config.baseline.batch_size)
+        found += probe_warnings(self._config, self.probe, self.prior, self.opened.device)
         found += target_warnings(study.target) if study else []
         found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
         if study and status == "complete":
             found += search_warnings(trials, study.parts.budget.enough())
         return found
-
-
-def loading_warnings(probe: ProbeResult, prior: Prior, device: str, world_size: int = 1) -> list[str]:
-    """One where steps at the batch size that the search starts with wait for their data for most of the time.
-
-    The probe is that of one of so many ranks.
-    """
-    size, seconds = prior.start_batch_size, prior.loader_seconds_per_sample
-    alone = as_one_device(probe, world_size).throughput_fit
-    loaded = as_one_device(with_loading(probe, seconds, device), world_size).throughput_fit
-    if alone is None or loaded is None or not seconds or not size:
-        return []
-    slower = step_seconds(loaded, size) / max(step_seconds(alone, size), 1e-9)
-    if slower < _INPUT_BOUND:
-        return []
-    rate = f"{1 / seconds:,.0f} samples/s{' on each rank' if world_size > 1 else ''}"
-    told = f"input-bound: loading data ({rate}) makes steps at batch {size:,} {number(slower)} times as long"
-    return [f"{told}: prepare the data beforehand, or keep it in memory, and tune again"]
-
-
-def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
-    """One where the user's bounds keep the probe below the baseline's batch size, so that it had to be accumulated."""
-    most = probe.max_batch_size
-    if most is None or probe.limited_by != "max" or batch_size <= most:
-        return []
-    text = f"the baseline's batch {batch_size:,} is above what batch_size allows ({most:,} at once): it was measured in"
-    return [f"{text} accumulated micro-batches, which may be slower than what you run today"]
-
-
-def target_warnings(target: Target) -> list[str]:
-    """One where the baseline's run, which sets the target, diverged before its end."""
-    if target.baseline_diverged_after_seconds is None:
-        return []
-    text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
-    return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
-
-
-def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
-    """One where a study that has ended never came to search, or where the task raised errors in it."""
-    searched = [trial for trial in trials if trial.role == "search" and trial.outcome]
-    if not searched:
-        text = "no other configuration was tried: probe and baseline took all of budget.total"
-        return [f"{text}; start again with budget.total={enough}"]
-    raised = [trial.message for trial in searched if trial.outcome == "user_error"]
-    if not raised:
-        return []
-    runs = f"{len(raised)} of {len(searched)} runs of the search, which tell nothing"
-    return [f"the task raised an error in {runs}: {raised[-1]}"]
-
-
-def straggler_warnings(trials: Sequence[Trial]) -> list[str]:
-    """One where the same rank was far slower than the others in most runs, twice at least."""
-    ran = [trial for trial in trials if trial.curve]
-    slow = [trial.straggler for trial in ran if trial.straggler]
-    if not slow:
-        return []
-    rank = statistics.mode(each.rank for each in slow)
-    times = [each.times for each in slow if each.rank == rank]
-    if len(times) < _TWICE or 2 * len(times) <= len(ran):
-        return []
-    text = (
-        f"rank {rank} is {number(statistics.median(times))} times as slow as the others, in {len(times)} of {len(ran)}"
-    )
-    return [f"{text} runs, and they wait for it in every step: look at its device, what else runs there, and its data"]
-
-
-def uneven_warnings(trials: Sequence[Trial], found: Recommendation | None) -> list[str]:
-    """One where runs of the recommendation or the baseline took much longer than they count.
-
-    Stretches that are far slower than the usual pace count as if they were not: mostly it is another program that slows
-    them, but batches of very unequal length look the same.
-    """
-    ours = None if found is None else (found.global_batch_size, found.learning_rate)
-    shown = [each for each in trials if each.role != "search" or (each.batch_size, each.learning_rate) == ours]
-    times = slowdown(shown)
-    if times <= 1 + UNEVEN:
-        return []
-    longer = f"training took longer than it counts by {times - 1:.0%}"
-    text = f"{longer}: stretches far slower than the usual pace are put down to other programs"
-    rest = "where it is your data, in batches of very unequal length, times are that much longer for you"
-    return [f"{text} on this machine; {rest}"]

@@ -9,7 +9,8 @@ from batchtune.child import opening as beginning
 from batchtune.child.rank import RankChild
 from batchtune.child.ranks.parallel import Parallel
 from batchtune.child.server import Child, run_command
-from batchtune.device.nvml import Sensors, Sharing
+from batchtune.device.nvml import Sensors
+from batchtune.device.sharing import Sharing
 from batchtune.document import DeviceProcess
 from batchtune.errors import UserCodeError
 from batchtune.protocol.commands import Describe, OpenTask

@@ -3,6 +3,7 @@
 import pytest
 from fakes import opened
 
+from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Attempt, DeviceProcess, Environment, ThroughputPoint
 from batchtune.probe.findings import (
     Findings,
@@ -11,7 +12,6 @@ from batchtune.probe.findings import (
     kept_warnings,
     leak_warnings,
     recompile_warnings,
-    sharing_warnings,
 )
 from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.timing import busy_warnings, with_flops

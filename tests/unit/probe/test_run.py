@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeChild, opened
 
 import batchtune
-from batchtune.device.nvml import Sharing
+from batchtune.device.sharing import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate import free_memory

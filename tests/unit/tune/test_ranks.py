@@ -12,10 +12,10 @@ from batchtune.config.schema import Budget, Config, Confirm
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
+from batchtune.tune.findings import baseline_warnings, loading_warnings
 from batchtune.tune.plan.affordable import affordable_noise_scale
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
-from batchtune.tune.progress import baseline_warnings, loading_warnings
 from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from batchtune.document import CurvePoint, Target
-from batchtune.tune.progress import target_warnings
+from batchtune.tune.findings import target_warnings
 from batchtune.tune.study.targets import automatic_target, levelled_off
 
 

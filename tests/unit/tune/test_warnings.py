@@ -1,7 +1,7 @@
 import pytest
 
 from batchtune.document import CurvePoint, ProbeResult, Straggler, Trial
-from batchtune.tune.progress import baseline_warnings, search_warnings, straggler_warnings, uneven_warnings
+from batchtune.tune.findings import baseline_warnings, search_warnings, straggler_warnings, uneven_warnings
 
 
 def probe(largest, limited_by):
