@@ -251,7 +251,7 @@ def tune(  # noqa: D417 - takes_options adds them
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.report.live import usual_observer
-    from batchtune.tune.plan.open_task import configure
+    from batchtune.tune.plan.configure import configure
     from batchtune.tune.run import run_tune
 
     observer = observer or usual_observer()

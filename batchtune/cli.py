@@ -184,7 +184,7 @@ def tune(
       batchtune tune config.yaml --ranks 4 --strategy fsdp
       batchtune tune config.yaml --executor ray --workers auto
     """
-    from batchtune.tune.plan.open_task import configure
+    from batchtune.tune.plan.configure import configure
 
     check_options(api.tune, options)
     given = {"workers": workers, "storage": storage, "executor": executor, "ray.address": ray_address}

@@ -11,7 +11,8 @@ from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.observer import Observer
 from batchtune.result import ROOT, Result
 from batchtune.run_folder import RunFolder
-from batchtune.tune.plan.open_task import identity_of, require_executor
+from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.plan.warm_start import read_warm_start
 from batchtune.tune.progress import Progress, Status
 from batchtune.tune.start import Tuning

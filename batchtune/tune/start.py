@@ -9,11 +9,11 @@ from batchtune.observer import Forwarder, Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.protocol.commands import Opened
 from batchtune.tune.group_runs import train_groups
-from batchtune.tune.plan.open_task import identity_of, open_pool, open_task
+from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.plan.open_task import open_pool, open_task
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.plan_study import plan_study
-from batchtune.tune.progress import Progress
-from batchtune.tune.recorder import Recorder
+from batchtune.tune.progress import Progress, Recorder
 from batchtune.tune.scaling import scale
 from batchtune.tune.study.budget import outlook_at_start
 from batchtune.tune.study.phases import TuneStudy

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from batchtune.config.load import load_config
-from batchtune.tune.plan.open_task import identity_of
+from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.study.storage import open_storage
 
 SECRET = "correct-horse-battery-staple"

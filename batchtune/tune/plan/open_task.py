@@ -1,131 +1,20 @@
-"""The task of a study: its configuration, what must not change under it, how it is opened and probed."""
+"""The task of a study: how it is opened, what of it cannot be tuned as asked, and the workers that train it."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from batchtune.config.checks import SOLVED
-from batchtune.config.load import config_of_task, default_name, load_config
 from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
-from batchtune.processes.local import LocalLauncher
 from batchtune.processes.pool import WorkerPool, launcher_of
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
-from batchtune.run_folder import write_atomically
-from batchtune.task.spec import file_hash, names_task, task_name
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution
 from batchtune.tune.plan.tokens import in_samples, require_tokens
-
-_FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
-# More of the same may be measured under these.
-_FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
-
-
-def configure(
-    given: str | os.PathLike[str] | Config,
-    options: Mapping[str, Any],
-    observer: Observer,
-    save_config: str | os.PathLike[str] | None = None,
-) -> Config:
-    """The configuration of a study.
-
-    Args:
-        given: a YAML file, or a task; what a task does not say by itself must be among the options; or the record.
-        options: those of `batchtune.tune`, and `overrides`: texts such as `baseline.batch_size=32`, laid over them.
-        observer: told where the baseline was read.
-        save_config: the file that it is written to.
-
-    Raises:
-        UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be written.
-    """
-    texts = options.get("overrides") or ()
-    overrides = [*_overrides_of(options), *([texts] if isinstance(texts, str) else texts)]
-    if not isinstance(given, Config):
-        config, told = _read(os.fspath(given), overrides, observer)
-    elif overrides:
-        raise UsageError(f"{overrides[0]}: a Config is complete; change it by its model_copy(update=...)")
-    else:
-        config, told = given, []
-    if not config.name:
-        config = config.model_copy(update={"name": default_name(Path(f"{task_name(config.task)}.py"))})
-    if save_config is not None:
-        try:
-            write_atomically(Path(save_config), _as_file(config, told))
-        except OSError as error:
-            raise UsageError(f"--save-config {save_config}: cannot be written: {error.strerror}") from None
-    return config
-
-
-def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Config, list[str]]:
-    """The configuration of a file or a task, and sentences on where its baseline was read."""
-    if not names_task(source):
-        return load_config(source, overrides), []
-    name = task_name(source)
-    config = config_of_task(source, name, overrides)
-    missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
-    if not missing:
-        return config, []
-    with Worker(worker_settings(config).but(asks_for_current_settings=True), LocalLauncher(observer.printed)) as worker:
-        found = {key: value for key, value in _start(worker).current_settings if value}
-    unknown = [key for key in missing if key not in found]
-    if unknown:
-        what = " and ".join(key.replace("_", " ") for key in unknown)
-        raise UsageError(f"{source}: does not say its {what}; add {' '.join(_FLAGS[key] for key in unknown)}")
-    read = [f"baseline.{key}={found[key][0]!r}" for key in missing]
-    config = config_of_task(source, name, [*read, *overrides])
-    size, rate = (f" ({found[key][1]})" if key in missing else "" for key in _FLAGS)
-    told = f"baseline: batch {config.baseline.batch_size}{size}, learning rate {config.baseline.learning_rate:g}{rate}"
-    observer.announce(told)
-    return config, [told]
-
-
-def _start(worker: Worker) -> Opened:
-    """What the child says of the task; errors name settings as the configuration does."""
-    try:
-        return worker.start()
-    except (DeviceError, UsageError) as error:
-        raise error.in_configuration() from None
-
-
-def _overrides_of(options: Mapping[str, Any]) -> list[str]:
-    """What options of the command line say, as texts that are laid over a configuration."""
-    keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
-    keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy"}
-    given = [f"{key}={options[name]!r}" for name, key in keys.items() if options.get(name) is not None]
-    if found := SOLVED.fullmatch(options.get("target") or ""):
-        metric, sign, value = found.groups()
-        goal = "minimize" if sign == "<" else "maximize"
-        given += [f"objective.metric={metric}", f"objective.goal={goal}", f"objective.target={value}"]
-    return given
-
-
-def _as_file(config: Config, told: Sequence[str]) -> str:
-    """A configuration as a file to keep, which goes on with the study of whoever wrote it."""
-    head = ["batchtune tune FILE    goes on with this study; more keys: batchtune schema config", *told]
-    return "".join(f"# {line}\n" for line in head) + config.to_yaml(only_given=True)
-
-
-def identity_of(config: Config) -> dict[str, object]:
-    """What must not change under a study: the task and every key that gives a measurement its meaning."""
-    flat: dict[str, object] = {"task": config.task, "the task's code": file_hash(config.task)}
-    for key, value in config.model_dump(mode="json").items():
-        if key == "budget":
-            flat["budget.run"] = value["run"]
-            continue
-        if key == "space":
-            flat["the arguments under space"] = sorted(value)  # one that comes or goes is a change, too
-        if key not in _FREE_TO_CHANGE:
-            whole = key == "gradient_clipping" or not isinstance(value, dict)  # one that comes or goes is a change
-            sections = {"": value} if whole else value
-            flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
-    return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
 
 
 def require_executor(executor: Literal["local", "ray"]) -> None:
@@ -159,13 +48,21 @@ def open_pool(config: Config, observer: Observer, attempts: Iterable[Mapping[str
     return RayPool(settings, config.workers, observer, config.ray)
 
 
+def start_worker(worker: Worker) -> Opened:
+    """What the child says of the task; errors name settings as the configuration does."""
+    try:
+        return worker.start()
+    except (DeviceError, UsageError) as error:
+        raise error.in_configuration() from None
+
+
 def open_task(worker: Worker, config: Config) -> Opened:
     """What the child says of the task, if it can be tuned as asked.
 
     Raises:
         BatchtuneError: it cannot, or the device or the code is of no use; settings are named as the configuration does.
     """
-    opened = _start(worker)
+    opened = start_worker(worker)
     require(config, opened)
     return opened
 

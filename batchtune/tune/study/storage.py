@@ -33,7 +33,7 @@ from batchtune.document import Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Json
 from batchtune.run_folder import cut_to_whole_lines
-from batchtune.tune.plan.open_task import identity_of
+from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.verdict.scores import cost_of
 from batchtune.vocabulary import Goal
 

@@ -9,13 +9,13 @@ from batchtune.config.load import load_config
 from batchtune.config.options import check_options
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.tune.plan import open_task
-from batchtune.tune.plan.open_task import identity_of
+from batchtune.tune.plan import configure as configuring
+from batchtune.tune.plan.configure import identity_of
 
 
 def configure(config, *, save_config=None, **options):
     check_options(batchtune.tune, options)
-    return open_task.configure(config, options, Observer(), save_config)
+    return configuring.configure(config, options, Observer(), save_config)
 
 
 @pytest.fixture(autouse=True)

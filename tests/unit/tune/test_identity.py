@@ -3,7 +3,7 @@
 import pytest
 
 from batchtune.config.schema import Config
-from batchtune.tune.plan.open_task import identity_of
+from batchtune.tune.plan.configure import identity_of
 
 
 @pytest.fixture
