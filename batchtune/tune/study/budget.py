@@ -1,9 +1,9 @@
-"""What a study has time for: what its phases share, its budget, and how long each run may train."""
+"""What the phases of a study share, and what its budget has time for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from optuna import Study, create_study
 from optuna.logging import ERROR, set_verbosity
@@ -11,17 +11,15 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from batchtune.config.schema import Config
-from batchtune.document import ProbeResult, Value
+from batchtune.document import Value
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
-from batchtune.protocol.messages import RunSpec, pace_kind
-from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
-from batchtune.tune.plan.tokens import split
-from batchtune.tune.study.history import Role, StudyHistory, over
+from batchtune.tune.study.history import StudyHistory
+from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR, Limits
 from batchtune.tune.study.storage import Machines
 from batchtune.tune.study.targets import Targets
-from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
+from batchtune.tune.verdict.scores import cost_of
 from batchtune.units import duration
 
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
@@ -29,9 +27,6 @@ TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told wh
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline whose run nobody has limited
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
 Clock = Callable[[], float]
-CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
-CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
-LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then to be so much faster, or not
 
 
 class StudyParts:
@@ -48,6 +43,7 @@ class StudyParts:
         self.cost = cost_of(plan.config.objective.kind)
         self.space, self.history = Space(plan), StudyHistory(study, self.cost)
         self.targets, self.machines = Targets(study, plan.config, self.history), Machines(study)
+        self.limits = Limits(plan, self.space, self.history)
         measured = opening_seconds + plan.probe.seconds + plan.prior.seconds
         self.budget = StudyBudget(
             plan.config, study, self.history, len(pool), clock, measured, has_schedule=plan.has_schedule
@@ -220,81 +216,3 @@ def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, ha
     history = StudyHistory(study, cost_of(config.objective.kind))
     budget = StudyBudget(config, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
     return budget.outlook()
-
-
-def _evaluated(probe: ProbeResult) -> int | None:
-    """The batch size of the evaluation in the final check of the answer, where not as many samples as asked fitted."""
-    checks = [each for each in probe.attempts if each.purpose == "verify" and each.fits]
-    largest = max((each.batch_size for each in checks), default=None)  # of a rank, as attempts have it
-    return next((each.evaluation_batch_size for each in checks if each.batch_size == largest), None)
-
-
-class Limits:
-    """Makes the run of each trial; the best time so far is what caps the others."""
-
-    def __init__(self, plan: Plan, space: Space, history: StudyHistory) -> None:
-        self._plan, self._space, self._history = plan, space, history
-        self._cost = cost_of(plan.config.objective.kind)
-
-    def spec(self, params: Mapping[str, Value], role: Role, seed: int, target: float | None) -> RunSpec:
-        """The run of a trial; `target`: the metric value at which it ends, None: it runs to its limit."""
-        config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
-        ranks, max_micro = config.ranks.of_each, (probe.max_batch_size or 1) // config.ranks.of_each
-        precision = self._space.precision(params)
-        too_large = self._history.out_of_memory(precision)
-        most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
-        of_rank = int(params["batch_size"]) // ranks
-        made = split(self._plan.tokens, of_rank, min(self._plan.prior.micro_batch_size or most, most), max_micro)
-        cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
-        longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
-        return RunSpec(
-            micro_batch_size=made.micro_batch_size,
-            accumulation_steps=made.steps,
-            learning_rate=float(params["learning_rate"]),
-            precision=precision,
-            seed=seed,
-            metric=objective.metric,
-            goal=objective.goal,
-            target=target,
-            limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
-            limit_joules=cap if self._cost is JOULES else None,
-            evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
-            evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
-            most_step_seconds=self._history.most_step_seconds(
-                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments)
-            ),
-            optimizer_arguments=arguments,
-            gradient_clipping=self._space.gradient_clipping(params),
-            horizon_seconds=config.budget.run,
-            total_steps=self._history.total_steps(params),
-            world_size=ranks,
-            samples=made.samples,
-            length_batches=made.length_batches,
-        )
-
-    def is_capped(self, spec: RunSpec, seconds: float) -> bool:
-        """Whether a run that ended without the target, after so long, had less than a whole run's time."""
-        given = spec.limit_seconds if spec.limit_joules is None else seconds
-        return self._cost is not None and given < self._plan.config.budget.run
-
-    def _cap(self, params: Mapping[str, Value], role: Role) -> float | None:
-        """What a run may cost before it is not the answer; None where nothing says so."""
-        if role == "confirm":
-            return self._confirm_cap(params)
-        best = self._history.best_cost() if role == "search" else None
-        return None if best is None else CAP_FACTOR * best
-
-    def _confirm_cap(self, params: Mapping[str, Value]) -> float | None:
-        """Of a contender's own time in the search; for the baseline, of the slowest contender's on fresh seeds.
-
-        What takes longer than the baseline did has lost for sure, and nothing sooner. The baseline is interleaved
-        behind the contenders: with all of them far ahead it need not run to its end.
-        """
-        if params == self._space.baseline:
-            costs = [cost for trial, cost in self._history.costs("confirm") if trial.params != params]
-            best = max(costs, default=self._history.best_cost())
-            return LOST_FACTOR * best if best is not None else None
-        own = [cost for trial, cost in self._history.costs("search") if trial.params == params]
-        ran = [trial for trial in self._history.records() if trial.role == "baseline" and over(trial)]
-        baseline = [cost for trial in ran if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
-        return max([LOST_FACTOR * min(own), *baseline]) if own else None

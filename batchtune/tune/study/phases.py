@@ -15,7 +15,8 @@ from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.study.budget import CAP_FACTOR, Clock, StudyParts
+from batchtune.tune.study.budget import Clock, StudyParts
+from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.search import Belief, Confirmation, Search, make_sampler
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import recommend

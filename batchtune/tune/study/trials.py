@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from batchtune.config.ranks import Ranks
 from batchtune.document import CurvePoint, Value
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
@@ -18,7 +17,7 @@ from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, Worker, W
 from batchtune.protocol.commands import TimeInTurn, Train
 from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
-from batchtune.tune.study.budget import CAP_FACTOR, Limits, StudyParts
+from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import CUT_OFF, Role, curve_attribute, over, to_record
 from batchtune.tune.study.storage import requeue
 from batchtune.tune.study.targets import levelled_off, measured
@@ -39,7 +38,6 @@ class Trials:
 
     def __init__(self, parts: StudyParts) -> None:
         self._parts, self._study, self._cost = parts, parts.study, parts.cost
-        self._limits = Limits(parts.plan, parts.space, parts.history)
         self.raised: list[UserCodeError] = []
 
     def add(self, params: dict[str, Value], role: Role, seed: int) -> None:
@@ -95,7 +93,7 @@ class Trials:
             parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
             spec = self.spec(trial.params, role, trial.user_attrs.get("seed", parts.plan.config.seed + trial.number))
-            for key, value in _about(spec, role, parts.plan.config.ranks).items():
+            for key, value in _about(spec, role, parts.plan.config.ranks.strategy).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
         parts.observer.trial_started(record, best_seconds=parts.history.best_seconds())
@@ -124,7 +122,7 @@ class Trials:
         """What a run of these parameters is to do, as things stand."""
         parts = self._parts
         target = None if role == "baseline" and parts.targets.is_automatic else parts.targets.current.value
-        spec = self._limits.spec(params, role, seed, target)
+        spec = parts.limits.spec(params, role, seed, target)
         return replace(spec, wall_seconds=max(0.0, parts.budget.seconds_left()))
 
     def time_in_turn(self, specs: tuple[RunSpec, ...], seconds: float) -> tuple[tuple[float, ...], ...]:
@@ -162,7 +160,7 @@ class Trials:
         outcome, cost, targets = run.outcome, self._cost, self._parts.targets
         if role == "baseline" and outcome not in FAILED and not no_time_left:
             targets.derive(run.curve, diverged=outcome == "diverged")
-        capped = self._limits.is_capped(spec, run.curve[-1].seconds if run.curve else 0.0)
+        capped = self._parts.limits.is_capped(spec, run.curve[-1].seconds if run.curve else 0.0)
         if (outcome == "finished" and capped) or (outcome == "pruned" and no_time_left):
             outcome = "capped"
         attributes: Json = {"wall_seconds": round(run.wall_seconds, 4), "curve": curve_attribute(run.curve)}
@@ -175,8 +173,8 @@ class Trials:
         }
         attributes |= {key: value for key, value in found.items() if value}
         if cost is not None:
-            best = self._parts.history.best_cost() if outcome == "pruned" else None
-            attributes[LOWER_BOUND] = CAP_FACTOR * best if best else cost.at(run.curve[-1]) if run.curve else 0.0
+            spent = cost.at(run.curve[-1]) if run.curve else 0.0
+            attributes[LOWER_BOUND] = (self._parts.limits.capped_at() if outcome == "pruned" else None) or spent
         if no_time_left and (role == "confirm" or (role == "baseline" and targets.is_automatic)):
             attributes |= CUT_OFF
         attributes |= measured(run.curve, outcome, targets.current)
@@ -229,9 +227,9 @@ class _Race:
         return not (role == "search" and self._trial.should_prune())
 
 
-def _about(spec: RunSpec, role: Role, ranks: Ranks) -> Json:
+def _about(spec: RunSpec, role: Role, strategy: str) -> Json:
     """What a trial's attributes say before it runs."""
-    group = {"world_size": ranks.of_each, "strategy": ranks.strategy} if ranks.of_each > 1 else {}
+    group = {"world_size": spec.world_size, "strategy": strategy} if spec.world_size > 1 else {}
     return {
         **group,
         "role": role,

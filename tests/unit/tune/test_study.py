@@ -18,8 +18,8 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.messages import pace_kind
 from batchtune.tune.plan.space import Space
-from batchtune.tune.study.budget import CAP_FACTOR, Limits
 from batchtune.tune.study.history import StudyHistory, curve_attribute
+from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import open_storage
 from batchtune.tune.verdict.recommend import recommend

@@ -1,0 +1,98 @@
+"""How long each run of a study may train, and at which sizes: what has run before says what is not worth more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from batchtune.document import ProbeResult, Value
+from batchtune.protocol.messages import RunSpec, pace_kind
+from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
+from batchtune.tune.plan.space import Plan, Space
+from batchtune.tune.plan.tokens import split
+from batchtune.tune.study.history import Role, StudyHistory, over
+from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
+
+CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
+CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
+LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then to be so much faster, or not
+
+
+class Limits:
+    """Makes the run of each trial; the best time so far is what caps the others."""
+
+    def __init__(self, plan: Plan, space: Space, history: StudyHistory) -> None:
+        self._plan, self._space, self._history = plan, space, history
+        self._cost = cost_of(plan.config.objective.kind)
+
+    def spec(self, params: Mapping[str, Value], role: Role, seed: int, target: float | None) -> RunSpec:
+        """The run of a trial; `target`: the metric value at which it ends, None: it runs to its limit."""
+        config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
+        ranks, max_micro = config.ranks.of_each, (probe.max_batch_size or 1) // config.ranks.of_each
+        precision = self._space.precision(params)
+        too_large = self._history.out_of_memory(precision)
+        most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
+        of_rank = int(params["batch_size"]) // ranks
+        made = split(self._plan.tokens, of_rank, min(self._plan.prior.micro_batch_size or most, most), max_micro)
+        cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
+        longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
+        return RunSpec(
+            micro_batch_size=made.micro_batch_size,
+            accumulation_steps=made.steps,
+            learning_rate=float(params["learning_rate"]),
+            precision=precision,
+            seed=seed,
+            metric=objective.metric,
+            goal=objective.goal,
+            target=target,
+            limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
+            limit_joules=cap if self._cost is JOULES else None,
+            evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
+            evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
+            most_step_seconds=self._history.most_step_seconds(
+                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments)
+            ),
+            optimizer_arguments=arguments,
+            gradient_clipping=self._space.gradient_clipping(params),
+            horizon_seconds=config.budget.run,
+            total_steps=self._history.total_steps(params),
+            world_size=ranks,
+            samples=made.samples,
+            length_batches=made.length_batches,
+        )
+
+    def is_capped(self, spec: RunSpec, seconds: float) -> bool:
+        """Whether a run that ended without the target, after so long, had less than a whole run's time."""
+        given = spec.limit_seconds if spec.limit_joules is None else seconds
+        return self._cost is not None and given < self._plan.config.budget.run
+
+    def capped_at(self) -> float | None:
+        """What a run of the search may cost before it is not the answer; None as long as nothing has got there."""
+        best = self._history.best_cost()
+        return None if best is None else CAP_FACTOR * best
+
+    def _cap(self, params: Mapping[str, Value], role: Role) -> float | None:
+        if role == "confirm":
+            return self._confirm_cap(params)
+        return self.capped_at() if role == "search" else None
+
+    def _confirm_cap(self, params: Mapping[str, Value]) -> float | None:
+        """Of a contender's own time in the search; for the baseline, of the slowest contender's on fresh seeds.
+
+        What takes longer than the baseline did has lost for sure, and nothing sooner. The baseline is interleaved
+        behind the contenders: with all of them far ahead it need not run to its end.
+        """
+        if params == self._space.baseline:
+            costs = [cost for trial, cost in self._history.costs("confirm") if trial.params != params]
+            best = max(costs, default=self._history.best_cost())
+            return LOST_FACTOR * best if best is not None else None
+        own = [cost for trial, cost in self._history.costs("search") if trial.params == params]
+        ran = [trial for trial in self._history.records() if trial.role == "baseline" and over(trial)]
+        baseline = [cost for trial in ran if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
+        return max([LOST_FACTOR * min(own), *baseline]) if own else None
+
+
+def _evaluated(probe: ProbeResult) -> int | None:
+    """The batch size of the evaluation in the final check of the answer, where not as many samples as asked fitted."""
+    checks = [each for each in probe.attempts if each.purpose == "verify" and each.fits]
+    largest = max((each.batch_size for each in checks), default=None)  # of a rank, as attempts have it
+    return next((each.evaluation_batch_size for each in checks if each.batch_size == largest), None)
