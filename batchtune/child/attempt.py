@@ -23,8 +23,7 @@ from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
-from batchtune.task.contract import Task
-from batchtune.task.load import describe_user_error
+from batchtune.task.contract import Task, describe_user_error
 
 _VERIFY_EVALUATION_BATCHES = 2
 _FEWEST_EARLY = 3  # steps, or half of what was asked for: the first two cut memory up, later ones on and on

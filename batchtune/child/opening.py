@@ -13,13 +13,11 @@ from batchtune.child import heartbeat
 from batchtune.child.evaluate import require_metric
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.stepping import choose, every_precision
-from batchtune.device.memory import count_devices, find_device, open_device
+from batchtune.device.memory import count_devices, find_device, open_device, require_kind
 from batchtune.device.nvml import Sensors
 from batchtune.device.sharing import Sharing, usable_now
 from batchtune.document import NO_CLIPPING, Environment
-from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Describe, Machine, Opened, OpenTask
-from batchtune.protocol.data import CurrentSettings, SamplesSeen
 from batchtune.protocol.messages import Channel
 from batchtune.task.contract import Task
 from batchtune.task.load import current_settings, load_task, set_libraries_apart
@@ -59,19 +57,16 @@ class Session:
         """
         seen = self._open_device(command.device)
         self._join(command.device, seen)
-        self._require_device(command.device_name)
+        require_kind(self._memory, command.device_name)
         limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
         self._task = self._load(command.task)
-        self._task.require(command.purpose)
-        if self._parallel is not None and self._task.has("train_step"):
-            ranks, why = self._parallel.world_size, "has a train_step, which trains on one device"
-            raise UsageError(f"{ranks}: {command.task} {why}; leave it out", setting="ranks")
+        self._task.require(command.purpose, self._parallel.world_size if self._parallel else 1)
         if command.gradient_clipping is not None:
             self._task.gradient_clipping = command.gradient_clipping
         set_libraries_apart()
         self._task.find_lengths(command.lengths, command.lengths_seen)
-        samples = self._task.find_worst_samples(command.samples)
-        opened = None if command.again else self._look_at_task(command, limit, seen, samples)
+        self._task.find_worst_samples(command.samples)
+        opened = None if command.again else self._look_at_task(command, limit, seen)
         heartbeat.start(lambda: self._channel.send(alive=True))
         heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
@@ -94,20 +89,7 @@ class Session:
         """The memory limit where the user names none."""
         return self._memory.default_limit(margin)
 
-    def _require_device(self, wanted: str | None) -> None:
-        """Raises DeviceError where a study would go on on another kind of device."""
-        name = self._memory.describe()[0]
-        if wanted not in {None, name}:
-            which = os.environ.get("CUDA_VISIBLE_DEVICES", self._memory.device)
-            raise DeviceError(
-                f"workers: device {which} is a {name}, but the study is of {wanted}, and times on different devices do "
-                "not compare; list devices of one kind in CUDA_VISIBLE_DEVICES (with Ray: name nodes of one kind, e.g. "
-                "ray.resources={'accelerator_type:A100': 0.001}), or start over with --workers 1 --fresh"
-            )
-
-    def _look_at_task(
-        self, command: OpenTask, limit: int | None, seen: Sharing | None, samples: SamplesSeen | None
-    ) -> Opened:
+    def _look_at_task(self, command: OpenTask, limit: int | None, seen: Sharing | None) -> Opened:
         task, memory = self._task, self._memory
         names = every_precision(memory.device) if command.precision == ("all",) else command.precision
         chosen = tuple(choose(name, memory.device) for name in names)
@@ -119,14 +101,13 @@ class Session:
             counts_energy=self._sensors.joules() is not None,
             precision=chosen,
             train_size=task.train_size(),
-            samples=samples,
+            samples=task.find_worst_samples(),
             lengths=task.lengths,
             has_train_dataset=task.has("train_dataset") and not task.has("train_loader"),
             memory_limit_bytes=limit,
             optimizer_defaults=task.optimizer_defaults(command.optimizer_arguments),
             forks=self._leave is not None,
-            current_settings=current_settings(task) if command.asks_for_current_settings else CurrentSettings(),
-            **_about_steps(task, is_for_study=command.purpose == "tune"),
+            **_about_steps(task, command),
         )
         if command.metric is not None:
             require_metric(task, memory.device, command.metric, chosen[0][0], self._parallel)
@@ -153,7 +134,7 @@ class Session:
         )
 
 
-def _about_steps(task: Task, *, is_for_study: bool) -> dict[str, Any]:
+def _about_steps(task: Task, command: OpenTask) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     model = task.model()  # for inference, too, so that what is wrong with it is said
     notes = task.adapted.notes if task.adapted else ()
@@ -161,11 +142,12 @@ def _about_steps(task: Task, *, is_for_study: bool) -> dict[str, Any]:
         return {"optimizer": "", "notes": notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     settings = optimizers.settings()
-    if is_for_study:  # what is wrong with its schedulers is to be said now
+    if command.purpose == "tune":  # what is wrong with its schedulers is to be said now
         schedulers = task.schedulers(optimizers, _SOME_STEPS)
         names = " + ".join(dict.fromkeys(type(each).__name__ for each in schedulers))
         settings = settings.model_copy(update={"scheduler": names or None})
-    return {
+    today = {"current_settings": current_settings(task)} if command.asks_for_current_settings else {}
+    return today | {
         "optimizer": optimizers.name,
         "optimizer_settings": settings,
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),

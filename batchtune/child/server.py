@@ -17,7 +17,6 @@ from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
 from batchtune.child.before_study import noise_scale, range_test
 from batchtune.child.opening import Session
-from batchtune.child.ranks._base import ALONE, Alone, Ranks
 from batchtune.child.timing import flops_per_sample, time_loader, time_steps
 from batchtune.child.training_run import time_in_turn, train
 from batchtune.device.failures import classify, leaves_device_usable
@@ -25,7 +24,7 @@ from batchtune.device.host_memory import shake_heap
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.protocol import commands
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, RunEnd, RunSpec
-from batchtune.task.load import describe_user_error
+from batchtune.task.contract import describe_user_error
 
 _CLOCKS = {"perf_counter": time.perf_counter, "monotonic": time.monotonic}  # as they are before the user's code runs
 
@@ -66,8 +65,7 @@ class Child(Session):
         raise TypeError(f"no child knows {type(command).__name__}")
 
     def _train(self, spec: RunSpec) -> RunEnd:
-        """A run; every evaluation is told, and the parent's `go_on` waited for: in a group, by the first rank."""
-        ranks: Ranks | Alone = self._parallel or ALONE
+        """A run; every evaluation is told, and the parent's `go_on` waited for."""
         run, go_on = train(self._task, self._memory, spec, self._sensors.joules, self._parallel), None
         while True:
             try:
@@ -75,11 +73,8 @@ class Child(Session):
             except StopIteration as end:
                 found: RunEnd = end.value
                 return found
-            told = False
-            if ranks.rank == 0:
-                self._channel.send(event=asdict(point))
-                told = bool(self._channel.receive()["go_on"])
-            go_on = bool(ranks.together("first", float(told)))
+            self._channel.send(event=asdict(point))
+            go_on = bool(self._channel.receive()["go_on"])
 
 
 def run_command(child: Child, command: AnyCommand) -> Json:

@@ -92,8 +92,8 @@ def train(
 ) -> Generator[CurvePoint, bool, RunEnd]:
     """Trains one configuration, yielding each evaluation and being sent whether to go on.
 
-    Ranks that train together (`parallel`) all call this and yield the same: a stretch takes as long as the slowest of
-    them, samples and energy are those of all.
+    Ranks that train together (`parallel`) all call this, and the first yields: a stretch takes as long as the slowest
+    of them, samples and energy are those of all.
 
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
     the warm-up steps on a throwaway model that pay for lazy initialisation. On a CPU the time in which other programs
@@ -116,7 +116,7 @@ def train(
         if run.advance():
             outcome = yield from run.evaluation()
         else:
-            yield run.point(None)
+            yield from run.tell(None)
             outcome = "diverged"
     steps = total_steps if task.has("build_scheduler") else None
     optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
@@ -216,7 +216,7 @@ class _Run:
         self._memory.synchronize()
         self._last_evaluation_seconds = self._ranks.together("max", time.perf_counter() - started)
         self.evaluation_seconds += self._last_evaluation_seconds
-        go_on = yield self.point(value)
+        go_on = yield from self.tell(value)
         if spec.reached(value):
             return "reached"
         if not math.isfinite(value) or self._worse_for_long(value):
@@ -268,17 +268,15 @@ class _Run:
             return True
         return self._ranks.agree(time.perf_counter() < self._ends - self._last_evaluation_seconds)
 
-    def point(self, value: float | None) -> CurvePoint:
-        """The curve's point as things stand."""
-        clock = self._clock
+    def tell(self, value: float | None) -> Generator[CurvePoint, bool, bool]:
+        """Yields the curve's next point on the first rank; returns on all whether to go on, as that one was sent."""
+        clock, samples = self._clock, int(self._ranks.together("sum", self._batches.samples))
         measured = clock.measured_seconds if clock.measured_seconds > clock.seconds else None
-        return CurvePoint(
-            seconds=clock.seconds,
-            samples=int(self._ranks.together("sum", self._batches.samples)),
-            value=value,
-            measured_seconds=measured,
-            joules=clock.joules,
+        point = CurvePoint(
+            seconds=clock.seconds, samples=samples, value=value, measured_seconds=measured, joules=clock.joules
         )
+        go_on = (yield point) if self._ranks.rank == 0 else False
+        return bool(self._ranks.together("first", float(go_on)))
 
     def _worse_for_long(self, value: float) -> bool:
         """Whether the run has been worse than before training for so long that it will hardly come back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -186,3 +187,15 @@ class AcceleratorMemory:
         if forget is not None and self.device.type == "cuda":
             forget()  # else they keep their place in the next attempt, which no fresh process would give them
         self._module.empty_cache()
+
+
+def require_kind(memory: DeviceMemory, wanted: str | None) -> None:
+    """Raises DeviceError where a study would go on on another kind of device; None: any kind will do."""
+    name = memory.describe()[0]
+    if wanted not in {None, name}:
+        which = os.environ.get("CUDA_VISIBLE_DEVICES", memory.device)
+        raise DeviceError(
+            f"workers: device {which} is a {name}, but the study is of {wanted}, and times on different devices do not "
+            "compare; list devices of one kind in CUDA_VISIBLE_DEVICES (with Ray: name nodes of one kind, e.g. "
+            "ray.resources={'accelerator_type:A100': 0.001}), or start over with --workers 1 --fresh"
+        )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sysconfig
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from batchtune.document import GradientClipping
-from batchtune.errors import UserCodeError, kind_of
+from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import takes
 from batchtune.task.optimizers import Optimizers, TaskOptimizers
 from batchtune.vocabulary import Purpose
@@ -33,6 +36,9 @@ NAMES = {
     "collate": "collate(samples) returning a batch",
     "batch_size_of": "batch_size_of(batch) returning its number of samples",
 }
+
+_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
 
 @dataclass(eq=False)
@@ -67,9 +73,12 @@ class Task(TaskOptimizers):
                 return
             raise UserCodeError(f"{self.where}: {name}{signature} cannot be called as {call}: {error}") from None
 
-    def require(self, purpose: Purpose) -> None:
-        """Raises UserCodeError naming the first piece that `purpose` lacks, or an adapter's UsageError."""
+    def require(self, purpose: Purpose, world_size: int = 1) -> None:
+        """Raises UserCodeError naming the first piece that `purpose` lacks, or UsageError: ranks cannot train it."""
         self.is_for_inference = purpose == "inference"
+        if world_size > 1 and self.has("train_step"):
+            told = f"{world_size}: {self.where} has a train_step, which trains on one device; leave it out"
+            raise UsageError(told, setting="ranks")
         if self.adapted:
             self.adapted.require("tune" if purpose == "tune" else "probe")
         if purpose != "tune":
@@ -196,3 +205,45 @@ def _only(found: object, kind: type) -> str:
     if len(fitting) > 1:
         fitting = [(place, each) for place, each in fitting if isinstance(each, Tensor) and each.dim() == 0]
     return f"; return its [{fitting[0][0]!r}] alone" if len(fitting) == 1 else ""
+
+
+def describe_user_error(error: BaseException, doing: str, hint: str = "") -> UserCodeError:
+    """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
+    if isinstance(error, UserCodeError):
+        return error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    kind = type(error).__name__
+    frames = frames or _named_last(error)
+    own = frames[0].name if frames and frames[0].name != "<module>" else None
+    whole = own is None and doing.startswith(("importing", "calling"))
+    who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
+    text = str(error).strip().splitlines() or ["(no message)"]
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
+    place = f"{short_path(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
+    return UserCodeError(
+        f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
+    )
+
+
+def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
+    *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
+    called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
+    codes = [each.__code__ for each in called if _is_users(each.__code__.co_filename)]
+    return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
+
+
+def _is_users(filename: str) -> bool:
+    path = filename if filename.startswith("<") else str(Path(filename).resolve())
+    return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
+
+
+def short_path(filename: str) -> str:
+    """A file of the user's from here, a library's from its package on."""
+    if "site-packages/" in filename:
+        return filename.rpartition("site-packages/")[2]
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
+        return filename

@@ -10,8 +10,6 @@ import importlib.util
 import inspect
 import math
 import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,13 +22,11 @@ from batchtune.device.host_memory import load_early
 from batchtune.errors import UsageError, UserCodeError
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting.adapted import highest_rate, require_no_arguments
-from batchtune.task.contract import Task
+from batchtune.task.contract import Task, describe_user_error, short_path
 from batchtune.task.optimizers import Optimizers
 from batchtune.task.spec import TEMPLATE, split_spec
 from batchtune.task.state import seed_everything
 
-_LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 _BATCH_SIZES = ("BATCH_SIZE", "batch_size", "TRAIN_BATCH_SIZE", "train_batch_size")
 _RATES = ("LEARNING_RATE", "learning_rate", "LR", "lr")
 
@@ -49,7 +45,12 @@ def load_task(spec: str) -> Task:
     except UsageError:
         raise
     except SyntaxError as error:
-        known = (_short(error.filename or str(place)), error.lineno, f" {error.msg}", f" {(error.text or '').strip()}")
+        known = (
+            short_path(error.filename or str(place)),
+            error.lineno,
+            f" {error.msg}",
+            f" {(error.text or '').strip()}",
+        )
         raise UserCodeError(":".join(str(part) for part in known if str(part or "").strip())) from None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -160,45 +161,6 @@ def _library_type(kind: type) -> str | None:
         if (base.__module__.partition(".")[0], base.__name__) in known:
             return base.__name__
     return None
-
-
-def describe_user_error(error: BaseException, doing: str, hint: str = "") -> UserCodeError:
-    """The user's exception as one line (function, type, place, text, hint) with their own frames, and nobody else's."""
-    if isinstance(error, UserCodeError):
-        return error
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    kind = type(error).__name__
-    frames = frames or _named_last(error)
-    own = frames[0].name if frames and frames[0].name != "<module>" else None
-    whole = own is None and doing.startswith(("importing", "calling"))
-    who, when = (doing, "") if whole else (own or "a library that the task uses", f" {doing}")
-    text = str(error).strip().splitlines() or ["(no message)"]
-    if isinstance(error, SystemExit) and not isinstance(error.code, str):
-        text = [f"it ends the process with exit({'' if error.code is None else error.code})"]
-    place = f"{_short(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-    return UserCodeError(
-        f"{who} raised {kind}{when}: {place}{text[0][:500]}{hint}", "".join(traceback.format_list(frames))
-    )
-
-
-def _named_last(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where none of the user's functions was at work: that of theirs which the innermost frame has to do with."""
-    *_, (innermost, _) = [(None, 0), *traceback.walk_tb(error.__traceback__)]
-    called = [each for each in innermost.f_locals.values() if inspect.isfunction(each)] if innermost else []
-    codes = [each.__code__ for each in called if _is_users(each.__code__.co_filename)]
-    return [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name) for code in codes[:1]]
-
-
-def _is_users(filename: str) -> bool:
-    path = filename if filename.startswith("<") else str(Path(filename).resolve())
-    return not path.startswith(_NOT_THE_USERS) and "site-packages" not in path
-
-
-def _short(filename: str) -> str:
-    try:
-        return str(Path(filename).relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the user's code has left for a folder that is gone
-        return filename
 
 
 def current_settings(task: Task) -> CurrentSettings:

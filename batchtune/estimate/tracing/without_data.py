@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.estimate.memory.events import Arguments, Assumption, Trace
-from batchtune.task.load import describe_user_error
+from batchtune.task.contract import describe_user_error, short_path
 
 aten = torch.ops.aten
 Operands: TypeAlias = tuple[Arguments, Mapping[str, object]]  # an operator's arguments and keyword arguments
@@ -182,7 +182,7 @@ def place_outside_torch(frame: FrameType | None) -> str | None:
         else:
             left_the_recorder = True
             if not _is_internal(path):
-                return f"{_short(path)}:{frame.f_lineno}"
+                return f"{short_path(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -194,21 +194,13 @@ def place_of_error(error: BaseException) -> str | None:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(_BATCHTUNE) and not _is_internal(frame.filename)
     ]
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
 
 
 @cache
 def _is_internal(path: str) -> bool:
     standard = path.startswith(_STANDARD) and "site-packages" not in path and "dist-packages" not in path
     return standard or path.startswith((_TORCH, "<frozen"))
-
-
-@cache
-def _short(path: str) -> str:
-    file = Path(path)
-    if "site-packages" in file.parts:
-        return "/".join(file.parts[file.parts.index("site-packages") + 1 :])
-    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else path
 
 
 class CannotTraceError(BatchtuneError):

@@ -162,9 +162,9 @@ def test_they_train_the_weights_that_one_device_trains_with_their_batches(both):
         assert told["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_both_see_the_same_run_with_the_samples_and_the_energy_of_both(both):
+def test_the_first_tells_the_run_of_both_with_their_samples_and_energy(both):
     _, (first, second) = both
-    assert first["curve"] == second["curve"]
+    assert second["curve"] == []
     assert first["outcome"] == second["outcome"] == "finished"
     samples = [samples for _, samples, _, _ in first["curve"]]
     assert all(each % (2 * 2 * MICRO) == 0 for each in samples)
