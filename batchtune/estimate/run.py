@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import Gpu, all_gpus, find_gpu
 from batchtune.document import Estimate, EstimatedLength, Failure, MemoryDetail, Remedy, TaskInfo
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
@@ -137,7 +136,7 @@ def estimate_task(
     *,
     processes: int = 2,
     observer: Observer | None = None,
-    timeout: float = TRACE_SECONDS,
+    timeout: float,
 ) -> EstimateRun:
     """Estimates the largest micro-batch of a task on each GPU at each precision, without one.
 

@@ -8,13 +8,14 @@ from typing import TypeVar
 
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
-from batchtune.observer import Observer
+from batchtune.observer import Forwarder, Observer
 from batchtune.result import ROOT, Result
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan.configure import identity_of
 from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.plan.warm_start import read_warm_start
 from batchtune.tune.progress import Progress, Status
+from batchtune.tune.recorder import Recorder
 from batchtune.tune.start import Tuning
 from batchtune.tune.study.storage import delete_study, open_storage
 
@@ -50,7 +51,7 @@ def run_tune(
         else:
             progress.load_earlier()
         folder.write("config.yaml", config.to_yaml())
-        return run_and_save(Tuning(config, observer, progress, known), progress)
+        return run_and_save(Tuning(config, Forwarder(Recorder(progress, observer)), progress, known), progress)
     finally:
         folder.close()
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 
 from batchtune.config.schema import Config
-from batchtune.observer import Forwarder, Observer
-from batchtune.processes.pool import WorkerPool
-from batchtune.protocol.commands import Opened
+from batchtune.observer import Observer
 from batchtune.tune.group_runs import train_groups
 from batchtune.tune.plan.configure import identity_of
-from batchtune.tune.plan.open_task import open_pool, open_task
+from batchtune.tune.plan.open_task import grow, open_pool, open_task
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.plan_study import plan_study
-from batchtune.tune.progress import Progress, Recorder
+from batchtune.tune.progress import Progress
 from batchtune.tune.scaling import scale
 from batchtune.tune.study.budget import outlook_at_start
 from batchtune.tune.study.phases import TuneStudy
@@ -26,8 +24,7 @@ class Tuning:
     def __init__(
         self, config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None
     ) -> None:
-        self._config, self._progress, self._warm_start = config, progress, warm_start
-        self._observer = Forwarder(Recorder(progress, observer))  # of several threads
+        self._config, self._observer, self._progress, self._warm_start = config, observer, progress, warm_start
 
     def run(self) -> None:
         """Probe, then study.
@@ -37,7 +34,10 @@ class Tuning:
         """
         progress, config, began = self._progress, self._config, time.perf_counter()
         with open_pool(config, self._observer, progress.folder.attempts()) as pool:
-            opened = self._open(pool)
+            progress.opened = opened = open_task(pool.first, config)
+            progress.identity = identity_of(config) | {"the device": opened.device_name}
+            progress.folder.check_identity(progress.identity)  # whatever 'auto' was
+            grow(pool, opened, self._observer)
             opening_seconds = time.perf_counter() - began
             if progress.earlier is None and config.budget.given_total is not None:
                 schedule = opened.optimizer_settings.scheduler is not None
@@ -56,18 +56,3 @@ class Tuning:
         if progress.scaling is not None and config.ranks.per_trial == "auto":
             kind = opened.device.partition(":")[0]
             progress.scaling = train_groups(study, progress.scaling, timed, kind, self._observer)
-
-    def _open(self, pool: WorkerPool) -> Opened:
-        progress = self._progress
-        progress.opened = opened = open_task(pool.first, self._config)
-        progress.identity = identity_of(self._config) | {"the device": opened.device_name}
-        progress.folder.check_identity(progress.identity)  # whatever 'auto' was
-        pool.grow(opened)
-        if len(pool) > 1:
-            self._observer.note(f"{len(pool)} workers{pool.where}")
-        if opened.is_group:
-            ranks = f"{opened.world_size} ranks with {opened.strategy} ({opened.backend})"
-            self._observer.note(f"each run trains on {ranks}: batch sizes are of all ranks together")
-        for name, reason in opened.precision:
-            self._observer.note(f"precision {name}: {reason}")
-        return opened

@@ -65,7 +65,7 @@ from batchtune.device.gpus import all_gpus, find_gpu
 from batchtune.estimate.commands import EstimateMemory
 from batchtune.estimate.run import estimate_task
 gpus = all_gpus() if sys.argv[2] == "all" else [find_gpu(sys.argv[2])]
-for each in estimate_task(EstimateMemory(task=sys.argv[1]), gpus, sys.argv[3].split(",")).estimates:
+for each in estimate_task(EstimateMemory(task=sys.argv[1]), gpus, sys.argv[3].split(","), timeout=600.0).estimates:
     if each.gpu == "A100-80GB" or len(gpus) == 1:
         print(each.gpu, each.precision, each.max_batch_size, each.safe_max_batch_size, each.confidence)
 """

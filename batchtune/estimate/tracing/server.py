@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Self
+from collections.abc import Callable
+from functools import cache
 
 from batchtune.child.server import Child, serve
 from batchtune.estimate.commands import EstimateMemory, ExpectMemory, LoadTracer, Refusal, Row, TaskEstimate, Traced
-from batchtune.estimate.memory.capacity import TracedGrid, TracedStep
-from batchtune.estimate.memory.events import Assumption, Gpu, Trace
-from batchtune.estimate.memory.fit import BATCH_SIZES, FittedStep, Misaligned, Step, fit
-from batchtune.estimate.memory.mixture import Mixture, fit_lengths
+from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of, kind_of
-from batchtune.estimate.tracing.answers import Searches, detail, expectation, row_of, with_lengths
+from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
+from batchtune.estimate.tracing.lengths import TRACED_SHARE, TracedLengths
 from batchtune.lengths.buckets import lengths_of
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand, Channel
-from batchtune.vocabulary import Length
 
-_TRACED = 0.75  # of all that is to be done: tracing
 _TRACING_SHARE = 0.5  # of the time that may go by with tracing: searching takes the rest
 
 
@@ -56,7 +49,7 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
         tracer = Tracer(asked)
         lengths = lengths_of(tracer.lengths, asked.lengths) if tracer.lengths else []
         deadline = started + asked.seconds * _TRACING_SHARE
-        traced = _Traced.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
+        traced = TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
         notes = [*tracer.notes, *traced.notes]
         is_aligned, searches_on = not traced.notes, cache(traced.searches_on)
         rows: list[Row] = []
@@ -67,7 +60,7 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
             searches, mixture = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
             row = row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()])
             rows.append(with_lengths(row, mixture, capacity) if lengths else row)
-            progress(_TRACED + (1 - _TRACED) * len(rows) / len(asked.gpus))
+            progress(TRACED_SHARE + (1 - TRACED_SHARE) * len(rows) / len(asked.gpus))
         largest = max((row.max_batch_size for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
         details = [detail(traced.mixture.longest, largest or 1, asked.precision)]
@@ -76,61 +69,6 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
         return Refusal(refused=str(failed), frames=failed.frames)
     except CannotTraceError as refusal:
         return Refusal(refused=str(refusal))
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """The step at each length, ascending; where nobody asked for lengths, by None.
-
-    Attributes:
-        mixture: of all of them.
-        notes: why sizes are scaled, where they are.
-        grids: what is traced later, as it is asked for.
-    """
-
-    mixture: Mixture
-    notes: list[Assumption]
-    grids: list[TracedGrid]
-
-    @classmethod
-    def of(
-        cls,
-        trace_at: Callable[[int, Length | None], Trace],
-        lengths: Sequence[Length | None],
-        deadline: float,
-        progress: Callable[[float], None],
-    ) -> Self:
-        """By traces at each length, or at some that say what all others take."""
-        count = itertools.count(1)
-
-        def trace(batch_size: int, length: Length | None) -> Trace:
-            found = trace_at(batch_size, length)
-            progress(min(_TRACED, _TRACED * next(count) / (len(BATCH_SIZES) * len(lengths))))
-            return found
-
-        fitted, steps, grids = fit_lengths(trace, lengths), dict[Length | None, Step](), list[TracedGrid]()
-        reasons = [each.reason for each in fitted.values() if isinstance(each, Misaligned)]
-        for length, found in fitted.items():
-            if isinstance(found, Misaligned):
-                seconds = (deadline - time.monotonic()) / len(reasons)
-                grids.append(TracedGrid(partial(_at, trace_at, length), seconds))
-            steps[length] = TracedStep(grids[-1]) if isinstance(found, Misaligned) else found
-        return cls(
-            Mixture(steps), [Assumption(f"{each}; sizes between traced ones are scaled") for each in reasons[:1]], grids
-        )
-
-    def searches_on(self, kind: Gpu, memory_bytes: int) -> tuple[Searches, Mixture]:
-        """Of the longest, and of all."""
-        mixture = self.mixture.on(kind)
-        return Searches.of(mixture.longest, memory_bytes), mixture
-
-    def cut(self) -> list[str]:
-        """What is to be said of larger sizes that took long to trace."""
-        return list(dict.fromkeys(note for grid in self.grids for note in grid.notes))
-
-
-def _at(trace_at: Callable[[int, Length | None], Trace], length: Length | None, batch_size: int) -> Trace:
-    return trace_at(batch_size, length)
 
 
 def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:

@@ -67,6 +67,18 @@ def open_task(worker: Worker, config: Config) -> Opened:
     return opened
 
 
+def grow(pool: WorkerPool, opened: Opened, observer: Observer) -> None:
+    """Adds the other workers to the first one, which has opened the task, and tells what all of them train on."""
+    pool.grow(opened)
+    if len(pool) > 1:
+        observer.note(f"{len(pool)} workers{pool.where}")
+    if opened.is_group:
+        ranks = f"{opened.world_size} ranks with {opened.strategy} ({opened.backend})"
+        observer.note(f"each run trains on {ranks}: batch sizes are of all ranks together")
+    for name, reason in opened.precision:
+        observer.note(f"precision {name}: {reason}")
+
+
 def require(config: Config, opened: Opened) -> None:
     """Refuses what this task or this device cannot do, before anything runs.
 

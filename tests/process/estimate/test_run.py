@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from batchtune.errors import UsageError
+from batchtune.estimate import run as estimating
 from batchtune.estimate.commands import EstimateMemory
 from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.events import Work
 from batchtune.estimate.memory.overheads import OVERHEADS, capacity_bytes, confidence, gpu_of, overhead_of
-from batchtune.estimate.run import choose, estimate_task, samples_per_second
+from batchtune.estimate.run import choose, samples_per_second
 
 GIB = 1 << 30
+estimate_task = partial(estimating.estimate_task, timeout=60.0)
 TASK = """
 import torch
 from torch import nn
