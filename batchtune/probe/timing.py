@@ -22,7 +22,9 @@ MAX_POINTS = 8
 _APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
 _SAME_FLOPS = 0.001
-_MOST_ROUNDS = 4  # of timing what was disturbed
+_MOST_ROUNDS = 8  # of timing what was disturbed…
+_AGAIN_SHARE = 0.25  # …the later ones so much shorter: a gap between other programs' work is met by short looks
+_UNDERCUT = 1.25  # times what a larger batch takes: no step of fewer samples does, others held it up
 _AGREE = 1.05  # two times so near to one another are those of a machine at its fastest, since load only ever adds
 TIMEOUT_SECONDS = 120.0  # without a sign of life
 Times = dict[str, float | None]
@@ -78,14 +80,14 @@ def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> li
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
-    """Fits t(B) = alpha + beta * B with equal relative errors; alpha and beta are not negative.
+    """Fits t(B) = alpha + beta * B to undisturbed points with equal relative errors; alpha, beta are not negative.
 
     The saturation batch size alpha / beta is where half of the peak throughput 1 / beta is reached.
 
     Returns:
         None for fewer than two sizes: no line goes through one point. Steps that took no time were not timed.
     """
-    points = [point for point in points if point.step_seconds > 0]
+    points = undisturbed([point for point in points if point.step_seconds > 0])
     rows = [(point.batch_size, point.step_seconds, 1.0) for point in points]
     line = step_line(rows)
     if line is None:
@@ -102,6 +104,17 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
         saturation_batch_size=alpha / beta if beta > 0 else None,
         batch_size_within_5_percent=min(near),
     )
+
+
+def undisturbed(points: Sequence[ThroughputPoint]) -> list[ThroughputPoint]:
+    """The points that no larger batch undercuts, by size: steps of more samples take as long at least."""
+    found: list[ThroughputPoint] = []
+    least = math.inf
+    for point in sorted(points, key=lambda point: point.batch_size, reverse=True):
+        if point.step_seconds <= _UNDERCUT * least:
+            found.append(point)
+        least = min(least, point.step_seconds)
+    return found[::-1]
 
 
 def with_flops(
@@ -139,22 +152,25 @@ def measure_curve(
 ) -> None:
     """Adds a point for each size that can be timed to `points`, as they come; `command` says how all are timed.
 
-    Sizes at which other programs were busy meanwhile are timed again, in turn, until the two least times agree or four
-    have been taken. The least counts.
+    Sizes at which other programs were busy meanwhile, and those that take longer than a larger one, are timed again, in
+    turn and for shorter, until the two least times agree or eight have been taken. The least counts.
     """
     timed: dict[int, list[ThroughputPoint]] = {}
+    asked, again = command, command.but(seconds=_AGAIN_SHARE * command.seconds)
+    due = list(sizes)
     for number in range(_MOST_ROUNDS):
-        for size in sizes if number == 0 else [size for size, found in timed.items() if not _is_known(found)]:
-            found = _ask(worker, command.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
+        for size in due:
+            found = _ask(worker, asked.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
             if found is None:
                 continue
             timed.setdefault(size, []).append(found)
             points[:] = [min(each, key=lambda point: point.step_seconds) for _, each in sorted(timed.items())]
             if not number:
                 observer.throughput(found)
-    doubtful = [size for size, found in timed.items() if not _is_known(found)]
-    if doubtful:
-        observer.note(f"other programs kept the machine busy: step times at {doubtful} may be too long")
+        sound = {point.batch_size for point in undisturbed(points)}
+        due, asked = [size for size, found in timed.items() if size not in sound or not _is_known(found)], again
+    if due:
+        observer.note(f"other programs kept the machine busy: step times at {due} may be too long")
 
 
 def _ask(worker: Worker, command: Command[Answer], timeout: float, observer: Observer, what: str) -> Answer | None:

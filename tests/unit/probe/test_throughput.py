@@ -102,10 +102,15 @@ class TestTiming:
         assert machine.curve()[8] == pytest.approx(1.6 * 0.018)
         assert machine.asked == [8, 32, 128, 8]
 
+    def test_a_step_that_takes_longer_than_one_of_more_samples_is_timed_again_however_often_it_does(self):
+        machine = BusyMachine(30.0, 1.0, 1.0, 30.5)
+        assert machine.curve() == self.QUIET
+        assert machine.asked == [8, 32, 128, 8, 8]
+
     def test_a_machine_that_is_never_quiet_is_told_of(self):
-        machine = BusyMachine(*(2.0 + 0.5 * number for number in range(12)))
+        machine = BusyMachine(*(2.0 + 0.5 * number for number in range(24)))
         assert machine.curve()[8] == pytest.approx(2 * 0.018)
-        assert len(machine.asked) == 12
+        assert len(machine.asked) == 24
         assert machine.notes == ["other programs kept the machine busy: step times at [8, 32, 128] may be too long"]
 
     def test_a_size_that_cannot_be_timed_is_left_out_and_asked_for_once(self):
@@ -154,6 +159,10 @@ class TestLine:
         points = timed(on_a_line(0.01, 0.001, (2, 4, 8)))
         assert fit_step_time([untimed, *points]) == fit_step_time(points)
         assert fit_step_time([untimed, untimed.model_copy(update={"batch_size": 2})]) is None
+
+    def test_steps_that_larger_batches_undercut_say_nothing(self):
+        quiet = on_a_line(0.0003, 4e-7, (16, 32, 512, 1500))
+        assert fit_step_time(timed(quiet | {64: 0.08, 128: 0.079})) == fit_step_time(timed(quiet))
 
     @settings(deadline=None)
     @given(st.floats(1e-5, 1.0), st.floats(1e-7, 1e-1))
