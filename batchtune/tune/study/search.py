@@ -74,7 +74,8 @@ class Search:
         parts, (lowest, highest) = self._parts, self._parts.space.learning_rates
         rate = min(max(float(f"{rate:.3g}"), lowest), highest)
         start: dict[str, Value] = {"batch_size": batch_size, "learning_rate": rate}
-        self._trials.add(parts.space.baseline | start, "search", parts.plan.config.seed + len(parts.study.trials))
+        params = parts.space.baseline | start
+        self._trials.add(params, "search", self._trials.search_seed(params))
 
     def _beside_the_search(self) -> None:
         """What is due while several workers search: the baseline's run, and the budget once a run has got there."""

@@ -92,7 +92,7 @@ class Trials:
             trial = self._study.ask(parts.space.distributions)
             parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
-            spec = self.spec(trial.params, role, trial.user_attrs.get("seed", parts.plan.config.seed + trial.number))
+            spec = self.spec(trial.params, role, trial.user_attrs.get("seed", self.search_seed(trial.params)))
             for key, value in _about(spec, role, parts.plan.config.ranks.strategy).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
@@ -117,6 +117,15 @@ class Trials:
             done = sum(1 for each in records.values() if over(each))
             parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
         return True
+
+    def search_seed(self, params: Mapping[str, Value]) -> int:
+        """The seed of a run of the search, the same for all: what luck there is in it is then common to them.
+
+        Only a configuration that runs again gets another. Source: common random numbers, Kleijnen 1975 (Statistical
+        Techniques in Simulation).
+        """
+        ended = self._parts.history.finished("search")
+        return self._parts.plan.config.seed + sum(each.params == params for each in ended)
 
     def spec(self, params: Mapping[str, Value], role: Role, seed: int) -> RunSpec:
         """What a run of these parameters is to do, as things stand."""

@@ -91,6 +91,17 @@ def test_optuna_shows_what_the_values_are_and_none_of_a_run_that_was_pruned(fini
     assert {each.value for each in pruned} == {None}
 
 
+def test_the_runs_of_a_search_share_their_luck_and_one_that_comes_again_has_its_own(finished):
+    searched = [each for each in finished.records() if each.role == "search"]
+    seeds = {}
+    for each in searched:
+        seeds.setdefault((each.batch_size, each.learning_rate), []).append(each.seed)
+    assert len(seeds) > 1
+    assert all(found == list(range(len(found))) for found in seeds.values())
+    first = searched[0].batch_size, searched[0].learning_rate
+    assert finished.trials.search_seed(finished.parts.space.of(searched[0])) == len(seeds[first])
+
+
 def test_confirmation_runs_on_seeds_the_search_has_not_seen(finished):
     seeds = {role: {each.seed for each in finished.records() if each.role == role} for role in ("search", "confirm")}
     assert len(seeds["confirm"]) == 3
