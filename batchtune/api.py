@@ -251,13 +251,12 @@ def tune(  # noqa: D417 - takes_options adds them
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.report.live import usual_observer
-    from batchtune.tune.plan.configure import configure
-    from batchtune.tune.run import run_tune
+    from batchtune.tune.run import configure_and_run
 
-    observer = observer or usual_observer()
-    given = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target, "ranks": ranks}
-    loaded = configure(config, given | {"strategy": strategy, "overrides": overrides}, observer, save_config)
-    return run_tune(loaded, fresh=fresh, observer=observer, root=Path(run_folders), warm_start=warm_start)
+    given: dict[str, object] = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target}
+    given |= {"ranks": ranks, "strategy": strategy, "overrides": overrides}
+    told, root = observer or usual_observer(), Path(run_folders)
+    return configure_and_run(config, given, save_config, fresh=fresh, observer=told, root=root, warm_start=warm_start)
 
 
 def check(config: Config, *, observer: Observer | None = None) -> dict[str, object]:

@@ -110,7 +110,7 @@ def init(
 
 
 @app.command(short_help="Find the largest batch that trains in the device's memory.")
-@partial(with_session, like=api.probe)
+@partial(with_session, like=api.probe, trains=True)
 def probe(session: Session, task: Task, open_page: Open = False, **options: Any) -> None:
     """Find the largest batch that really trains in the device's memory, and how fast each size trains.
 
@@ -120,13 +120,11 @@ def probe(session: Session, task: Task, open_page: Open = False, **options: Any)
       batchtune probe train.py:make_trainer --no-oom --json -o probe.json
       batchtune probe model.py --lengths 128,256,512,1024
     """
-    from batchtune.processes.ranks import rank_of_this_process
     from batchtune.result import ROOT
 
     with session.observer() as observer:
         result = api.probe(task, **options, observer=observer, run_folders=ROOT)
-    if rank_of_this_process() == 0:
-        session.deliver(result, open_page=open_page)
+    session.deliver(result, open_page=open_page)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
@@ -145,7 +143,7 @@ def estimate(session: Session, task: Task, **options: Any) -> None:
 
 
 @app.command(short_help="Find the batch size and learning rate that train soonest.")
-@partial(with_session, like=api.tune)
+@partial(with_session, like=api.tune, trains=True)
 def tune(
     session: Session,
     config: Annotated[

@@ -29,6 +29,8 @@ def with_session(
     function: Callable[..., None],
     like: Callable[..., object] | None = None,
     completions: Mapping[str, Callable[[str], list[str]]] | None = None,
+    *,
+    trains: bool = False,
 ) -> Callable[..., None]:
     """Makes a command of a function whose first parameter is its session.
 
@@ -39,6 +41,7 @@ def with_session(
         function: the command.
         like: the function whose options it has, too; they come to it as keyword arguments.
         completions: of those options, what a shell proposes for what has been typed of a value.
+        trains: it may have ranks train; of the processes of torchrun, the first one then does what the command does.
     """
     signature = inspect.signature(function, eval_str=True)
     own = [each for each in list(signature.parameters.values())[1:] if each.kind is not each.VAR_KEYWORD]
@@ -46,7 +49,10 @@ def with_session(
 
     @functools.wraps(function)
     def run(**given: Any) -> None:
-        with _command(**{option.name: given.pop(option.name) for option in COMMON}) as session:
+        common = {option.name: given.pop(option.name) for option in COMMON}
+        if trains:
+            _follow_first_rank()
+        with _command(**common) as session, _leading() if trains else contextlib.nullcontext():
             function(session, **given)
 
     # a backspace tells Typer that the lines after it keep their ends
@@ -119,6 +125,27 @@ def _command(
         _show_traceback(debug=debug)
         complain(_bug(f"{type(error).__name__}: {error}"))
         raise typer.Exit(BatchtuneError.exit_code) from None
+
+
+def _leading() -> contextlib.AbstractContextManager[object]:
+    from batchtune.processes.torchrun import leading
+
+    return leading()
+
+
+def _follow_first_rank() -> None:
+    """Ends a process that torchrun started beside the first one as that ends, without a word."""
+    from batchtune.processes.torchrun import LOST, follow
+
+    _stop_on_signals()
+    try:
+        outcome = follow()
+    except KeyboardInterrupt:
+        raise typer.Exit(RunInterrupted.exit_code) from None
+    if outcome == LOST:
+        complain(outcome.error)
+    if outcome is not None:
+        raise typer.Exit(outcome.exit_code)
 
 
 COMMON = list(inspect.signature(_command, eval_str=True).parameters.values())

@@ -88,3 +88,15 @@ class RunInterrupted(BatchtuneError):
     """The run was stopped from outside, by Ctrl-C or SIGTERM; what was measured by then is in the result."""
 
     exit_code = 130
+
+
+def error_of(exit_code: int, message: str) -> BatchtuneError:
+    """The error that another process has ended with."""
+    kinds: tuple[type[BatchtuneError], ...] = (
+        UsageError,
+        UserCodeError,
+        NothingFitsError,
+        DeviceError,
+        RunInterrupted,
+    )
+    return next((kind for kind in kinds if kind.exit_code == exit_code), BatchtuneError)(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune.config.fields import is_run_name
 from batchtune.document import SCHEMA_VERSION, Document
-from batchtune.errors import UsageError
+from batchtune.errors import UsageError, error_of
+from batchtune.processes.torchrun import follow, leading
 from batchtune.version import __version__
 
 if TYPE_CHECKING:
@@ -111,6 +113,27 @@ class Result(Document):
 def result_schema() -> dict[str, object]:
     """JSON Schema (draft 2020-12) of the result document."""
     return {"$schema": GenerateJsonSchema.schema_dialect} | Result.model_json_schema(by_alias=True)
+
+
+def of_first_rank(work: Callable[[], Result]) -> Result:
+    """What `work` finds; in a process that torchrun started beside the first one, what it has found there.
+
+    Raises:
+        BatchtuneError: the same in all processes.
+    """
+    outcome = follow()
+    if outcome is None:
+        with leading() as leader:
+            found = work()
+            if leader is not None:
+                leader.outcome = leader.outcome.model_copy(update={"result": found.to_json()})
+            return found
+    result = Result.model_validate_json(outcome.result) if outcome.result else None
+    if result is None or outcome.exit_code:
+        error = error_of(outcome.exit_code, outcome.error)
+        error.result = result
+        raise error
+    return result
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:

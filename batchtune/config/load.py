@@ -16,17 +16,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from batchtune.config.fields import is_run_name
+from batchtune.config.ranks import lay_under
 from batchtune.config.schema import Config, known_keys
 from batchtune.config.space import meant_instead_of
 from batchtune.errors import UsageError
 
-MAX_CHARACTERS, MAX_DEPTH = 100_000, 50
-_LONGEST = 60  # characters of a value in a message: a line stays a line
-_MOST_PROBLEMS = 50  # told at once: who reads more?
+MAX_CHARACTERS, MAX_DEPTH, _LONGEST_NUMBER = 100_000, 50, 400  # a longer number is none that anybody means
+_LONGEST, _MOST_PROBLEMS = 60, 50  # characters of a value in a message, which stays a line; told at once
 _MODULE = re.compile(r"(?!.*\.py(:|$))[A-Za-z_][\w.]*(:[\w.]+)?")
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_LONGEST_NUMBER = 400  # characters; a longer one is no number that anybody means
 _CONSTANTS: dict[str, bool | float | None] = {"": None, "~": None, "null": None, "true": True, "false": False} | {
     word: float(word.replace(".", "")) for word in (".nan", ".inf", "-.inf", "+.inf")
 }
@@ -170,6 +169,7 @@ def _complete(
 ) -> Config:
     """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too."""
     known = os.environ if environment is None else environment
+    lay_under(document, known)
     names = {f"BATCHTUNE_{key.upper().replace('.', '_')}": key for key in known_keys()}
     settings = [(key, known[name], name) for name, key in names.items() if name in known]
     problems = _lay_over(document, origins, [*settings, *map(_split_override, overrides)])

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from batchtune.config.fields import Count, NoSwitch, Positive, Section
+from batchtune.errors import UsageError
+
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which torchrun, and whoever starts ranks as it does, tells a process which one it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunEnv:
+    """This process's number among those that torchrun started, on so many machines."""
+
+    rank: int
+    world_size: int
+    nodes: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
+        """None where no launcher of ranks started this process, or it started a single one."""
+        known = os.environ if environment is None else environment
+        if any(name not in known for name in OF_LAUNCHERS) or (world_size := int(known["WORLD_SIZE"])) == 1:
+            return None
+        each = int(known.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(int(known["RANK"]), world_size, int(known.get("GROUP_WORLD_SIZE", world_size // each)))
 
 
 class RayCluster(Section):
@@ -34,16 +59,13 @@ class Ranks(Section):
     strategy: Literal["ddp", "fsdp"] = Field(
         default="ddp", description="ddp: each holds the model (DistributedDataParallel); fsdp: a shard of it (FSDP2)."
     )
-    nodes: Count = Field(default=1, description="Machines of a group; only 1 is possible so far.")
+    nodes: Count = Field(
+        default=1, description="Machines of a group; several are started by torchrun, which says how many there are."
+    )
 
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
-        if self.nodes > 1:
-            raise ValueError(
-                f"nodes {self.nodes}: the ranks of a run are on one machine; for several machines start batchtune on "
-                "each, with a storage that they share"
-            )
-        if self.strategy == "fsdp" and self.of_each == 1:
+        if self.strategy == "fsdp" and self.of_each == self.nodes == 1:
             raise ValueError(
                 "strategy fsdp: there is nothing to share on one rank; add per_trial (--ranks 2), or drop it"
             )
@@ -53,3 +75,35 @@ class Ranks(Section):
     def of_each(self) -> int:
         """Ranks of each run of the study."""
         return 1 if self.per_trial == "auto" else self.per_trial
+
+    def require_launcher(self, *, workers: int | str = 1, executor: str = "local") -> None:
+        """Refuses what whoever started this process has not started.
+
+        Raises:
+            UsageError: machines without torchrun; or with it another number of ranks or machines, or several groups.
+        """
+        torchrun = TorchrunEnv.from_environment()
+        if torchrun is None and self.nodes > 1:
+            shape = f"--nnodes {self.nodes} --nproc-per-node {max(1, self.of_each // self.nodes)}"
+            raise UsageError(
+                f"ranks.nodes {self.nodes}: start it by torchrun on each of them (Slurm: srun torchrun …): torchrun "
+                f"{shape} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m -- batchtune tune …"
+            )
+        if torchrun is None:
+            return
+        started = f"{torchrun.world_size} ranks on {torchrun.nodes} machine{'s' if torchrun.nodes > 1 else ''}"
+        for key, asked, here in (
+            ("ranks.per_trial", self.per_trial, torchrun.world_size),
+            ("ranks.nodes", self.nodes, torchrun.nodes),
+            ("workers", workers, 1),
+            ("executor", executor, "local"),
+        ):
+            if asked != here:
+                raise UsageError(f"{key} {asked}: torchrun has started {started}, so that it can only be {here}")
+
+
+def lay_under(document: dict[str, object], environment: Mapping[str, str]) -> None:
+    """Where torchrun started this process, what a configuration leaves open about ranks is as it has started them."""
+    torchrun, ranks = TorchrunEnv.from_environment(environment), document.get("ranks", {})
+    if torchrun is not None and isinstance(ranks, dict):
+        document["ranks"] = {"per_trial": torchrun.world_size, "nodes": torchrun.nodes} | ranks

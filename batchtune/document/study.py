@@ -73,6 +73,7 @@ class Trial(Record):
     gradient_accumulation_steps: Factor | None = None
     world_size: Factor | None = Field(default=None, description="Ranks that trained it as one; absent for one device.")
     strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How they shared the work.")
+    nodes: Factor | None = Field(default=None, description="Machines that they were on; absent for one.")
     straggler: Straggler | None = Field(default=None, description="The rank that was far slower than the others.")
     learning_rate: Rate
     precision: Text
@@ -224,6 +225,7 @@ class Recommendation(Record):
     gradient_accumulation_steps: Factor = 1
     world_size: Factor = 1
     strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How several ranks share the work.")
+    nodes: Factor | None = Field(default=None, description="Machines that they are on; absent for one.")
     global_batch_size: Count
     batch_unit: Literal["samples", "tokens"] = Field(
         default="samples", description="Of its sizes; tokens: in the mean."

@@ -16,11 +16,11 @@ from batchtune.observer import Forwarder, Observer
 from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
-from batchtune.processes.local import Launcher, LocalLauncher
-from batchtune.processes.ranks import Follower, Leader, RankLauncher, RendezvousStore, TorchrunEnv, require_whole
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.ranks import RankLauncher, world_size_here
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
-from batchtune.result import Result, load_result
+from batchtune.result import Result, load_result, of_first_rank
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 
@@ -39,37 +39,21 @@ def run_probe(
 ) -> Result:
     """Probes a task at each precision of `settings`, in children of their own or, with a world size, in groups of them.
 
-    In a process that torchrun started, one rank runs in each; where this is not the first of them, the result is the
-    first one's, whatever its status.
+    Inside of torchrun all of its ranks are the group, and the result is the same in all of its processes.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
 
-    def probe(launcher: Launcher) -> Result:
-        session = _Session(Worker(settings, launcher), settings, options, name, observer)
+    def probe() -> Result:
+        count = world_size_here(world_size)
+        _require_one_device(count, settings, options)
+        ranks = RankLauncher(count, strategy, observer.printed)
+        worker = Worker(settings, ranks if count > 1 else LocalLauncher(observer.printed))
+        session = _Session(worker, settings, options, name, observer)
         return _run(session) if folder is None else _run_in(folder, session)
 
-    torchrun = TorchrunEnv.from_environment()
-    _require_one_device(torchrun.world_size if torchrun else world_size, settings, options)
-    if torchrun is None:
-        ranks = RankLauncher(world_size, strategy, observer.printed)
-        return probe(ranks if world_size > 1 else LocalLauncher(observer.printed))
-    require_whole(torchrun, world_size)
-    if torchrun.rank:
-        published = Follower(torchrun, RendezvousStore()).follow()
-        if published is None:
-            raise RunInterrupted("rank 0 ended without a result; see what it says")
-        return Result.model_validate_json(published)
-    with Leader(torchrun) as leader:
-        try:
-            result = probe(RankLauncher(torchrun.world_size, strategy, observer.printed, leader=leader))
-        except BatchtuneError as error:
-            if error.result is not None:
-                leader.publish(error.result.to_json())
-            raise
-        leader.publish(result.to_json())
-        return result
+    return of_first_rank(probe)
 
 
 def _require_one_device(world_size: int, settings: OpenTask, options: ProbeOptions) -> None:

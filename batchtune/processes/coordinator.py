@@ -20,11 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from batchtune.errors import DeviceError
 from batchtune.processes.group_answers import failed, merge, told
 from batchtune.processes.local import describe_exit, entry, kill_sessions_below
-from batchtune.processes.ranks import GroupSettings, RendezvousStore
+from batchtune.processes.ranks import GroupSettings
+from batchtune.processes.torchrun import RendezvousStore
 from batchtune.protocol.commands import Rejoin, Renew
-from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous
+from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, watched
 
 _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS = 20.0
@@ -37,14 +39,15 @@ class RankCoordinator:
 
     def __init__(self, settings: GroupSettings, parent: Channel) -> None:
         self._settings, self._parent = settings, parent
-        own = settings.number == 0
+        own = not settings.name
         self._server = socket.create_server(("127.0.0.1" if own else "", 0))
         host, port = "127.0.0.1" if own else os.environ["MASTER_ADDR"], self._server.getsockname()[1]
         self.rendezvous = Rendezvous(
-            host=host, port=port, token=secrets.token_hex(16), strategy=settings.strategy, name=str(settings.number)
+            host=host, port=port, token=secrets.token_hex(16), strategy=settings.strategy, name=settings.name
         )
         self._lines: dict[int, socket.socket] = {}
-        self._followers: list[socket.socket] = []
+        self._followers: dict[int, socket.socket] = {}
+        self._followed = threading.Event()
         self._said: queue.Queue[tuple[int, Json | None]] = queue.Queue()
         self._everybody_here = threading.Event()
         self._exits: dict[int, int] = {}
@@ -59,8 +62,7 @@ class RankCoordinator:
         while True:
             command = Command.from_message(self._parent.receive())
             self._idle.clear()
-            self._everybody_here.wait()
-            self._parent.send(**self._answer(command))
+            self._parent.send(**(self._missing() or self._answer(command)))
             self._idle.set()
 
     def ranks_ended(self, exits: Mapping[int, int]) -> None:
@@ -70,10 +72,19 @@ class RankCoordinator:
         self._everybody_here.set()
         self._idle.wait(_REPORT_SECONDS)
 
+    def _missing(self) -> Json | None:
+        """Waits for the ranks; the error where the user's launcher has no process any more that would run one."""
+        if self._settings.name and not self._followed.wait(self._settings.patience_seconds):
+            ranks = ", ".join(str(rank) for rank in range(self._settings.world_size) if rank not in self._followers)
+            why = f"rank {ranks}: its process or its machine is gone; start torchrun again"
+            return {"exit_code": DeviceError.exit_code, "error": why}
+        self._everybody_here.wait()
+        return None
+
     def _admit(self) -> None:
         while len(self._lines) < self._settings.world_size:
             line, _ = self._server.accept()
-            words = line.makefile("r", encoding="utf-8")
+            words = watched(line).makefile("r", encoding="utf-8")
             hello = json.loads(words.readline() or "{}")
             if hello.get("token") != self.rendezvous.token:
                 line.close()
@@ -81,10 +92,12 @@ class RankCoordinator:
             rank, follows = hello["rank"], "follows" in hello
             threading.Thread(target=self._watch if follows else self._listen, args=(rank, words), daemon=True).start()
             if follows:
-                self._followers.append(line)  # it ends with this process
+                self._followers[rank] = line  # it ends with this process
+                if len(self._followers) == self._settings.world_size:
+                    self._followed.set()
                 continue
             self._lines[rank] = line
-            if not self._settings.number:
+            if not self._settings.name:
                 self._parent.send(alive=True, sessions=[hello["pid"]])
         self._everybody_here.set()
 
@@ -154,7 +167,7 @@ class RankCoordinator:
         self._ended.wait(_REPORT_SECONDS)
         rank = lost[0] if lost[0] in self._exits else min(self._exits, default=lost[0])  # the others were ended with it
         code = self._exits.get(rank)
-        text = "the process ended" if code is None else describe_exit(code)
+        text = "its process or its machine is gone" if code is None else describe_exit(code)
         outside = code is None or -code in _FROM_OUTSIDE  # of None nobody has told, as of a machine that is gone
         return {"outcome": "crash", "error": f"rank {rank}: {text}", "rank": rank, "from_outside": outside}
 
@@ -200,8 +213,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings.model_validate_json(sys.argv[1])
     coordinator = RankCoordinator(settings, parent)
-    if settings.number:
-        RendezvousStore().announce(settings.number, coordinator.rendezvous)
+    if settings.name:
+        RendezvousStore().announce(settings.name, coordinator.rendezvous)
         coordinator.serve()
     os.environ |= coordinator.rendezvous.variable()
     threading.Thread(target=coordinator.serve, daemon=True).start()

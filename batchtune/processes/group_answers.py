@@ -1,4 +1,4 @@
-"""One answer out of those of a group's ranks: the memory of the fullest one, the time of the slowest, whose fault it was."""
+"""One answer out of those of a group's ranks: the peak of the fullest, the time of the slowest, whose fault it was."""
 
 from __future__ import annotations
 

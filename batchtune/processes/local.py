@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from batchtune.config.ranks import OF_LAUNCHERS, TorchrunEnv
 from batchtune.device.host import children_of, describe_kill, oom_kills
 from batchtune.protocol.messages import Json
 
@@ -109,7 +110,10 @@ class LocalLauncher:
         self._echo, self._environment, self._program = echo, dict(environment or {}), program
 
     def start(self) -> Process:
-        return LocalProcess(entry(self._program), child_environment() | self._environment, self._echo)
+        environment = child_environment()
+        if TorchrunEnv.from_environment():  # it is none of torchrun's ranks, and must not wait for the others
+            environment = {name: value for name, value in environment.items() if name not in OF_LAUNCHERS}
+        return LocalProcess(entry(self._program), environment | self._environment, self._echo)
 
 
 class LocalProcess:

@@ -70,6 +70,8 @@ class WorkerPool:
         Raises:
             BatchtuneError: there are not enough devices.
         """
+        if self._asked == 1:
+            return
         visible, device, each = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device, self._ranks.of_each
         count = count_workers(
             self._asked, device, devices=opened.device_count, processors=processors(), visible=visible, each=each

@@ -27,6 +27,7 @@ from batchtune.document import NO_CLIPPING, GradientClipping, Value
 from batchtune.vocabulary import Goal, LengthBatches
 
 _GROUP_VARIABLE = "BATCHTUNE_GROUP"
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 45_000}
 Answer = TypeVar("Answer")
 Json: TypeAlias = dict[str, Any]  # an object of JSON: one message on a line between processes
 
@@ -276,6 +277,15 @@ class Rendezvous(Message):
 
     def connect(self, **hello: object) -> socket.socket:
         """A line to the coordinator, on which it has been told who is there."""
-        line = socket.create_connection((self.host, self.port))
+        line = watched(socket.create_connection((self.host, self.port)))
         line.sendall((json.dumps({"token": self.token, **hello}) + "\n").encode())
         return line
+
+
+def watched(line: socket.socket) -> socket.socket:
+    """A line that ends within a minute of the machine at its other end, which may have no time to close it."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return line

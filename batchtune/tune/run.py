@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.result import ROOT, Result
+from batchtune.result import ROOT, Result, of_first_rank
 from batchtune.run_folder import RunFolder
-from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.plan.configure import configure, identity_of
 from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.plan.warm_start import read_warm_start
 from batchtune.tune.progress import Progress, Status
@@ -20,6 +21,25 @@ from batchtune.tune.start import Tuning
 from batchtune.tune.study.storage import delete_study, open_storage
 
 _Kind = TypeVar("_Kind", bound=BaseException)
+
+
+def configure_and_run(
+    given: str | os.PathLike[str] | Config,
+    options: Mapping[str, object],
+    save_config: str | os.PathLike[str] | None,
+    *,
+    fresh: bool,
+    observer: Observer,
+    root: Path,
+    warm_start: str | os.PathLike[str] | None,
+) -> Result:
+    """What `run_tune` finds by the configuration that `configure` makes; the same in all processes of torchrun."""
+
+    def work() -> Result:
+        config = configure(given, options, observer, save_config)
+        return run_tune(config, fresh=fresh, observer=observer, root=root, warm_start=warm_start)
+
+    return of_first_rank(work)
 
 
 def run_tune(

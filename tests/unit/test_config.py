@@ -280,7 +280,6 @@ def test_choices_keep_their_kinds():
         ),
         ({"executor": "ray", "ranks": {"per_trial": 2}}, "per_trial 2: a run on a Ray cluster trains on one device"),
         ({"world_size": 4, "ranks": {"per_trial": 2}}, "per_trial 2: world_size is for runs on one device"),
-        ({"ranks": {"per_trial": 2, "nodes": 2}}, "nodes 2: the ranks of a run are on one machine"),
         ({"ranks": {"per_trial": "auto", "strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank"),
         ({"executor": "ray", "ranks": {"per_trial": "auto"}}, "per_trial auto: a run on a Ray cluster trains on one"),
         ({"ranks": {"strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank; add per_trial"),

@@ -208,8 +208,10 @@ def _batch_lines(found: Recommendation, result: Document) -> list[str]:
 
 def launched(found: Recommendation, command: str) -> str:
     """How many ranks the settings are for, and how they are started."""
-    how = f" with {found.strategy}" if found.strategy else ""
-    return f"for {found.world_size} ranks{how}: {command} {found.world_size}"
+    how, nodes = f" with {found.strategy}" if found.strategy else "", found.nodes or 1
+    if nodes == 1:
+        return f"for {found.world_size} ranks{how}: {command} {found.world_size}"
+    return f"for {found.world_size} ranks{how} on {nodes} machines: {command} {found.world_size // nodes} on each"
 
 
 def _evaluation_batch(result: Document) -> str:

@@ -149,7 +149,8 @@ def _lightning(found: Recommendation, result: Document) -> Values:
     _refuse_fp16_on_cpu("Lightning", found, result)
     return {
         "trainer.accelerator": "cpu" if _device(result) == "cpu" else None,
-        "trainer.devices": found.world_size,
+        "trainer.devices": found.world_size // (found.nodes or 1),
+        "trainer.num_nodes": found.nodes,
         "trainer.strategy": found.strategy,
         "trainer.precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(found.precision, "32-true"),
         "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
@@ -224,7 +225,8 @@ def _env(found: Recommendation, result: Document) -> Values:
         "GRADIENT_CLIPPING_NORM": _clipped(found)["norm"] or None,
         "GRADIENT_CLIPPING_VALUE": _clipped(found)["value"] or None,
         "TOTAL_STEPS": found.total_steps,
-        "NPROC_PER_NODE": found.world_size if found.world_size > 1 else None,  # WORLD_SIZE is the launcher's own
+        "NNODES": found.nodes,  # WORLD_SIZE is the launcher's own
+        "NPROC_PER_NODE": found.world_size // (found.nodes or 1) if found.world_size > 1 else None,
         "STRATEGY": found.strategy,
         "PRECISION": found.precision,
     }

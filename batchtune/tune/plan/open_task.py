@@ -138,7 +138,8 @@ def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     precisions = ", ".join(name for name, _ in facts.get("precision", ()))
     base, sizes, rates = config.baseline, config.batch_size, config.learning_rate
     if config.ranks.of_each > 1:
-        device = f"{config.ranks.of_each} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}"
+        nodes = f" of {config.ranks.nodes} machines" if config.ranks.nodes > 1 else ""
+        device = f"{config.ranks.of_each} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}{nodes}"
     told = [f"nothing is wrong, and nothing was trained: {config.task} on {device} at {precisions}, {data}"]
     if sizes.max != "auto" and not sizes.min <= base.batch_size <= sizes.max:
         size = f"baseline.batch_size {base.batch_size:,}"

@@ -21,7 +21,7 @@ _KEPT = (  # attributes that have a field's name
     *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
     *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
     *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message", "world_size", "strategy"),
-    "straggler",
+    *("nodes", "straggler"),
 )
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
