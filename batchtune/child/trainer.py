@@ -186,7 +186,7 @@ class Trainer:
         self.precision = Precision(precision, device, loss_scale)
         if adapted := task.adapted:
             adapted.samples_per_step, adapted.total_steps = samples_per_step, total_steps
-        self.model: nn.Module = parallel.place(task.model()) if parallel else task.model().to(device)
+        self.model: nn.Module = parallel.place(task.model) if parallel else task.model().to(device)
         if not (adapted and adapted.keeps_modes):
             self.model.train()
         self._rank_loss = parallel.loss_of(self.model, task.loss) if parallel else None

@@ -214,6 +214,8 @@ def add_flops(
     worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
     """
     opened = worker.start()
+    if not _fits_alone(opened):
+        return
     peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
     if peak is None and only_as_share:
         return
@@ -227,16 +229,25 @@ def add_flops(
     worker.renew()
 
 
+def _fits_alone(opened: Opened) -> bool:
+    """Whether one rank may hold all weights with their gradients, as each does unless they are sharded."""
+    limit = opened.memory_limit_bytes
+    return opened.strategy != "fsdp" or limit is None or 2 * opened.parameter_bytes <= limit
+
+
 def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeout: float) -> Times:
     """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured.
 
-    A sharded model may not fit on one rank.
+    A sharded model may not fit on one rank, which is not tried where its weights alone say so.
     """
 
     def seconds(what: str, **how: bool) -> float | None:
         found = _ask(worker, command.but(**how), timeout, observer, f"step time {what}")
         return found.step_seconds if found else None
 
+    if not _fits_alone(worker.start()):
+        observer.note("no step times without communication: the whole model does not fit on one rank")
+        return {"together": seconds("of the group")}
     return {
         "together": seconds("of the group"),
         "apart": seconds("without communication", communicate=False),

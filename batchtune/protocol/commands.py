@@ -65,6 +65,7 @@ class Opened(Message):
         steps_by_itself: it has a train_step, whose gradients nobody else can take.
         strategy: of a group of ranks, as its backend and its limits are; None for a child alone.
         current_settings: what the user trains with, where that was asked for.
+        parameter_bytes: of the model.
         foreign_parameters: that the optimizer holds and the model does not.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         forks: whether this child is a fork of an image, which can have others.
@@ -93,6 +94,7 @@ class Opened(Message):
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     current_settings: CurrentSettings = CurrentSettings()
+    parameter_bytes: int = 0
     foreign_parameters: int = 0
     notes: tuple[str, ...] = ()
     forks: bool = False
@@ -202,7 +204,6 @@ class TimeSteps(Command[ThroughputPoint]):
     """How fast a size trains.
 
     Attributes:
-        seconds: for about how long to time.
         communicate: without, each rank trains alone.
         first_rank_alone: the others do nothing meanwhile.
     """
@@ -286,7 +287,6 @@ class TimeInTurn(Command[tuple[tuple[float, ...], ...]]):
 
     Attributes:
         specs: what is timed; all are in memory at once.
-        seconds: for about how long in all.
         stretch_seconds: for how long each one has its turn.
     """
 

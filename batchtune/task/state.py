@@ -43,20 +43,31 @@ def seed_the_cpu(seed: int) -> None:
         np.random.seed(seed % 2**32)  # noqa: NPY002 - the user's code may draw from the global generator
 
 
+def random_numbers() -> Callable[[], None]:
+    """What brings the random numbers of the CPU back to where they are now: torch's, Python's and NumPy's."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
+
+    def restore() -> None:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+    return restore
+
+
 @contextlib.contextmanager
 def kept_random_numbers(device: torch.device | str) -> Iterator[None]:
     """Leaves the random numbers of torch, Python and NumPy as if the block had drawn none."""
     device = torch.device(device)
     devices = [] if device.type == "cpu" else [device]
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    restore = random_numbers()
     try:
         with torch.random.fork_rng(devices=devices, device_type=device.type):
             yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        restore()
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)

@@ -46,8 +46,11 @@ class Ranks(Protocol):
     def squared_norms_apart(self, gradients: Iterable[Tensor]) -> tuple[float, float]:
         """The mean over ranks of their own gradients' squared norms, and that of the mean, which replaces them."""
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module]) -> nn.Module:
         """The model, or this rank's shard of it, on the device."""
+
+    def sketch(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """The model as an optimizer is to see it: without its values where no rank is to hold them all."""
 
     def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
         """The loss of a placed model."""

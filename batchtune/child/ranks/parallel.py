@@ -28,6 +28,8 @@ def load_for(strategy: str) -> None:
     if strategy == "fsdp":
         import torch.distributed.fsdp  # noqa: F401
 
+        import batchtune.child.ranks.deferred  # noqa: F401
+
 
 class Parallel:
     """This rank's place among those that train together by DistributedDataParallel or FSDP2."""
@@ -110,19 +112,31 @@ class Parallel:
             gradient.div_(self.world_size)
         return apart, sum_of_squares(own)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def sketch(self, build: Callable[[], nn.Module]) -> nn.Module:
+        if self.strategy == "ddp":
+            return build()
+        from batchtune.child.ranks.deferred import build_deferred
+
+        return build_deferred(build)[0]
+
+    def place(self, build: Callable[[], nn.Module]) -> nn.Module:
         """The model on this rank's device: all of it, or with FSDP a shard of each repeated block and of the rest.
 
-        A block is sharded as soon as it is on the device, so that the whole model never has to fit there.
+        A block gets its weights when its turn has come, and is sharded as soon as it is on the device, so that the
+        whole model never has to fit there, nor into the host's memory.
         """
         if self.strategy == "ddp":
-            return model.to(self.device)
+            return build().to(self.device)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        from batchtune.child.ranks.deferred import build_deferred
+
+        model, fill = build_deferred(build)
         mesh, blocks = init_device_mesh(self.device.type, (self.world_size,)), repeated_blocks(model)
         _require_untied(model, blocks)
         for module in (*blocks, model):
+            fill(module)
             try:
                 fully_shard(module, mesh=mesh)
             except (ValueError, NotImplementedError) as error:

@@ -22,6 +22,7 @@ from batchtune.errors import DeviceError
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_attention, cuda_kernels
 from batchtune.estimate.tracing.without_data import place_outside_torch
+from batchtune.task.fakes import apply_to_fakes
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
@@ -175,7 +176,7 @@ def _replaced() -> Iterator[None]:
         (torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
-        (nn.Module, "_apply", _apply),
+        (nn.Module, "_apply", apply_to_fakes),
         (optimizers, "_foreach_supported_types", tensors),
         (foreach, "_foreach_supported_types", tensors),
     ]
@@ -206,39 +207,6 @@ def _run_fallback_kernel(
     if any(isinstance(each, FakeTensor) and each.fake_device.type == "cuda" for each in flat_args):
         raise NotImplementedError(f"torch knows no shape of what {func} makes") from error
     return _fallback_kernel(mode, func, flat_args, spec, error)
-
-
-def _apply(
-    module: nn.Module,
-    convert: Callable[[Tensor], Tensor],
-    recurse: bool = True,
-    converted: dict[int, tuple[nn.Parameter, nn.Parameter]] | None = None,
-) -> nn.Module:
-    """`nn.Module._apply`, which cannot swap fake tensors in place, by new parameters; tied ones stay tied."""
-    converted = {} if converted is None else converted
-    for child in module.children() if recurse else ():
-        _apply(child, convert, converted=converted)
-    for name, parameter in module._parameters.items():  # noqa: SLF001
-        if parameter is None:
-            continue
-        if id(parameter) not in converted:
-            with torch.no_grad():
-                moved = convert(parameter)
-            same = moved is parameter
-            converted[id(parameter)] = (parameter, parameter if same else _as_parameter(moved, parameter))
-        module._parameters[name] = converted[id(parameter)][1]  # noqa: SLF001
-    for name, buffer in module._buffers.items():  # noqa: SLF001
-        if buffer is not None:
-            module._buffers[name] = convert(buffer)  # noqa: SLF001
-    return module
-
-
-def _as_parameter(moved: Tensor, original: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(moved, original.requires_grad)
-    for name, value in vars(original).items():  # marks such as `no_weight_decay` that build_optimizer reads
-        if not hasattr(parameter, name):
-            setattr(parameter, name, value)
-    return parameter
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from batchtune.child.ranks.parallel import repeated_blocks
 from batchtune.child.trainer import Trainer, TrainingBatches
 
 MICRO, STEPS, MEAN, VARIANCE = 4, 6, 1.0, 9.0
+DEEP_BYTES = 160 << 20
 TWO_RANKS = f"""
 import json, sys
 import torch
@@ -71,6 +73,7 @@ told["noise"] = [noise.samples, noise.low, noise.high, noise.batch_sizes]
 rising = RunRangeTest(batch_size={MICRO}, lowest_rate=1e-3, highest_rate=100.0, steps=40, **how)
 test = range_test(linear_task(), FakeDevice(), rising, parallel=ranks)
 told["edge"] = [test.batch_size, test.edge_learning_rate, test.lowest_loss_learning_rate]
+told["peak"] = here.peak_bytes(lambda: ranks.place(here.deep))
 try:
     Trainer(linear_task(build_model=here.tied), torch.device("cpu"), "fp32", parallel=ranks)
 except UsageError as error:
@@ -114,6 +117,26 @@ def scaled():
 
 def blocks():
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)), nn.Linear(4, 1))
+
+
+def deep():
+    """A model of `DEEP_BYTES`, in blocks each of which is a small part of it."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(DEEP_BYTES >> 22))
+    )
+
+
+def peak_bytes(make):
+    """The most that was resident of this process while something was made, above what was before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    made = make()
+    return _resident("VmHWM") - before if made is not None else None
+
+
+def _resident(name):
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) << 10
 
 
 def trained(micro_batch_size, parallel=None):
@@ -196,6 +219,16 @@ def test_training_diverges_on_both_at_the_same_rate(both):
     batch_size, edge, lowest = first["edge"]
     assert batch_size == 2 * MICRO
     assert 0.05 < lowest < edge < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
+def test_with_shards_no_rank_ever_holds_the_whole_model(both):
+    strategy, ranks = both
+    for told in ranks:
+        if strategy == "ddp":
+            assert told["peak"] > 0.95 * DEEP_BYTES
+        else:
+            assert told["peak"] < 0.7 * DEEP_BYTES  # half of it, one block, and what is kept of how it is made
 
 
 def test_a_weight_in_two_shards_is_refused_by_its_names(both):
