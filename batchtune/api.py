@@ -59,8 +59,8 @@ def probe(  # noqa: D417 - takes_options adds them
     Raises:
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
+    from batchtune.config.probe import ProbeOptions
     from batchtune.errors import UsageError, kind_of
-    from batchtune.probe.options import ProbeOptions
     from batchtune.probe.run import run_probe
     from batchtune.protocol.commands import OpenTask
     from batchtune.report.live import usual_observer
@@ -159,8 +159,8 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
         batchtune.errors.UsageError: an argument cannot be used as given.
         Exception: what `step` raised, where it raises it at every size.
     """
+    from batchtune.config.probe import Bounds
     from batchtune.probe.in_process import find_in_process
-    from batchtune.probe.options import Bounds
     from batchtune.task.state import kept_random_numbers
 
     with kept_random_numbers("cpu"):  # rich draws some when it is imported

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
 from batchtune.probe.memory_model import measured_points
-from batchtune.probe.options import ProbeOptions
 from batchtune.probe.search import bracket
 from batchtune.units import size
 

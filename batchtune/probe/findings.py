@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import order_warnings
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
-from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.search import bracket
 from batchtune.probe.timing import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
 from batchtune.lengths.surface import PeakPoint, Surface, fit_surface
 from batchtune.probe.memory_model import PeakEstimate, measured_points
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import Choice, bracket, next_size
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, covers

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from batchtune.child.evaluate import without_gradients
+from batchtune.config.probe import Bounds
 from batchtune.device._base import DeviceMemory
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import open_device
@@ -17,7 +18,6 @@ from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError
 from batchtune.observer import Observer
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import bracket, next_size
 from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Attempt, Document, Failure, InputPipeline, ProbeResult, TaskInfo, ThroughputPoint
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
@@ -14,7 +15,6 @@ from batchtune.estimate.free_memory import FreeMemory
 from batchtune.estimate.tracers import EstimatePrior
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.input_pipeline import measure_input_pipeline
-from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.ranks import RankLauncher, world_size_here

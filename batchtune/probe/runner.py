@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import UserCodeError
 from batchtune.lengths.buckets import lengths_of
@@ -23,7 +24,6 @@ from batchtune.probe.final_check import (
 )
 from batchtune.probe.frontier import largest_batches, next_attempt
 from batchtune.probe.memory_model import PeakEstimate
-from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
 from batchtune.probe.timing import add_flops, measure_curve, measure_times, sizes_to_time
 from batchtune.probe.tries import Tries

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
 from batchtune.probe.memory_model import (
     MAX_GROWTH,
@@ -24,7 +25,6 @@ from batchtune.probe.memory_model import (
     quantile,
     reach,
 )
-from batchtune.probe.options import Bounds
 from batchtune.vocabulary import LARGEST
 
 MAX_USER_ERRORS = 2  # sizes, from the minimum on, that the user's code may reject

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from batchtune.config.probe import SECONDS_PER_POINT
 from batchtune.device.gpus import peak_flops
 from batchtune.device.host import BUSY
 from batchtune.document import Attempt, DataParallel, ThroughputFit, ThroughputPoint
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.options import SECONDS_PER_POINT
 from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import CountFlops, Opened, OpenTask, TimeSteps

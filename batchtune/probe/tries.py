@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import Check, asks_for_another, with_spread
 from batchtune.probe.findings import Findings
 from batchtune.probe.memory_model import PeakEstimate
-from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.search import next_size
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened, TryBatchSize, TryLengths

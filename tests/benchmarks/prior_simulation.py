@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import BASICS, Case
 
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import GpuFacts, TaskEstimate
@@ -34,7 +35,6 @@ from batchtune.estimate.memory.fit import FittedStep, fit, live_bytes, replay
 from batchtune.estimate.memory.overheads import UNMEASURED, kind_of
 from batchtune.estimate.tracing.answers import expectation
 from batchtune.estimate.tracing.trace import trace_step
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import next_size
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -23,11 +23,11 @@ from replay_tasks import TASKS
 
 from batchtune.child.before_study import Edge
 from batchtune.child.training_run import RunSpec, StepClock
+from batchtune.config.probe import SECONDS_PER_POINT
 from batchtune.config.schema import Baseline, Budget, Config, Objective
 from batchtune.config.space import BatchSize, LearningRate
 from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, ThroughputPoint, Trial
 from batchtune.observer import Observer
-from batchtune.probe.options import SECONDS_PER_POINT
 from batchtune.probe.timing import fit_step_time, measure_curve, sizes_to_time
 from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train

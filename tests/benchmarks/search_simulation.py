@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import mean, quantiles
 
 from batchtune import __version__
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import bracket, next_size
 from batchtune.vocabulary import LARGEST
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from fixtures.waiting import wait_until
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.errors import BatchtuneError
 from batchtune.observer import Observer
-from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied

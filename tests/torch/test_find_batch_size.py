@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import batchtune
+from batchtune.config.probe import Bounds
 from batchtune.device._base import Peaks
 from batchtune.errors import DeviceError, NothingFitsError, UsageError
 from batchtune.probe.in_process import find_in_process
-from batchtune.probe.options import Bounds
 from batchtune.task.state import KeptState
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.config.schema import Config
 from batchtune.document import Attempt
 from batchtune.observer import Observer
-from batchtune.probe.options import SECONDS_PER_POINT, ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.timing import MAX_POINTS
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker

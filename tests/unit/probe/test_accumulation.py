@@ -3,9 +3,9 @@
 import pytest
 from fakes import FakeChild, opened
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ThroughputPoint
 from batchtune.observer import Observer
-from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
 from batchtune.probe.final_check import (
     Check,
@@ -15,7 +16,6 @@ from batchtune.probe.final_check import (
     with_room,
     with_spread,
 )
-from batchtune.probe.options import ProbeOptions
 
 
 def check(size, outcome="oom", *, steps=0, asked=20):

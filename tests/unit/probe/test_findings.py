@@ -3,6 +3,7 @@
 import pytest
 from fakes import opened
 
+from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Attempt, DeviceProcess, Environment, ThroughputPoint
 from batchtune.probe.findings import (
@@ -13,7 +14,6 @@ from batchtune.probe.findings import (
     leak_warnings,
     recompile_warnings,
 )
-from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.timing import busy_warnings, with_flops
 
 GIB = 2**30

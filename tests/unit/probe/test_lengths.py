@@ -6,13 +6,13 @@ from statistics import mean
 
 import pytest
 
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.buckets import lengths_of
 from batchtune.lengths.mixing import check_lengths, mixed, mixed_order, shared
 from batchtune.lengths.surface import PeakPoint, fit_surface
 from batchtune.probe.frontier import largest_batches, length_points, next_attempt
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import bracket, next_size
 from batchtune.protocol.commands import TryBatchSize
 from batchtune.protocol.data import LengthGroup, LengthsSeen

@@ -6,10 +6,10 @@ import math
 import pytest
 from fakes import FakeChild, opened
 
+from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt
 from batchtune.estimate.commands import TaskEstimate
 from batchtune.observer import Observer
-from batchtune.probe.options import Bounds, ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.probe.search import next_size
 from batchtune.protocol.commands import OpenTask

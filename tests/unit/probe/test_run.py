@@ -4,13 +4,13 @@ import pytest
 from fakes import FakeChild, opened
 
 import batchtune
+from batchtune.config.probe import ProbeOptions
 from batchtune.device.sharing import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate import free_memory
 from batchtune.observer import Observer
 from batchtune.probe import run
-from batchtune.probe.options import ProbeOptions
 from batchtune.protocol.commands import OpenTask
 from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder

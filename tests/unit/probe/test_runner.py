@@ -5,10 +5,10 @@ import re
 import pytest
 from fakes import FakeChild, opened
 
+from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.options import ProbeOptions
 from batchtune.probe.runner import Probe
 from batchtune.processes.worker import WorkerDied
 

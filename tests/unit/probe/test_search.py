@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
+from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
-from batchtune.probe.options import Bounds
 from batchtune.probe.search import Choice, bracket, next_size
 from batchtune.vocabulary import LARGEST, Outcome
 
