@@ -60,38 +60,25 @@ def probe(  # noqa: D417 - takes_options adds them
         batchtune.errors.BatchtuneError: its class says whose fault it is; `error.result` holds what was measured.
     """
     from batchtune.config.probe import ProbeOptions
-    from batchtune.errors import UsageError, kind_of
-    from batchtune.probe.run import run_probe
-    from batchtune.protocol.commands import OpenTask
+    from batchtune.probe.run import probe_task
     from batchtune.report.live import usual_observer
-    from batchtune.run_folder import probe_folder
-    from batchtune.task.spec import task_name
 
-    if not isinstance(task, str | os.PathLike):
-        raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    path, name, purpose = os.fspath(task), task_name(os.fspath(task)), "inference" if inference else "probe"
-    how: dict[str, Any] = {"memory_limit": memory_limit, "precision": precision, "lengths": lengths, "purpose": purpose}
-    return run_probe(
-        OpenTask(task=path, device=device, margin=margin, **how),
-        ProbeOptions(
-            minimum=min,
-            maximum=max,
-            multiple_of=multiple_of,
-            steps=steps,
-            tolerance=tolerance,
-            timeout=float(timeout),
-            verify_steps=verify_steps,
-            no_oom=no_oom,
-            throughput=throughput,
-            accumulation_steps=accumulation or 0,
-            lengths=how["lengths"],
-        ),
-        name=name,
-        observer=observer or usual_observer(),
-        folder=probe_folder(f"{purpose}-{name}", path, Path(run_folders)) if run_folders is not None else None,
-        world_size=nproc_per_node,
-        strategy=strategy,
+    how: dict[str, Any] = {"device": device, "memory_limit": memory_limit, "margin": margin, "precision": precision}
+    how |= {"lengths": lengths, "inference": inference, "world_size": nproc_per_node, "strategy": strategy}
+    search = ProbeOptions(
+        minimum=min,
+        maximum=max,
+        multiple_of=multiple_of,
+        steps=steps,
+        tolerance=tolerance,
+        timeout=float(timeout),
+        verify_steps=verify_steps,
+        no_oom=no_oom,
+        throughput=throughput,
+        accumulation_steps=accumulation or 0,
+        lengths=how["lengths"],
     )
+    return probe_task(task, search, observer=observer or usual_observer(), run_folders=run_folders, **how)
 
 
 @overload

@@ -1,4 +1,4 @@
-"""A model whose weights and optimizer states fit on no single card: estimate, probe and study of a group agree on it."""
+"""A model whose weights and optimizer states fit on no single card: estimate, probe and study of a group agree."""
 
 import fake_gpu
 import pytest

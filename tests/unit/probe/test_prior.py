@@ -14,7 +14,7 @@ from batchtune.probe.runner import Probe
 from batchtune.probe.search import next_size
 from batchtune.protocol.commands import OpenTask
 
-run = importlib.import_module("batchtune.probe.run")
+run, session = map(importlib.import_module, ("batchtune.probe.run", "batchtune.probe.session"))
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = 20 * GIB
 
@@ -155,7 +155,7 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
     (tmp_path / "model.py").write_text("")
     monkeypatch.setattr(TaskEstimate, "learn", lambda self, name, attempts: learnt.append((name, len(attempts))))
     monkeypatch.setattr(run, "Worker", lambda settings, echo: device)
-    monkeypatch.setattr(run, "EstimatePrior", Sight(estimated))
+    monkeypatch.setattr(session, "EstimatePrior", Sight(estimated))
     result = run.run_probe(
         OpenTask(task=str(tmp_path / "model.py")),
         ProbeOptions(throughput=False),

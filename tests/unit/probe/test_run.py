@@ -10,7 +10,7 @@ from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate import free_memory
 from batchtune.observer import Observer
-from batchtune.probe import run
+from batchtune.probe import run, session
 from batchtune.protocol.commands import OpenTask
 from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
@@ -109,7 +109,7 @@ def recorded(monkeypatch):
 def probed(monkeypatch, recorded):
     def probed(outcome, precisions=("fp32", "bf16"), folder=None, **options):
         gpu = ScriptedGpu(outcome, precisions)
-        monkeypatch.setattr(run, "EstimatePrior", NoForesight)
+        monkeypatch.setattr(session, "EstimatePrior", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
         monkeypatch.setattr(free_memory, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(free_memory, "SETTLING_SECONDS", (0.0,))

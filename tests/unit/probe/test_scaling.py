@@ -17,18 +17,27 @@ TIMES = {"together": 0.5, "apart": 0.4, "alone": 0.3}
 class Clockwork(FakeChild):
     """A group whose steps take what is written down, or raise it."""
 
-    def __init__(self, together, apart, alone):
+    def __init__(self, together, apart, alone, group=GROUP):
+        self._group, self.asked = group, 0
         self._seconds = {(True, False): together, (False, False): apart, (False, True): alone}
 
+    def start(self):
+        return self._group
+
     def answer(self, command, *, communicate=True, first_rank_alone=False, batch_size, **_):
+        self.asked += 1
         found = self._seconds[communicate, first_rank_alone]
         if isinstance(found, Exception):
             raise found
         return ThroughputPoint(batch_size=batch_size, samples_per_second=1.0, step_seconds=found).model_dump()
 
 
+def timed(group):
+    return measure_times(group, Observer(), TimeSteps(batch_size=8, precision="fp32", seconds=1.0), 60.0)
+
+
 def measured(*seconds):
-    return measure_times(Clockwork(*seconds), Observer(), TimeSteps(batch_size=8, precision="fp32", seconds=1.0), 60.0)
+    return timed(Clockwork(*seconds))
 
 
 def test_times_are_those_of_the_group_of_all_apart_and_of_one_alone():
@@ -38,6 +47,13 @@ def test_times_are_those_of_the_group_of_all_apart_and_of_one_alone():
 @pytest.mark.parametrize("error", [WorkerDied("oom", "no memory left"), UserCodeError("no")])
 def test_what_cannot_be_measured_is_absent(error):
     assert measured(0.5, error, 0.3) == TIMES | {"apart": None}
+
+
+@pytest.mark.parametrize(("fits_alone", "asked"), [(False, 1), (True, 3)])
+def test_no_rank_is_asked_to_hold_weights_and_gradients_for_which_it_has_no_room(fits_alone, asked):
+    group = Clockwork(0.5, 0.4, 0.3, GROUP.model_copy(update={"strategy": "fsdp", "fits_alone": fits_alone}))
+    assert timed(group)["together"] == 0.5
+    assert group.asked == asked
 
 
 def test_communication_is_what_a_step_takes_longer_with_it():
