@@ -12,7 +12,7 @@ from batchtune.lengths.mixing import order_warnings
 from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
 from batchtune.probe.search import bracket
-from batchtune.probe.timing import Times, busy_warnings, data_parallel, fit_step_time
+from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import unseen_warnings
 from batchtune.units import size

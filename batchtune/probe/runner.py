@@ -25,7 +25,8 @@ from batchtune.probe.final_check import (
 from batchtune.probe.frontier import largest_batches, next_attempt
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
-from batchtune.probe.timing import add_flops, measure_curve, measure_times, sizes_to_time
+from batchtune.probe.timing.flops import add_flops
+from batchtune.probe.timing.steps import measure_curve, measure_times, sizes_to_time
 from batchtune.probe.tries import Tries
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import TimeSteps

@@ -14,8 +14,8 @@ from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunI
 from batchtune.estimate.free_memory import FreeMemory
 from batchtune.estimate.tracers import EstimatePrior
 from batchtune.observer import Observer
-from batchtune.probe.input_pipeline import measure_input_pipeline
 from batchtune.probe.runner import Probe
+from batchtune.probe.timing.loader import measure_input_pipeline
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.result import Result

@@ -16,7 +16,7 @@ from batchtune.config.schema import Config
 from batchtune.device.host import processors
 from batchtune.document import DataParallel, Interval, ProbeResult, Recommendation, Scaling, ScalingPoint, Trial
 from batchtune.observer import Observer
-from batchtune.probe.timing import time_group
+from batchtune.probe.timing.steps import time_group
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.plan.prior import split_batch, step_seconds

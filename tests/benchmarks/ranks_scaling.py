@@ -15,7 +15,7 @@ from pathlib import Path
 
 from batchtune.document import Interval, ProbeResult, Recommendation, Target, ThroughputFit, Trial
 from batchtune.observer import Observer
-from batchtune.probe.timing import data_parallel, measure_times
+from batchtune.probe.timing.steps import data_parallel, measure_times
 from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask, TimeSteps

@@ -28,7 +28,7 @@ from batchtune.config.schema import Baseline, Budget, Config, Objective
 from batchtune.config.space import BatchSize, LearningRate
 from batchtune.document import CurvePoint, LoaderPoint, ProbeResult, ThroughputPoint, Trial
 from batchtune.observer import Observer
-from batchtune.probe.timing import fit_step_time, measure_curve, sizes_to_time
+from batchtune.probe.timing.steps import fit_step_time, measure_curve, sizes_to_time
 from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train
 from batchtune.protocol.messages import Command, RunEnd

@@ -23,6 +23,7 @@ FLOORS = (
     ("child.ranks",),
     ("child",),
     ("estimate.tracing",),
+    ("probe.timing",),
     ("probe",),
     ("tune.plan",),
     ("tune.study",),

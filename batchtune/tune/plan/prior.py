@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from batchtune.document import NoiseScale, ProbeResult, RangeTest, ThroughputFit, ThroughputPoint
 from batchtune.errors import UsageError
-from batchtune.probe.timing import StepLine, step_line
+from batchtune.probe.timing.steps import StepLine, step_line
 from batchtune.tune.optuna_parts.surface import SurfacePrior
 from batchtune.units import number
 

@@ -9,7 +9,7 @@ from batchtune.config.schema import Config
 from batchtune.document import Attempt
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
-from batchtune.probe.timing import MAX_POINTS
+from batchtune.probe.timing.steps import MAX_POINTS
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, Worker
 from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import multiple_of

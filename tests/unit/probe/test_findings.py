@@ -14,7 +14,8 @@ from batchtune.probe.findings import (
     leak_warnings,
     recompile_warnings,
 )
-from batchtune.probe.timing import busy_warnings, with_flops
+from batchtune.probe.timing.flops import with_flops
+from batchtune.probe.timing.steps import busy_warnings
 
 GIB = 2**30
 

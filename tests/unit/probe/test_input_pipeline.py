@@ -5,7 +5,7 @@ from fakes import FakeChild, opened
 
 from batchtune.document import LoaderPoint, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.observer import Observer
-from batchtune.probe.input_pipeline import (
+from batchtune.probe.timing.loader import (
     TOTAL_SECONDS,
     Setting,
     batch_to_feed,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchtune.document import ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.timing import MAX_POINTS, fit_step_time, measure_curve, sizes_to_time, step_line
+from batchtune.probe.timing.steps import MAX_POINTS, fit_step_time, measure_curve, sizes_to_time, step_line
 from batchtune.protocol.commands import TimeSteps
 
 

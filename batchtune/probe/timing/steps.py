@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.config.probe import SECONDS_PER_POINT
-from batchtune.device.gpus import peak_flops
 from batchtune.device.host import BUSY
 from batchtune.document import Attempt, DataParallel, ThroughputFit, ThroughputPoint
 from batchtune.errors import BatchtuneError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
-from batchtune.protocol.commands import CountFlops, Opened, OpenTask, TimeSteps
+from batchtune.protocol.commands import Opened, OpenTask, TimeSteps
 from batchtune.protocol.messages import Answer, Command
 from batchtune.units import share
 
 MAX_POINTS = 8
 _APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
-_SAME_FLOPS = 0.001
 _MOST_ROUNDS = 8  # of timing what was disturbed…
 _AGAIN_SHARE = 0.25  # …the later ones so much shorter: a gap between other programs' work is met by short looks
 _UNDERCUT = 1.25  # times what a larger batch takes: no step of fewer samples does, others held it up
@@ -117,31 +115,6 @@ def undisturbed(points: Sequence[ThroughputPoint]) -> list[ThroughputPoint]:
     return found[::-1]
 
 
-def with_flops(
-    points: Sequence[ThroughputPoint], count: Callable[[int], float | None], peak: float | None
-) -> list[ThroughputPoint]:
-    """The points with the FLOPs of a sample at their size, and the share of the device's peak they are.
-
-    Two neighbouring sizes with the same FLOPs a sample stand for all larger ones.
-
-    Args:
-        points: by size, ascending.
-        count: FLOPs of a sample at a batch size; None where they cannot be counted.
-        peak: the device's peak FLOP/s at the precision of the points; None where it is not known.
-    """
-    found: list[ThroughputPoint] = []
-    settled, before = False, None
-    for point in points:
-        flops = before if settled else count(point.batch_size)
-        if flops is None:
-            return [*found, *points[len(found) :]]
-        settled = settled or (before is not None and abs(flops - before) <= _SAME_FLOPS * before)
-        before = flops
-        mfu = flops * point.samples_per_second / peak if peak else None
-        found.append(point.model_copy(update={"flops_per_sample": flops, "mfu": mfu}))
-    return found
-
-
 def measure_curve(
     worker: Worker,
     points: list[ThroughputPoint],
@@ -160,7 +133,7 @@ def measure_curve(
     due = list(sizes)
     for number in range(_MOST_ROUNDS):
         for size in due:
-            found = _ask(worker, asked.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
+            found = ask(worker, asked.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
             if found is None:
                 continue
             timed.setdefault(size, []).append(found)
@@ -173,7 +146,7 @@ def measure_curve(
         observer.note(f"other programs kept the machine busy: step times at {due} may be too long")
 
 
-def _ask(worker: Worker, command: Command[Answer], timeout: float, observer: Observer, what: str) -> Answer | None:
+def ask(worker: Worker, command: Command[Answer], timeout: float, observer: Observer, what: str) -> Answer | None:
     """The child's answer; None, and a note, where it died or the user's code raised: then there is none."""
     try:
         return worker.call(command, timeout=timeout)
@@ -199,37 +172,7 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
     return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
-def add_flops(
-    worker: Worker,
-    points: list[ThroughputPoint],
-    observer: Observer,
-    precision: str,
-    timeout: float,
-    *,
-    only_as_share: bool,
-) -> None:
-    """Adds the FLOPs of a sample to the points, and what share of the device's peak they are where that is known.
-
-    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
-    worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
-    """
-    opened = worker.start()
-    if not _fits_alone(opened):
-        return
-    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
-    if peak is None and only_as_share:
-        return
-
-    def count(size: int) -> float | None:
-        command = CountFlops(batch_size=size, precision=precision)
-        found = _ask(worker, command, timeout, observer, f"FLOPs at batch size {size}")
-        return found.per_sample if found else None
-
-    points[:] = with_flops(points, count, peak)
-    worker.renew()
-
-
-def _fits_alone(opened: Opened) -> bool:
+def fits_alone(opened: Opened) -> bool:
     """Whether one rank may hold all weights with their gradients, as each does unless they are sharded."""
     limit = opened.memory_limit_bytes
     return opened.strategy != "fsdp" or limit is None or 2 * opened.parameter_bytes <= limit
@@ -242,10 +185,10 @@ def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeou
     """
 
     def seconds(what: str, **how: bool) -> float | None:
-        found = _ask(worker, command.but(**how), timeout, observer, f"step time {what}")
+        found = ask(worker, command.but(**how), timeout, observer, f"step time {what}")
         return found.step_seconds if found else None
 
-    if not _fits_alone(worker.start()):
+    if not fits_alone(worker.start()):
         observer.note("no step times without communication: the whole model does not fit on one rank")
         return {"together": seconds("of the group")}
     return {
