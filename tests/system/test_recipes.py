@@ -15,6 +15,7 @@ import kubernetes_validate
 import optuna
 import pytest
 import yaml
+from fixtures.torchrun import free_port
 
 from batchtune.result import load_result, result_schema
 
@@ -90,7 +91,7 @@ CLUSTER = ROOT / "recipes" / "cluster"  # the recipe "cluster"
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # the library leaves its schema files open
-@pytest.mark.parametrize("name", ["postgresql.yaml", "workers.yaml"])
+@pytest.mark.parametrize("name", ["postgresql.yaml", "workers.yaml", "ranks.yaml"])
 def test_the_manifests_of_kubernetes_are_what_its_own_schemas_allow(name):
     documents = list(yaml.safe_load_all((CLUSTER / "kubernetes" / name).read_text(encoding="utf-8")))
     assert documents
@@ -124,6 +125,32 @@ def test_the_workers_of_kubernetes_run_a_command_that_there_is(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_pods_of_kubernetes_with_ranks_find_each_other_and_train_as_one(tmp_path):
+    service, job = yaml.safe_load_all((CLUSTER / "kubernetes" / "ranks.yaml").read_text())
+    pods, name, count = job["spec"]["template"]["spec"], job["metadata"]["name"], job["spec"]["completions"]
+    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pods["subdomain"], "None")
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    (container,) = pods["containers"]
+    (port,) = service["spec"]["ports"]
+    assert container["command"] == ["torchrun"]
+    arguments = container["args"]
+    assert {f"--nnodes={count}", f"--rdzv-endpoint={name}-0.{pods['subdomain']}:{port['port']}"} <= set(arguments)
+    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in arguments
+    here = {"/task": str(ROOT / "recipes" / "digits"), f"{name}-0.{pods['subdomain']}": "127.0.0.1"}
+    here |= {str(port["port"]): str(free_port()), "node=8": "node=1"}
+    for named, there in here.items():
+        arguments = [word.replace(named, there) for word in arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--dry-run", "device=cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    told = [json.loads(out) for pod in started if (out := pod.communicate(timeout=120)[0])]
+    assert [pod.returncode for pod in started] == [0] * count
+    assert [each["world_size"] for each in told] == [count]
+
+
 SRUN = """\
 #!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -133,28 +160,37 @@ wait $!
 """
 
 
-def test_every_task_of_slurm_runs_the_same_command_in_a_folder_of_its_own(tmp_path):
+def slurm(tmp_path, script, *arguments, **variables):
+    """What a job script comes to on two nodes, which are both this machine."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in {"srun": SRUN, "batchtune": f'#!/bin/sh\nexec {sys.executable} -m batchtune "$@"\n'}.items():
+    ours = {"batchtune": "batchtune", "torchrun": "torch.distributed.run"}
+    texts = {name: f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n' for name, module in ours.items()}
+    for name, text in (texts | {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\necho other\n"}).items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "SLURM_JOB_ID": "17",
-        "BATCHTUNE_STORAGE": "postgresql+psycopg://you:secret@database/batchtune",
-    }
-    command = ["bash", str(CLUSTER / "slurm" / "tune.sbatch"), str(ROOT / "recipes" / "digits" / "config.yaml")]
-    done = subprocess.run(
-        [*command, "budget.total=90s", "device=cpu", "--dry-run"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    job = {"SLURM_JOB_ID": str(free_port() - 20_000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "here,other"}
+    paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(CLUSTER / "slurm" / script), *arguments]
+    environment = os.environ | job | paths | variables
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_ranks_of_slurm_train_each_run_together(cli, tmp_path):
+    changed = ("device=cpu", "budget.trials=1", "confirm=off", "--json")
+    done = slurm(tmp_path, "ranks.sbatch", str(cli.folder / "config.yaml"), *changed, RANKS_PER_NODE="1")
+    found = json.loads(done.stdout)  # once, of the first rank
+    assert {(each["world_size"], each["nodes"]) for each in found["trials"]} == {(2, 2)}
+    assert [path.name for path in (tmp_path / ".batchtune").iterdir()] == ["config"]
+
+
+def test_every_task_of_slurm_runs_the_same_command_in_a_folder_of_its_own(tmp_path):
+    digits, storage = ROOT / "recipes" / "digits", "postgresql+psycopg://you:secret@database/batchtune"
+    changed = ("budget.total=90s", "device=cpu", "--dry-run")
+    variables = {"SLURM_JOB_ID": "17", "BATCHTUNE_STORAGE": storage}
+    done = slurm(tmp_path, "tune.sbatch", str(digits / "config.yaml"), *changed, **variables)
     assert sorted(path.name for path in (tmp_path / "runs" / "17").iterdir()) == ["0", "1"]
     assert done.stdout.count("total: 90.0") == 2
     assert "secret" not in done.stdout + done.stderr

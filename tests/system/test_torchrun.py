@@ -1,5 +1,6 @@
 """`probe` inside of the user's own torchrun: one answer, told once."""
 
+import json
 import socket
 
 NOSY = """
@@ -23,6 +24,30 @@ def test_the_ranks_that_torchrun_started_are_probed_and_the_first_one_answers(cl
     assert (probe["max_batch_size"], probe["limited_by"], probe["verified_in_fresh_process"]) == (4, "max", True)
     ranks = probe["data_parallel"]
     assert (ranks["world_size"], ranks["strategy"], ranks["global_batch_size"]) == (2, "ddp", 8)
+
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import batchtune
+
+found = [batchtune.probe("linear.py", device="cpu", max=size, throughput=False, verify_steps=2) for size in (2, 4)]
+try:
+    batchtune.probe("linear.py", device="cpu", nproc_per_node=3)
+except batchtune.errors.UsageError as error:
+    told = str(error)
+told = [[each.probe.max_batch_size for each in found], told]
+Path(f"told-{os.environ['RANK']}").write_text(json.dumps(told))
+"""
+
+
+def test_a_program_of_ones_own_has_the_same_answers_and_errors_on_all_ranks(cli):
+    program = cli.write("program.py", PROGRAM)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(program))
+    done = cli.start(python=torchrun).finish(200)
+    assert done.code == 0, done.err
+    told = [json.loads((cli.folder / f"told-{rank}").read_text()) for rank in range(2)]
+    assert told[0] == told[1] == [[2, 4], "--nproc-per-node 3: torchrun has started 2 ranks; leave the option out"]
 
 
 def test_a_port_in_use_is_told_in_one_line_before_anything_trains(cli):

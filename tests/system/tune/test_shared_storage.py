@@ -44,7 +44,8 @@ class Listener(Observer):
     def trial_started(self, trial, *, best_seconds):
         print("started", trial.number, trial.role, flush=True)
 
-result = batchtune.tune("config.yaml", overrides=[f"storage={sys.argv[1]}"], observer=Listener(), run_folders=".runs")
+changed = [f"storage={sys.argv[1]}", *sys.argv[2:]]
+result = batchtune.tune("config.yaml", overrides=changed, observer=Listener(), run_folders=".runs")
 Path("found.json").write_text(result.to_json())
 """
 SLOW = """
@@ -103,8 +104,8 @@ def machine(tmp_path, new_cli):
     started = []
     task = (new_cli().folder / "linear.py").read_text() + SLOW
 
-    def start(name: str, url: str) -> subprocess.Popen:
-        started.append(start_machine(tmp_path / name, task, url))
+    def start(name: str, url: str, *changed: str) -> subprocess.Popen:
+        started.append(start_machine(tmp_path / name, task, url, *changed))
         return started[-1]
 
     yield start
@@ -114,12 +115,12 @@ def machine(tmp_path, new_cli):
         process.stdout.close()
 
 
-def start_machine(folder: Path, task: str, url: str) -> subprocess.Popen:
+def start_machine(folder: Path, task: str, url: str, *changed: str) -> subprocess.Popen:
     folder.mkdir()
     for name, text in {"linear.py": task, "config.yaml": CONFIG, "machine.py": MACHINE}.items():
         (folder / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "machine.py", url]
+    command = [sys.executable, "machine.py", url, *changed]
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -150,6 +151,19 @@ def test_a_second_machine_joins_takes_over_from_one_that_is_killed_and_finishes(
     runs = [(trial["batch_size"], trial["learning_rate"], trial["seed"]) for trial in confirmed]
     assert len(runs) == len(set(runs)) == 4  # the answer and the baseline, on two seeds each
     assert found["recommendation"]["learning_rate"] > 0
+
+
+@pytest.mark.timeout(400)
+def test_groups_of_ranks_on_two_machines_share_a_study(server, machine, tmp_path):
+    url = server.new_database("groups")
+    first, second = (machine(name, url, "ranks.per_trial=2", "confirm.seeds=1") for name in ("first", "second"))
+    told = [each.communicate(timeout=300)[0] for each in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    found = json.loads((tmp_path / "second" / "found.json").read_text())
+    assert {(trial["world_size"], trial["strategy"]) for trial in found["trials"]} == {(2, "ddp")}
+    started = [int(line.split()[1]) for said in told for line in said.splitlines() if line.startswith("started")]
+    assert len(started) == len(set(started))  # no run on both
+    assert all("started" in said for said in told)
 
 
 def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
