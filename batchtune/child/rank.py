@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from batchtune.child.image import serve_forks
-from batchtune.child.ranks.parallel import Parallel, load_for
+from batchtune.child.ranks.parallel import Parallel, load_early
 from batchtune.child.server import Child
 from batchtune.child.trainer import Trainer
 from batchtune.device.memory import count_devices, find_device
 from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
-from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin
+from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin, Train, TryBatchSize
 from batchtune.protocol.messages import AnyCommand, Channel, Rendezvous, give_standard_streams_away
 from batchtune.task.contract import Task
 
@@ -39,6 +39,8 @@ class RankChild(Child):
         if isinstance(command, Rejoin):
             self._group.join()
             return Done()
+        if self._parallel is not None:
+            self._group.strategy = _strategy_of(command) or self._rendezvous.strategy
         return super().answer(command)
 
     def open(self, command: OpenTask) -> Opened | None:
@@ -64,6 +66,13 @@ class RankChild(Child):
         """On a CPU a share: the ranks of a host share its memory."""
         limit, on_cpu = super()._default_limit(margin), self._memory.device.type == "cpu"
         return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
+
+
+def _strategy_of(command: AnyCommand) -> str | None:
+    """How this command's ranks share the work, where it says so."""
+    if isinstance(command, Train):
+        return command.spec.strategy
+    return command.strategy if isinstance(command, TryBatchSize) else None
 
 
 def _require_alike(group: Parallel, opened: Opened) -> None:
@@ -104,7 +113,7 @@ def main() -> None:
         _die_with_parent()
         return RankChild(channel, rendezvous, fork, load=load, leave=leave)
 
-    load_for(rendezvous.strategy)
+    load_early()
     commands = line.detach()
     serve_forks(commands, os.dup(commands), make)
 

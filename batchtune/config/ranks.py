@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from batchtune.config.fields import Count, NoSwitch, Positive, Section
 from batchtune.errors import UsageError
+from batchtune.vocabulary import Strategy
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which torchrun, and whoever starts ranks as it does, tells a process which one it is."""
@@ -32,6 +33,12 @@ class TorchrunEnv:
             return None
         each = int(known.get("LOCAL_WORLD_SIZE", world_size))
         return cls(int(known["RANK"]), world_size, int(known.get("GROUP_WORLD_SIZE", world_size // each)))
+
+
+def _each_once(value: list[Strategy]) -> list[Strategy]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"{', '.join(value)}: each strategy once")
+    return value
 
 
 class RayCluster(Section):
@@ -56,8 +63,10 @@ class Ranks(Section):
         default=1,
         description="Ranks that train a run as one; on a CPU they share it. auto: one, and the answer on 2, 4, 8, too.",
     )
-    strategy: Literal["ddp", "fsdp"] = Field(
-        default="ddp", description="ddp: each holds the model (DistributedDataParallel); fsdp: a shard of it (FSDP2)."
+    strategy: Strategy | Annotated[list[Strategy], Field(min_length=1), AfterValidator(_each_once)] = Field(
+        default="ddp",
+        description="ddp: each holds the model (DistributedDataParallel); fsdp: a shard of it (FSDP2); a list: each is "
+        "tried, and the first is what you run today.",
     )
     nodes: Count = Field(
         default=1, description="Machines of a group; several are started by torchrun, which says how many there are."
@@ -65,11 +74,17 @@ class Ranks(Section):
 
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
-        if self.strategy == "fsdp" and self.of_each == self.nodes == 1:
+        if self.strategies != ("ddp",) and self.of_each == self.nodes == 1:
             raise ValueError(
-                "strategy fsdp: there is nothing to share on one rank; add per_trial (--ranks 2), or drop it"
+                f"strategy {', '.join(self.strategies)}: there is nothing to share on one rank; add per_trial "
+                "(--ranks 2), or drop it"
             )
         return self
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Those to choose from; the first is the baseline's."""
+        return (self.strategy,) if isinstance(self.strategy, str) else tuple(self.strategy)
 
     @property
     def of_each(self) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from batchtune.vocabulary import Outcome
+from batchtune.vocabulary import Outcome, Strategy
 
 _MOST_ERROR = 0.1  # of steps about a line that says something
 
@@ -197,7 +197,7 @@ class DataParallel(Record):
     """
 
     world_size: Factor
-    strategy: Literal["ddp", "fsdp"]
+    strategy: Strategy
     backend: Text
     batch_size: Size = Field(description="Micro-batch size of every rank; a probe's is the largest.")
     global_batch_size: Count = Field(description="Micro-batch x accumulation x world size.")
@@ -275,6 +275,10 @@ class ProbeResult(Record):
     input_pipeline: InputPipeline | None = None
     data_parallel: DataParallel | None = Field(
         default=None, description="Where several ranks train as one; all other sizes and speeds are of one rank."
+    )
+    other_strategies: dict[Strategy, Count] | None = Field(
+        default=None,
+        description="With several to choose from: the largest batch with each but the first; 0: none fits.",
     )
     lengths: tuple[LengthPoint, ...] = Field(
         default=(),

@@ -21,7 +21,7 @@ from batchtune.document.probe import (
     Text,
     Value,
 )
-from batchtune.vocabulary import Goal, Kind
+from batchtune.vocabulary import Goal, Kind, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=READING)
@@ -72,7 +72,7 @@ class Trial(Record):
     micro_batch_size: Size | None = Field(default=None, description="Of each rank.")
     gradient_accumulation_steps: Factor | None = None
     world_size: Factor | None = Field(default=None, description="Ranks that trained it as one; absent for one device.")
-    strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How they shared the work.")
+    strategy: Strategy | None = Field(default=None, description="How they shared the work.")
     nodes: Factor | None = Field(default=None, description="Machines that they were on; absent for one.")
     straggler: Straggler | None = Field(default=None, description="The rank that was far slower than the others.")
     learning_rate: Rate
@@ -224,7 +224,7 @@ class Recommendation(Record):
     micro_batch_size: Size
     gradient_accumulation_steps: Factor = 1
     world_size: Factor = 1
-    strategy: Literal["ddp", "fsdp"] | None = Field(default=None, description="How several ranks share the work.")
+    strategy: Strategy | None = Field(default=None, description="How several ranks share the work.")
     nodes: Factor | None = Field(default=None, description="Machines that they are on; absent for one.")
     global_batch_size: Count
     batch_unit: Literal["samples", "tokens"] = Field(

@@ -157,7 +157,7 @@ def launcher_of(ranks: Ranks, observer: Observer, environment: Mapping[str, str]
     """What starts the children of a worker: one at a time, or a group of ranks."""
     if ranks.of_each == 1:
         return LocalLauncher(observer.printed, environment)
-    return RankLauncher(ranks.of_each, ranks.strategy, observer.printed, environment=environment)
+    return RankLauncher(ranks.of_each, ranks.strategies[0], observer.printed, environment=environment)
 
 
 def work_alone(worker: Worker, step: Callable[[Worker], bool]) -> None:

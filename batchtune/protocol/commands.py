@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from batchtune.document import (
     NO_CLIPPING,
@@ -19,7 +19,7 @@ from batchtune.document import (
 )
 from batchtune.protocol.data import CurrentSettings, LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import Command, Message, RunEnd, RunSpec
-from batchtune.vocabulary import AskedLengths, Length, Purpose
+from batchtune.vocabulary import AskedLengths, Length, Purpose, Strategy
 
 STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
@@ -52,7 +52,6 @@ class Opened(Message):
     Attributes:
         device: as torch names it.
         device_count: devices of that kind which the child sees.
-        nvml_uuid: by which NVML knows it.
         precision: each with the reason why it was chosen.
         train_size: samples; None for a stream, or where the task makes its batches.
         samples: of the worst batch; None where the task makes it.
@@ -90,7 +89,7 @@ class Opened(Message):
     accumulates: bool = True
     steps_by_itself: bool = False
     world_size: int = 1
-    strategy: Literal["ddp", "fsdp"] | None = None
+    strategy: Strategy | None = None
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     current_settings: CurrentSettings = CurrentSettings()
@@ -169,7 +168,7 @@ class TryBatchSize(Command[Tried]):
     """Whether a size trains, and how much memory that takes.
 
     Attributes:
-        steps: optimizer steps.
+        strategy: of a group of ranks; None: the one that it was started with.
         verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION` or more.
         length: of the inputs; None: the longest.
         evaluation_batch_size: of the default evaluation, at most; None: `batch_size`, which then has to fit.
@@ -184,6 +183,7 @@ class TryBatchSize(Command[Tried]):
     evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
     shaken: int = 0
+    strategy: Strategy | None = None
 
 
 class TryLengths(TryBatchSize):

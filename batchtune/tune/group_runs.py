@@ -42,7 +42,7 @@ def train_groups(study: TuneStudy, found: Scaling, earlier: Scaling | None, kind
 def _key(point: ScalingPoint) -> tuple[int, Configuration]:
     arguments = tuple(sorted(point.optimizer_arguments.items()))
     rate = point.learning_rate or 0.0
-    return point.world_size, (point.global_batch_size, rate, point.precision, arguments, point.gradient_clipping)
+    return point.world_size, (point.global_batch_size, rate, point.precision, arguments, point.gradient_clipping, None)
 
 
 def _trained(study: TuneStudy, point: ScalingPoint, kind: str, observer: Observer) -> ScalingPoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchtune.config.schema import Config
+from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
@@ -13,6 +14,7 @@ from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.progress import Progress
 from batchtune.tune.study.storage import Agreement
+from batchtune.vocabulary import Strategy
 
 
 def plan_study(
@@ -36,7 +38,9 @@ def plan_study(
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
         progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
-        progress.probe = progress.probing.run()
+        probe = progress.probing.run()
+        others = {each: _fits(config, progress, worker, opened, observer, each) for each in config.ranks.strategies[1:]}
+        progress.probe = probe.model_copy(update={"other_strategies": others or None})
     progress.save("interrupted")
     progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
     if progress.prior is None:
@@ -48,3 +52,19 @@ def plan_study(
     progress.save("interrupted")
     progress.keep_identity()  # of another machine's probe, too
     return make_plan(config, opened, probe, prior)
+
+
+def _fits(
+    config: Config, progress: Progress, worker: Worker, opened: Opened, observer: Observer, strategy: Strategy
+) -> int:
+    """The largest batch of each rank where they share the work so; 0 where none fits."""
+    progress.strategy = strategy
+    observer.stage(f"probing {strategy}")
+    probing = study_probe(config, opened, worker, observer, progress.folder.attempts(), strategy)
+    try:
+        probing.find()
+    except NothingFitsError as error:
+        observer.announce(f"{strategy} is not searched: {error}")
+    finally:
+        progress.strategy = None
+    return probing.result().max_batch_size or 0

@@ -57,7 +57,8 @@ def scaling(
     if not can_scale(found, probe):
         return None
     arguments = tuple(sorted(found.optimizer_arguments.items()))
-    ours = found.global_batch_size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping
+    about = found.precision, arguments, found.gradient_clipping, found.strategy
+    ours = found.global_batch_size, found.learning_rate or 0.0, *about
     times = _times(trials, found.time_to_target_seconds, ours, expected)
     step = _Step(probe, measured)
     points = [_as_recommended(found, step)]
@@ -124,7 +125,7 @@ def _times(
 
 
 def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
-    batch_size, rate, precision, arguments, clipping = config
+    batch_size, rate, precision, arguments, clipping, _ = config
     alone, here = split(batch_size, 1, step.largest), split(batch_size, world_size, step.largest)
     if alone is None or here is None:
         return None

@@ -282,6 +282,8 @@ def test_choices_keep_their_kinds():
         ({"world_size": 4, "ranks": {"per_trial": 2}}, "per_trial 2: world_size is for runs on one device"),
         ({"ranks": {"per_trial": "auto", "strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank"),
         ({"executor": "ray", "ranks": {"per_trial": "auto"}}, "per_trial auto: a run on a Ray cluster trains on one"),
+        ({"ranks": {"strategy": ["ddp", "fsdp"]}}, "strategy ddp, fsdp: there is nothing to share on one rank"),
+        ({"ranks": {"per_trial": 2, "strategy": ["ddp", "ddp"]}}, "ddp, ddp: each strategy once"),
         ({"ranks": {"strategy": "fsdp"}}, "strategy fsdp: there is nothing to share on one rank; add per_trial"),
     ],
 )

@@ -19,16 +19,14 @@ from batchtune.protocol.messages import Rendezvous
 _NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own timeout would only come in between
 
 
-def load_for(strategy: str) -> None:
-    """Loads what a strategy needs of torch, so that it is in no memory limit, and in no fork of an image anew."""
+def load_early() -> None:
+    """Loads what ranks need of torch, so that it is in no memory limit, and in no fork of an image anew."""
     import torch._dynamo
     import torch.distributed
-    import torch.nn.parallel
+    import torch.distributed.fsdp
+    import torch.nn.parallel  # noqa: F401
 
-    if strategy == "fsdp":
-        import torch.distributed.fsdp  # noqa: F401
-
-        import batchtune.child.ranks.deferred  # noqa: F401
+    import batchtune.child.ranks.deferred  # noqa: F401
 
 
 class Parallel:
@@ -46,7 +44,7 @@ class Parallel:
 
         What a failed attempt left half done in the group before is forgotten with it.
         """
-        load_for(self.strategy)
+        load_early()
         dist: Any = torch.distributed
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):

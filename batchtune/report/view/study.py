@@ -99,6 +99,7 @@ def runs(result: Document) -> Table:
     shown, key = best_first(result)
     marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
     several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
+    ways = len({trial.strategy for trial in shown}) > 1
     outcomes = [trial.outcome or trial.state for trial in shown]
     columns = [
         Column("", ["●" if row in marked else "" for row in range(len(shown))]),
@@ -109,6 +110,7 @@ def runs(result: Document) -> Table:
         numbers("learning rate", [trial.learning_rate for trial in shown]),
         Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3),
         Column("precision", [trial.precision if several else "" for trial in shown], spare=2),
+        Column("strategy", [trial.strategy or "" if ways else "" for trial in shown], spare=2),
         seconds("to target", [trial.time_to_target_seconds for trial in shown], spare=3 if key == JOULES else 0),
         numbers("energy", [each.energy_to_target_joules for each in shown], unit="J", spare=0 if key == JOULES else 3),
         counts("samples", [trial.samples_to_target for trial in shown], detail=True),

@@ -139,7 +139,8 @@ def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     base, sizes, rates = config.baseline, config.batch_size, config.learning_rate
     if config.ranks.of_each > 1:
         nodes = f" of {config.ranks.nodes} machines" if config.ranks.nodes > 1 else ""
-        device = f"{config.ranks.of_each} ranks ({config.ranks.strategy}) on {device.partition(':')[0]}{nodes}"
+        ways = " or ".join(config.ranks.strategies)
+        device = f"{config.ranks.of_each} ranks ({ways}) on {device.partition(':')[0]}{nodes}"
     told = [f"nothing is wrong, and nothing was trained: {config.task} on {device} at {precisions}, {data}"]
     if sizes.max != "auto" and not sizes.min <= base.batch_size <= sizes.max:
         size = f"baseline.batch_size {base.batch_size:,}"

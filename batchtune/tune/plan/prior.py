@@ -104,7 +104,9 @@ def as_one_device(probe: ProbeResult, world_size: int) -> ProbeResult:
         for each in probe.throughput
     ]
     largest = probe.max_batch_size and probe.max_batch_size * world_size
-    return probe.model_copy(update={"max_batch_size": largest, "throughput": points, "throughput_fit": fit})
+    others = probe.other_strategies and {name: size * world_size for name, size in probe.other_strategies.items()}
+    sizes = {"max_batch_size": largest, "other_strategies": others}
+    return probe.model_copy(update={**sizes, "throughput": points, "throughput_fit": fit})
 
 
 def step_seconds(fit: ThroughputFit, batch_size: int) -> float:

@@ -13,8 +13,9 @@ from batchtune.config.space import Parameter
 from batchtune.document import NO_CLIPPING, GradientClipping, Prior, ProbeResult, Trial, Value
 from batchtune.errors import UsageError
 from batchtune.tune.plan.tokens import TokenBatches
+from batchtune.vocabulary import Strategy
 
-CLIPPING = "gradient_clipping"  # the parameter's name in the study
+CLIPPING, STRATEGY = "gradient_clipping", "ranks.strategy"  # the parameters' names in the study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,18 @@ class Plan:
     optimizer_defaults: Mapping[str, Value] = field(default_factory=dict)
     has_schedule: bool = False
     tokens: TokenBatches | None = None
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """How ranks may share the work, as far as anything fits so; the first is the baseline's."""
+        first, *others = self.config.ranks.strategies
+        known = self.probe.other_strategies or {}
+        return [first, *(each for each in others if known.get(each))]
+
+    def max_batch_size(self, strategy: Strategy | None) -> int:
+        """What fits at once, on all ranks together."""
+        known = self.probe.other_strategies or {}
+        return (known.get(strategy) if strategy else None) or self.probe.max_batch_size or 1
 
 
 class Space:
@@ -68,9 +81,10 @@ class Space:
             "learning_rate": FloatDistribution(*rates, log=True),
         }
         self.baseline: dict[str, Value] = {"batch_size": base.batch_size, "learning_rate": base.learning_rate}
-        if len(plan.precisions) > 1:
-            self.distributions["precision"] = CategoricalDistribution(plan.precisions)
-            self.baseline["precision"] = plan.precisions[0]
+        for name, choices in (("precision", plan.precisions), (STRATEGY, plan.strategies)):
+            if len(choices) > 1:
+                self.distributions[name] = CategoricalDistribution(choices)
+                self.baseline[name] = choices[0]
         self.distributions |= argument_distributions(plan.config, plan.optimizer_defaults)
         self.baseline |= {name: plan.optimizer_defaults[name] for name in plan.config.space}
         searched = dict(plan.config.space)
@@ -91,11 +105,19 @@ class Space:
     def of(self, trial: Trial) -> dict[str, Value]:
         """The parameters of a trial."""
         values = trial.model_dump() | trial.optimizer_arguments | {CLIPPING: _number_of(trial.gradient_clipping)}
+        values[STRATEGY] = trial.strategy
         return {name: values[name] for name in self.distributions if name in values}
 
     def precision(self, params: Mapping[str, Value]) -> str:
         """The precision that parameters stand for."""
         return str(params.get("precision", self._plan.precisions[0]))
+
+    def strategy(self, params: Mapping[str, Value]) -> Strategy | None:
+        """The strategy that parameters stand for; None for a device alone."""
+        known = {str(each): each for each in self._plan.strategies}
+        return (
+            known[str(params.get(STRATEGY, self._plan.strategies[0]))] if self._plan.config.ranks.of_each > 1 else None
+        )
 
     def gradient_clipping(self, params: Mapping[str, Value]) -> GradientClipping:
         """What parameters stand for; where it is not searched, what every run does."""

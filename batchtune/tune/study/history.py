@@ -13,14 +13,15 @@ from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import CurvePoint, ThroughputFit, Trial, Value
-from batchtune.protocol.messages import Json, RunSpec, pace_kind
+from batchtune.protocol.messages import Json, PaceKind, RunSpec, pace_kind
+from batchtune.tune.plan.space import STRATEGY
 from batchtune.tune.verdict.scores import SECONDS, Cost
 
-_OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping"}
+_OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping", STRATEGY}
 _KEPT = (  # attributes that have a field's name
     *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
     *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
-    *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message", "world_size", "strategy"),
+    *("evaluation_seconds", "total_steps", "optimizer", "gradient_clipping", "message", "world_size"),
     *("nodes", "straggler"),
 )
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
@@ -52,6 +53,7 @@ def to_record(trial: FrozenTrial) -> Trial:
         batch_size=int(params["batch_size"]),
         learning_rate=float(params["learning_rate"]),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
+        strategy=params.get(STRATEGY, attributes.get("strategy")),
         optimizer_arguments=arguments,
         seed=int(attributes.get("seed", 0)),
         value=attributes.get("best_value"),
@@ -155,36 +157,38 @@ class StudyHistory:
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if role in {None, trial.user_attrs.get("role", "search")}]
 
-    def out_of_memory(self, precision: str) -> int | None:
+    def out_of_memory(self, precision: str, strategy: str | None = None) -> int | None:
         """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
 
-        The probe measured one precision, and steps of another may take more. Sizes at which a run has come through, or
-        at a larger one, do not count: what was missing there was not the run's fault.
+        Those of another strategy of ranks do not count. The probe measured one precision, and steps of another may
+        take more. Sizes at which a run has come through, or at a larger one, do not count either: what was missing
+        there was not the run's fault.
         """
-        same = [each for each in self.records() if each.precision == precision and each.micro_batch_size is not None]
+        alike = [each for each in self.records() if (each.precision, each.strategy) == (precision, strategy)]
+        same = [each for each in alike if each.micro_batch_size is not None]
         came_through = max((each.micro_batch_size or 0 for each in same if over(each)), default=0)
         failed = [each.micro_batch_size for each in same if each.outcome == "oom"]
         return min((size for size in failed if size is not None and size > came_through), default=None)
 
-    def paces(
-        self, precision: str, kind: tuple[tuple[str, Value], ...] = (), cost: Cost = SECONDS
-    ) -> dict[tuple[int, int], float]:
+    def paces(self, precision: str, kind: PaceKind | None = None, cost: Cost = SECONDS) -> dict[tuple[int, int], float]:
         """What an optimizer step costs, by micro-batch size and number of micro-batches, while nothing slows it down.
 
         Of ranks, the micro-batches of all together are one.
 
         Load only ever adds to a time: of the stretches between evaluations of recent runs, those count that are about
-        as fast as the fastest tenth of them. Runs in another precision, or of another `pace_kind`, tell nothing.
+        as fast as the fastest tenth of them. Runs in another precision, or of another `pace_kind`, tell nothing;
+        None: of any.
         """
         paces: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         for trial in self.records()[-_RECENT:]:
-            if (trial.precision, pace_kind(trial.optimizer_arguments)) == (precision, kind):
+            own = pace_kind(trial.optimizer_arguments, trial.strategy)
+            if trial.precision == precision and kind in {None, own}:
                 paces[_shape(trial)] += _stretches(trial, cost)
         return {shape: _undisturbed(each) for shape, each in paces.items() if each}
 
     def pace(self, spec: RunSpec) -> float | None:
         """Seconds of an optimizer step of such runs while nothing slows them down; None where there were none."""
-        known = self.paces(spec.precision, pace_kind(spec.optimizer_arguments))
+        known = self.paces(spec.precision, pace_kind(spec.optimizer_arguments, spec.strategy))
         return known.get((spec.micro_batch_size, spec.accumulation_steps))
 
     def shares(self, paces: Mapping[tuple[int, int], float]) -> dict[int, float]:
@@ -202,7 +206,7 @@ class StudyHistory:
         accumulation_steps: int,
         precision: str,
         fit: ThroughputFit | None,
-        kind: tuple[tuple[str, Value], ...] = (),
+        kind: PaceKind | None = None,
     ) -> float | None:
         """The most that an optimizer step so made up takes: by recent runs of it, or predicted from other sizes.
 

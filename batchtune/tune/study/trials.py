@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 
-from batchtune.config.ranks import Ranks
 from batchtune.document import CurvePoint, Value
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
@@ -94,7 +93,7 @@ class Trials:
             parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
             spec = self.spec(trial.params, role, trial.user_attrs.get("seed", self.search_seed(trial.params)))
-            for key, value in _about(spec, role, parts.plan.config.ranks).items():
+            for key, value in _about(spec, role, parts.plan.config.ranks.nodes).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
         parts.observer.trial_started(record, best_seconds=parts.history.best_seconds())
@@ -237,10 +236,10 @@ class _Race:
         return not (role == "search" and self._trial.should_prune())
 
 
-def _about(spec: RunSpec, role: Role, ranks: Ranks) -> Json:
+def _about(spec: RunSpec, role: Role, nodes: int) -> Json:
     """What a trial's attributes say before it runs."""
-    group: Json = {"world_size": spec.world_size, "strategy": ranks.strategy} if spec.world_size > 1 else {}
-    group |= {"nodes": ranks.nodes} if ranks.nodes > 1 else {}
+    group: Json = {"world_size": spec.world_size, "strategy": spec.strategy} if spec.world_size > 1 else {}
+    group |= {"nodes": nodes} if nodes > 1 else {}
     return {
         **group,
         "role": role,

@@ -93,6 +93,44 @@ def test_each_run_of_a_study_trains_on_all_ranks_and_the_answer_says_so(quick_cl
     assert f"2 with {strategy}" in quick_cli("report", "config", "-v").out
 
 
+BOTH = ("--ranks", "2", "ranks.strategy=[ddp, fsdp]")
+
+
+@pytest.mark.usefixtures("marked")
+def test_a_study_of_both_strategies_probes_each_and_runs_what_each_trial_says(quick_cli):
+    done = quick_cli(*STUDY, *BOTH, "budget.trials=6", "--json", "-v")
+    assert done.code == 0, done.err
+    found = done.document
+    ran = [(trial["role"], trial["strategy"]) for trial in found["trials"] if trial["state"] in {"complete", "pruned"}]
+    assert {("baseline", "ddp"), ("search", "ddp"), ("search", "fsdp")} <= set(ran)
+    assert found["probe"]["data_parallel"]["strategy"] == "ddp"
+    assert found["probe"]["other_strategies"]["fsdp"] > 0
+    kept = [json.loads(line) for line in (quick_cli.run_folder() / "attempts.jsonl").read_text().splitlines()]
+    assert {each.get("strategy") for each in kept} == {None, "fsdp"}
+    answer = found["recommendation"]
+    assert f"{answer['world_size']} with {answer['strategy']}" in quick_cli("report", "config", "-v").out
+    again = quick_cli(*STUDY, *BOTH, "budget.trials=7", "--json")
+    assert again.code == 0, again.err
+    assert again.document["probe"] == found["probe"]
+
+
+TIED = """
+def build_model():
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)), nn.Linear(8, 1))
+    blocks[1][0].weight = blocks[0][0].weight
+    return blocks
+"""
+
+
+@pytest.mark.parametrize("strategy", [["--strategy", "fsdp"], ["ranks.strategy=[ddp, fsdp]"]])
+def test_weights_that_are_tied_across_shards_are_refused_before_anything_trains(quick_cli, strategy):
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + TIED)
+    done = quick_cli(*STUDY, "--ranks", "2", *strategy)
+    assert done.code == 2
+    assert "strategy fsdp: 0.0.weight and 1.0.weight are one weight (tied), in two shards; use ddp" in done.err
+    assert not (quick_cli.run_folder() / "study.log").exists() or not quick_cli.result().get("trials")
+
+
 FATES = {  # the outcome of the run; None: it is done again
     "killed": (None, "rank 1: the process died by SIGKILL"),
     "lacks memory": ("oom", "rank 1: "),

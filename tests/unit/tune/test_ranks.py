@@ -12,10 +12,12 @@ from batchtune.config.schema import Budget, Config, Confirm
 from batchtune.document import ProbeResult, ThroughputFit
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
+from batchtune.protocol.messages import pace_kind
 from batchtune.tune.findings import baseline_warnings, loading_warnings
 from batchtune.tune.plan.affordable import affordable_noise_scale
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
+from batchtune.tune.plan.space import Space
 from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")
@@ -151,12 +153,13 @@ class Group(law.LawWorker):
         return super().train(timeout=timeout, on_event=on_event, **together)
 
 
+KEYS = {"budget": Budget(run=120.0, total=3600.0, trials=12), "confirm": Confirm(seeds=2, top=1)}
+
+
 @pytest.fixture(scope="module")
 def study():
-    keys = {"budget": Budget(run=120.0, total=3600.0, trials=12), "confirm": Confirm(seeds=2, top=1)}
-
     def study(worker, **changes):
-        plan = law.plan(**keys, ranks=Ranks(per_trial=4, strategy="fsdp"))
+        plan = law.plan(**KEYS, ranks=Ranks(per_trial=4, strategy="fsdp"))
         group = GROUP.model_copy(update={"strategy": "fsdp"})
         made = make_plan(plan.config, group, probe(), plan.prior)
         tuned = TuneStudy(
@@ -172,6 +175,55 @@ def study():
 def finished(study):
     worker = Group(4)
     return study(worker), worker
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    """A study of both strategies, of which the second has room for half as much, and takes half as long."""
+
+    class Both(Group):
+        def train(self, *, strategy, **spec):
+            self.of[strategy].append(spec["micro_batch_size"])
+            self.slower = lambda _: 0.5 if strategy == "fsdp" else 1.0
+            return super().train(strategy=strategy, **spec)
+
+    worker = Both(4)
+    worker.of = {"ddp": [], "fsdp": []}
+    plan = law.plan(**KEYS, ranks=Ranks(per_trial=4, strategy=["ddp", "fsdp"]))
+    both = probe().model_copy(update={"other_strategies": {"fsdp": LARGEST // 2}})
+    made = make_plan(plan.config, GROUP, both, plan.prior)
+    tuned = TuneStudy(made, FakeCrew(worker), optuna.storages.InMemoryStorage(), Observer())
+    tuned.run()
+    return tuned, worker
+
+
+def test_a_strategy_is_searched_as_a_precision_is_and_the_first_is_the_baselines(chosen):
+    tuned, worker = chosen
+    records = tuned.records()
+    assert {trial.strategy for trial in records if trial.role == "search"} == {"ddp", "fsdp"}
+    assert {trial.strategy for trial in records if trial.role == "baseline"} == {"ddp"}
+    assert max(worker.of["fsdp"]) <= LARGEST // 2
+    assert LARGEST // 2 < max(worker.of["ddp"]) <= LARGEST
+    found, baseline = tuned.recommendation()
+    assert baseline.strategy == "ddp"
+    ours = [trial for trial in records if trial.role == "confirm" and trial.strategy == found.strategy]
+    assert {trial.batch_size for trial in ours} >= {found.global_batch_size}
+
+
+def test_what_one_strategys_steps_take_and_need_tells_nothing_of_the_others(chosen):
+    tuned, _ = chosen
+    history = tuned.parts.history
+    paces = {name: history.paces("fp32", pace_kind({}, name)) for name in ("ddp", "fsdp")}
+    assert all(paces.values())
+    for trial in tuned.records():
+        steps = trial.gradient_accumulation_steps
+        assert (trial.batch_size // steps, steps) in paces[trial.strategy]
+
+
+def test_a_strategy_by_which_nothing_fits_is_not_searched():
+    plan = law.plan(**KEYS, ranks=Ranks(per_trial=4, strategy=["ddp", "fsdp"]))
+    none = probe().model_copy(update={"other_strategies": {"fsdp": 0}})
+    assert "ranks.strategy" not in Space(make_plan(plan.config, GROUP, none, plan.prior)).distributions
 
 
 def test_each_run_says_how_many_ranks_trained_it_and_each_of_them_its_share(finished):
