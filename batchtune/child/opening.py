@@ -107,7 +107,7 @@ class Session:
             memory_limit_bytes=limit,
             optimizer_defaults=task.optimizer_defaults(command.optimizer_arguments),
             forks=self._leave is not None,
-            **_about_steps(task, self._parallel, command),
+            **_about_steps(task, self._parallel, command, limit),
         )
         if command.metric is not None:
             require_metric(task, memory.device, command.metric, chosen[0][0], self._parallel)
@@ -134,7 +134,7 @@ class Session:
         )
 
 
-def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask) -> dict[str, Any]:
+def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
     model = ranks.sketch(task.model) if ranks else task.model()
@@ -151,7 +151,7 @@ def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask) -> dict[str
     return today | {
         "optimizer": optimizers.name,
         "optimizer_settings": settings,
-        "parameter_bytes": sum(each.numel() * each.element_size() for each in model.parameters()),
+        "fits_alone": ranks is None or ranks.holds_whole(model, limit),
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
         "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
         "accumulation_steps": task.adapted.accumulation_steps if task.adapted else 1,

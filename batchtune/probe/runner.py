@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.document import Attempt, ProbeResult
-from batchtune.errors import UserCodeError
+from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.lengths.buckets import lengths_of
 from batchtune.lengths.mixing import check_lengths, mixed, orders_of
 from batchtune.observer import Observer
@@ -88,6 +88,14 @@ class Probe:
         if self._found.opened.lengths is not None:
             self._search_lengths(self._found.opened.lengths)
             self._check_lengths()
+
+    def largest(self) -> int:
+        """The size that `find` finds; 0, and a note, where nothing fits."""
+        try:
+            self.find()
+        except NothingFitsError as error:
+            self._observer.announce(str(error))
+        return self.result().max_batch_size or 0
 
     def time_steps(self) -> None:
         """Times steps up to the size that was found, where that was asked for."""

@@ -64,7 +64,7 @@ class Opened(Message):
         steps_by_itself: it has a train_step, whose gradients nobody else can take.
         strategy: of a group of ranks, as its backend and its limits are; None for a child alone.
         current_settings: what the user trains with, where that was asked for.
-        parameter_bytes: of the model.
+        fits_alone: a rank may hold all weights with their gradients, as each does unless they are sharded.
         foreign_parameters: that the optimizer holds and the model does not.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         forks: whether this child is a fork of an image, which can have others.
@@ -93,7 +93,7 @@ class Opened(Message):
     backend: str | None = None
     rank_memory_limits_bytes: tuple[int | None, ...] = ()
     current_settings: CurrentSettings = CurrentSettings()
-    parameter_bytes: int = 0
+    fits_alone: bool = True
     foreign_parameters: int = 0
     notes: tuple[str, ...] = ()
     forks: bool = False

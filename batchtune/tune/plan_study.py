@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from batchtune.config.schema import Config
-from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
@@ -60,11 +59,7 @@ def _fits(
     """The largest batch of each rank where they share the work so; 0 where none fits."""
     progress.strategy = strategy
     observer.stage(f"probing {strategy}")
-    probing = study_probe(config, opened, worker, observer, progress.folder.attempts(), strategy)
     try:
-        probing.find()
-    except NothingFitsError as error:
-        observer.announce(f"{strategy} is not searched: {error}")
+        return study_probe(config, opened, worker, observer, progress.folder.attempts(), strategy).largest()
     finally:
         progress.strategy = None
-    return probing.result().max_batch_size or 0

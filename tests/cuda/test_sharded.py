@@ -67,7 +67,8 @@ def test_on_one_card_nothing_fits(folder):
 
 @ESTIMATES
 @pytest.mark.timeout(300)
-def test_two_ranks_train_it_as_the_estimate_says(folder, cards):
+@pytest.mark.usefixtures("cards")
+def test_two_ranks_train_it_as_the_estimate_says(folder):
     found = probed(folder, nproc_per_node=2, strategy="fsdp")
     assert (found.limited_by, found.verified_in_fresh_process) == ("memory", True)
     assert 4 * WEIGHTS_BYTES > found.memory_limit_bytes >= found.peak_reserved_bytes
@@ -77,7 +78,7 @@ def test_two_ranks_train_it_as_the_estimate_says(folder, cards):
     ).estimates
     assert told.safe_max_batch_size <= found.max_batch_size
     assert told.max_batch_size == pytest.approx(found.max_batch_size, rel=0.25)  # 24 MB, 5 % of the card
-    assert [card.ooms > 0 for card in cards] == [True, True]
+    assert found.first_failing_batch_size is not None
 
 
 @pytest.mark.timeout(300)

@@ -52,6 +52,9 @@ class Ranks(Protocol):
     def sketch(self, build: Callable[[], nn.Module]) -> nn.Module:
         """The model as an optimizer is to see it: without its values where no rank is to hold them all."""
 
+    def holds_whole(self, model: nn.Module, limit_bytes: int | None) -> bool:
+        """Whether a rank may hold all weights with their gradients, as each does unless they are sharded."""
+
     def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
         """The loss of a placed model."""
 

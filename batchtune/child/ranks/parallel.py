@@ -142,6 +142,10 @@ class Parallel:
                 raise UsageError(f"strategy fsdp: {type(module).__name__}: {why}; change that, or use ddp") from None
         return model
 
+    def holds_whole(self, model: nn.Module, limit_bytes: int | None) -> bool:
+        weights_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        return self.strategy == "ddp" or limit_bytes is None or 2 * weights_bytes <= limit_bytes
+
     def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
         """The loss of a placed model."""
         if self.strategy == "fsdp":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from batchtune.device.gpus import peak_flops
 from batchtune.document import ThroughputPoint
 from batchtune.observer import Observer
-from batchtune.probe.timing.steps import ask, fits_alone
+from batchtune.probe.timing.steps import ask
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import CountFlops
 
@@ -54,10 +54,8 @@ def add_flops(
     worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
     """
     opened = worker.start()
-    if not fits_alone(opened):
-        return
     peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
-    if peak is None and only_as_share:
+    if (peak is None and only_as_share) or not opened.fits_alone:
         return
 
     def count(size: int) -> float | None:

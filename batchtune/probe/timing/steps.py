@@ -172,27 +172,18 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
     return [f"{busy}: the speeds are those of a busy machine, so probe again when it is idle"]
 
 
-def fits_alone(opened: Opened) -> bool:
-    """Whether one rank may hold all weights with their gradients, as each does unless they are sharded."""
-    limit = opened.memory_limit_bytes
-    return opened.strategy != "fsdp" or limit is None or 2 * opened.parameter_bytes <= limit
-
-
 def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeout: float) -> Times:
-    """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured.
-
-    A sharded model may not fit on one rank, which is not tried where its weights alone say so.
-    """
+    """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured."""
 
     def seconds(what: str, **how: bool) -> float | None:
         found = ask(worker, command.but(**how), timeout, observer, f"step time {what}")
         return found.step_seconds if found else None
 
-    if not fits_alone(worker.start()):
-        observer.note("no step times without communication: the whole model does not fit on one rank")
-        return {"together": seconds("of the group")}
+    together = seconds("of the group")
+    if not worker.start().fits_alone:  # the whole of a sharded model
+        return {"together": together}
     return {
-        "together": seconds("of the group"),
+        "together": together,
         "apart": seconds("without communication", communicate=False),
         "alone": seconds("of one rank alone", communicate=False, first_rank_alone=True),
     }

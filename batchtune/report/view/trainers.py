@@ -129,7 +129,7 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "fp16": found.precision == "fp16",
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
         "use_cpu": True if _device(result) == "cpu" else None,
-        "fsdp": "full_shard auto_wrap" if found.strategy == "fsdp" else None,
+        "fsdp": True if found.strategy == "fsdp" else None,  # Transformers 5: FSDP2, each layer of its own
         "train_sampling_strategy": "group_by_length" if has_lengths(result) else None,
         **hf_optimizer(found, result),
     }

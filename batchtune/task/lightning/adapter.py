@@ -35,10 +35,10 @@ from batchtune.task.lightning.data import (
     configured,
     library_of,
     overrides,
-    own_trainer,
     require_schedule,
     validation_epoch,
 )
+from batchtune.task.lightning.own_trainer import own_trainer
 from batchtune.task.lightning.trainer import (
     LightningModule,
     ManualSteps,
@@ -90,7 +90,9 @@ class LightningTask(FromLoader):
         if first:
             own = own_trainer(given, self._namespace)
             self.accumulation_steps, self.gradient_clipping = own.accumulation_steps, own.clipping
-            self.notes = (own.unseen,) if own.unseen else ()
+            self.notes = own.notes
+            if own.refused:
+                raise self.refused(own.refused)
             self._data.prepare(view, module, given)
         vars(view).update(clip_arguments(self.gradient_clipping))
         if module.automatic_optimization:

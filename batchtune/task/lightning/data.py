@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, require_no_arguments, resized
 from batchtune.task.lightning.trainer import LightningModule, SchedulerConfig, TrainerView
@@ -194,58 +191,3 @@ def _most_arguments(function: Callable[..., object]) -> int | None:
     """How many arguments a function takes; None: any number."""
     parameters = inspect.signature(function).parameters.values()
     return None if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(parameters)
-
-
-_ARGUMENTS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-
-
-@dataclass(frozen=True)
-class OwnTrainer:
-    """The user's own Trainer as far as it can be seen; `unseen` is a sentence on what of it cannot, or empty."""
-
-    accumulation_steps: int = 1
-    clipping: GradientClipping | None = None
-    unseen: str = ""
-
-
-def own_trainer(given: Sequence[object], namespace: ModuleType) -> OwnTrainer:
-    """Looks for the Trainer: beside the module (`given`), among the file's objects, then in the text of the file."""
-    for each in (*given, *vars(namespace).values()):
-        if _is_trainer(each):
-            return _of({name: getattr(each, name, None) for name in _ARGUMENTS})
-    try:
-        nodes = list(ast.walk(ast.parse(inspect.getsource(namespace))))
-    except (OSError, TypeError, SyntaxError):  # code without a file
-        return OwnTrainer()
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _names_trainer(node)]
-    arguments = [{word.arg: word.value for word in call.keywords if word.arg in _ARGUMENTS} for call in calls]
-    found = [each for each in arguments if each]
-    try:
-        read = [{name: ast.literal_eval(value) for name, value in each.items()} for each in found]
-    except ValueError:
-        read = []
-    if found and (not read or any(each != read[0] for each in read)):
-        wanted = ", ".join(
-            dict.fromkeys(f"{name}={ast.unparse(value)}" for each in found for name, value in each.items())
-        )
-        return OwnTrainer(
-            unseen=f"Trainer({wanted}) in the file is not applied, since it is not known before it runs: return the "
-            "Trainer beside the module, or set gradient_clipping and --accumulation"
-        )
-    return _of(read[0]) if read else OwnTrainer()
-
-
-def _of(arguments: dict[str, Any]) -> OwnTrainer:
-    value, kind = arguments.get("gradient_clip_val"), arguments.get("gradient_clip_algorithm")
-    name = str(getattr(kind, "value", kind) or "norm")
-    clipping = GradientClipping.model_validate({name: float(value)}) if value else None
-    return OwnTrainer(int(arguments.get("accumulate_grad_batches") or 1), clipping)
-
-
-def _names_trainer(call: ast.Call) -> bool:
-    return ast.unparse(call.func).rpartition(".")[2] == "Trainer"
-
-
-def _is_trainer(value: object) -> bool:
-    kinds = inspect.getmro(type(value))
-    return any(each.__name__ == "Trainer" and "lightning" in each.__module__.partition(".")[0] for each in kinds)

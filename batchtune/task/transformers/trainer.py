@@ -89,10 +89,7 @@ class TrainerTask(FromLoader):
             ),
             "neftune_noise_alpha is not supported": args.neftune_noise_alpha is not None,
             "use_liger_kernel is not supported": bool(getattr(args, "use_liger_kernel", False)),
-            "its fsdp is not taken over: leave it out and tune with --ranks N --strategy fsdp": bool(args.fsdp),
-            "its deepspeed is not taken over: leave it out and tune with --ranks N --strategy fsdp (ZeRO-3) or ddp": (
-                bool(args.deepspeed)
-            ),
+            **_ranks_of_its_own(vars(args)),
             "a model spread over several devices is not supported": bool(trainer.is_model_parallel),
             f"optim={optim} steps within backward, which is not supported": any(
                 word in optim for word in _STEPS_IN_BACKWARD
@@ -197,6 +194,16 @@ class TrainerTask(FromLoader):
                 trainer.accelerator._models.clear()  # noqa: SLF001
         numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
+
+
+def _ranks_of_its_own(arguments: Mapping[str, object]) -> dict[str, bool]:
+    """What of them, or of the environment that `accelerate launch` makes of its file, shares the work otherwise."""
+    names = {name: bool(arguments[name]) for name in ("fsdp", "deepspeed")}
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        variable = f"ACCELERATE_USE_{name}"
+        names[variable] = os.environ.get(variable, "").lower() in {"1", "true", "yes", "y", "t", "on"}
+    instead = "leave it out and tune with --ranks N --strategy fsdp (as ZeRO-3) or ddp"
+    return {f"its {name} is not taken over: {instead}": given for name, given in names.items()}
 
 
 def _has_own(trainer: object, name: str) -> bool:

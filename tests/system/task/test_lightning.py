@@ -608,3 +608,49 @@ def test_a_loader_is_made_again_with_another_batch_size():
     assert list(resized(loader, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     parts = loader_parts(resized(loader, 4), "it")
     assert (parts.batch_size, parts.drop_last) == (4, loader.drop_last)
+
+
+class TestRanksOfTheUsersTrainer:
+    MAIN = "\ndef main(args):\n    L.Trainer({}).fit(Lit())\n"
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ("strategy='ddp', devices=4", "--ranks 4 --strategy ddp"),
+            ("strategy='fsdp', devices='auto'", "--ranks N --strategy fsdp"),
+            ("strategy=FSDPStrategy(sharding_strategy='FULL_SHARD'), devices=[0, 1]", "--ranks 2 --strategy fsdp"),
+            ("strategy=L.strategies.DDPStrategy(gradient_as_bucket_view=True)", "--ranks N --strategy ddp"),
+            ("devices=2", "--ranks 2 --strategy ddp"),
+            ("strategy=args.strategy", "tune with --ranks N and --strategy ddp or fsdp"),
+        ],
+    )
+    def test_a_note_says_how_to_tune_on_as_many(self, lit, arguments, told, monkeypatch):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        task = lit(more=self.MAIN.format(arguments))
+        task.require("probe")
+        (note,) = task.source.notes
+        assert note.endswith(told)
+
+    @pytest.mark.parametrize("arguments", ["strategy='auto', devices=1", "strategy='ddp', devices=2"])
+    def test_there_is_none_for_one_device_nor_where_ranks_train_as_one(self, lit, arguments, monkeypatch):
+        if "ddp" in arguments:
+            monkeypatch.setenv("WORLD_SIZE", "2")
+        task = lit(more=self.MAIN.format(arguments))
+        task.require("probe")
+        assert task.source.notes == ()
+
+    @pytest.mark.parametrize(
+        "strategy",
+        ["'deepspeed_stage_3'", "DeepSpeedStrategy(stage=2)", "ModelParallelStrategy()", "'fsdp_cpu_offload'"],
+    )
+    def test_what_has_no_equal_here_is_refused_with_what_takes_its_place(self, lit, strategy):
+        task = lit(more=self.MAIN.format(f"strategy={strategy}"))
+        with pytest.raises(UsageError, match=r"its Trainer's strategy .* is not taken over: leave it out, and tune"):
+            task.require("probe")
+
+    def test_that_of_a_trainer_in_the_file_is_told_too(self, lit, monkeypatch):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        made = "L.Trainer(strategy='ddp', devices=2, accelerator='cpu', logger=False, enable_checkpointing=False)"
+        task = lit(more=f"\ntrainer = {made}\n")
+        task.require("probe")
+        assert task.source.notes[0].endswith("tune with --ranks 2 --strategy ddp")

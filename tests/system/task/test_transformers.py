@@ -267,6 +267,19 @@ class TestRefusals:
         with pytest.raises(UsageError, match=f"its {key} is not taken over: .* --ranks N --strategy fsdp"):
             task.require("tune")
 
+    @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+    def test_so_is_what_accelerate_launch_says(self, trainer_task, monkeypatch, name):
+        task = trainer_task("")
+        monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+        with pytest.raises(UsageError, match=f"its ACCELERATE_USE_{name} is not taken over: .* --strategy fsdp"):
+            task.require("tune")
+
+    def test_the_exported_fields_of_ranks_are_known_to_it_and_not_outdated(self, capfd):
+        hf = pytest.importorskip("transformers")
+        arguments = hf.TrainingArguments(output_dir="out", use_cpu=True, report_to=[], fsdp=True)
+        assert arguments.fsdp
+        assert "deprecated" not in capfd.readouterr().err
+
 
 SMALL = "vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8"
 GPT2 = "GPT2LMHeadModel(hf.GPT2Config(vocab_size=9, n_positions=6, n_embd=8, n_layer=1, n_head=1))"

@@ -49,10 +49,9 @@ def test_what_cannot_be_measured_is_absent(error):
     assert measured(0.5, error, 0.3) == TIMES | {"apart": None}
 
 
-@pytest.mark.parametrize(("limit", "asked"), [(100, 1), (120, 3), (None, 3)])
-def test_no_rank_is_asked_to_hold_weights_and_gradients_for_which_it_has_no_room(limit, asked):
-    about = {"strategy": "fsdp", "parameter_bytes": 60, "memory_limit_bytes": limit}
-    group = Clockwork(0.5, 0.4, 0.3, GROUP.model_copy(update=about))
+@pytest.mark.parametrize(("fits_alone", "asked"), [(False, 1), (True, 3)])
+def test_no_rank_is_asked_to_hold_weights_and_gradients_for_which_it_has_no_room(fits_alone, asked):
+    group = Clockwork(0.5, 0.4, 0.3, GROUP.model_copy(update={"strategy": "fsdp", "fits_alone": fits_alone}))
     assert timed(group)["together"] == 0.5
     assert group.asked == asked
 

@@ -1,0 +1,115 @@
+"""What the user's own Lightning Trainer says: how steps are made up, and on how many devices by which strategy."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from batchtune.document import GradientClipping
+
+_STEPS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_RANKS = ("strategy", "devices")
+_ALONE = {"auto", "single_device", "SingleDeviceStrategy", "None"}
+_SAME = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp", "fsdp": "fsdp", "ddp": "ddp"}
+_SAME |= {f"ddp_{how}": "ddp" for how in ("spawn", "fork", "notebook")}
+_SAME |= {f"{name}_find_unused_parameters_false": "ddp" for name in ("ddp", *_SAME) if name.startswith("ddp")}
+
+
+@dataclass(frozen=True)
+class OwnTrainer:
+    """The user's own Trainer as far as it can be seen.
+
+    Attributes:
+        accumulation_steps: micro-batches of an optimizer step.
+        clipping: of gradients, if any.
+        notes: sentences on what of it is not applied, and what to do instead.
+        refused: what of it has no equal here, and what to do instead; empty: nothing.
+    """
+
+    accumulation_steps: int = 1
+    clipping: GradientClipping | None = None
+    notes: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def own_trainer(given: Sequence[object], namespace: ModuleType) -> OwnTrainer:
+    """Looks for the Trainer: beside the module (`given`), among the file's objects, then in the text of the file."""
+    for each in (*given, *vars(namespace).values()):
+        if _is_trainer(each):
+            how = {
+                "strategy": type(getattr(each, "strategy", None)).__name__,
+                "devices": getattr(each, "num_devices", 1),
+            }
+            return _of({name: getattr(each, name, None) for name in _STEPS}, how)
+    try:
+        nodes = list(ast.walk(ast.parse(inspect.getsource(namespace))))
+    except (OSError, TypeError, SyntaxError):  # code without a file
+        return OwnTrainer()
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) == "Trainer"]
+    steps, shared = _read(calls, _STEPS), _read(calls, _RANKS)
+    notes = []
+    if isinstance(steps, str):
+        notes.append(
+            f"{steps} in the file is not applied, since it is not known before it runs: return the Trainer beside the "
+            "module, or set gradient_clipping and --accumulation"
+        )
+    if isinstance(shared, str):
+        notes.append(f"{shared} in the file is not applied: tune with --ranks N and --strategy ddp or fsdp")
+    known = {} if isinstance(steps, str) else steps, {} if isinstance(shared, str) else shared
+    return _of(*known, notes)
+
+
+def _read(calls: Sequence[ast.Call], names: Sequence[str]) -> dict[str, object] | str:
+    """The arguments of these names where all calls have the same; else, as they are written, what they have."""
+    arguments = [{word.arg: word.value for word in call.keywords if word.arg in names} for call in calls]
+    found = [each for each in arguments if each]
+    try:
+        read = [{str(name): _literal(value) for name, value in each.items()} for each in found]
+    except ValueError:
+        read = []
+    if found and (not read or any(each != read[0] for each in read)):
+        words = (f"{name}={ast.unparse(value)}" for each in found for name, value in each.items())
+        return f"Trainer({', '.join(dict.fromkeys(words))})"
+    return read[0] if read else {}
+
+
+def _literal(value: ast.expr) -> object:
+    """A value that is written out, or the name of the class of an object that is made there."""
+    return _called(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
+
+
+def _of(steps: Mapping[str, object], shared: Mapping[str, object], notes: Sequence[str] = ()) -> OwnTrainer:
+    value, kind = steps.get("gradient_clip_val"), steps.get("gradient_clip_algorithm")
+    name = str(getattr(kind, "value", kind) or "norm")
+    clipping = GradientClipping.model_validate({name: float(str(value))}) if value else None
+    count, strategy = _count(shared.get("devices")), str(shared.get("strategy", "auto"))
+    ours, refused = _SAME.get(strategy, "ddp"), ""
+    if strategy not in _ALONE and strategy not in _SAME:
+        refused = f"its Trainer's strategy {strategy} is not taken over: leave it out, and tune with --ranks N"
+        refused += " and --strategy ddp, or fsdp (as ZeRO-3), which take its place"
+    is_shared = strategy in _SAME or count not in {"1", "N"}
+    if is_shared and not refused and "WORLD_SIZE" not in os.environ:  # where it is set, ranks train as one
+        told = ", ".join(f"{name}={each!r}" for name, each in shared.items())
+        told = f"Trainer({told}) does not make a run of several devices: for that, tune with --ranks {count}"
+        notes = [*notes, f"{told} --strategy {ours}"]
+    return OwnTrainer(int(str(steps.get("accumulate_grad_batches") or 1)), clipping, tuple(notes), refused)
+
+
+def _count(devices: object) -> str:
+    """How many devices are asked for; N where that depends on the machine."""
+    count = len(devices) if isinstance(devices, list | tuple) else devices
+    text = str(count)
+    return text if text.isdecimal() and int(text) > 0 else "N"
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _is_trainer(value: object) -> bool:
+    kinds = inspect.getmro(type(value))
+    return any(each.__name__ == "Trainer" and "lightning" in each.__module__.partition(".")[0] for each in kinds)
