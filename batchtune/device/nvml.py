@@ -121,6 +121,37 @@ def gpus_here() -> bool:
     return bool(_with_nvml(lambda nvml: nvml.nvmlDeviceGetCount()))
 
 
+def distances(visible: str | None) -> tuple[list[str], list[list[int]]] | None:
+    """The GPUs of this machine by UUID, those that `CUDA_VISIBLE_DEVICES` lists, and how far apart any two are.
+
+    The level of their common ancestor on the PCI bus; less than 0 where NVLink connects them, by its lanes. None where
+    NVML does not tell, where there are slices, or unlike GPUs, which CUDA numbers in an order of its own.
+    """
+
+    def asked(nvml: ModuleType) -> tuple[list[str], list[list[int]]]:
+        entries = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+        by_number = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        handles = [
+            by_number[int(entry)] if entry.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(entry) for entry in entries
+        ]
+        handles = handles or by_number
+        (_,) = {nvml.nvmlDeviceGetName(each) for each in by_number}
+        apart = [[0 if one is other else _apart(nvml, one, other) for other in handles] for one in handles]
+        return [nvml.nvmlDeviceGetUUID(each) for each in handles], apart
+
+    return None if "MIG-" in (visible or "") else _with_nvml(asked)
+
+
+def _apart(nvml: ModuleType, one: object, other: object) -> int:
+    place, linked = nvml.nvmlDeviceGetPciInfo(other).busId, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+    remotes = (told(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
+    if lanes := sum(1 for remote in remotes if remote is not None and remote.busId == place):
+        return -lanes
+    if told(nvml.nvmlDeviceGetP2PStatus, one, other, linked) == nvml.NVML_P2P_STATUS_OK:
+        return -1  # through a switch
+    return int(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+
+
 @dataclass(slots=True)
 class Readings:
     """Samples of one stretch of work; a sensor that the device lacks has none."""

@@ -12,10 +12,12 @@ from typing import Literal, Self, TypeVar
 
 from batchtune.config.ranks import Ranks
 from batchtune.device.host import processors
+from batchtune.device.nvml import distances
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import Launcher, LocalLauncher
 from batchtune.processes.ranks import RankLauncher
+from batchtune.processes.seats import by_closeness
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 
@@ -46,7 +48,11 @@ class WorkerPool:
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
             self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // (asked * self._ranks.of_each)))}
-        self.first = self._worker(settings, self._threads)
+        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seated: dict[str, str] = {}
+        if self._ranks.of_each > 1 and settings.device != "cpu" and (closer := _closest(self._visible, self._ranks)):
+            self._visible, seated = closer, {"CUDA_VISIBLE_DEVICES": closer}
+        self.first = self._worker(settings, self._threads | seated)
         self._all = [self.first]
         self.lock = threading.RLock()
 
@@ -72,7 +78,7 @@ class WorkerPool:
         """
         if self._asked == 1:
             return
-        visible, device, each = os.environ.get("CUDA_VISIBLE_DEVICES"), opened.device, self._ranks.of_each
+        visible, device, each = self._visible, opened.device, self._ranks.of_each
         count = count_workers(
             self._asked, device, devices=opened.device_count, processors=processors(), visible=visible, each=each
         )
@@ -220,6 +226,15 @@ def assign_devices(
     if len(entries) >= here:
         return [DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
     return [DeviceAssignment(f"{kind}:{number}", {}) for number in numbers]
+
+
+def _closest(visible: str | None, ranks: Ranks) -> str | None:
+    """What `CUDA_VISIBLE_DEVICES` is to say, so that each group is of close devices; None: as it is."""
+    if (found := distances(visible)) is None:
+        return None
+    names, apart = found
+    order = by_closeness(apart, ranks.of_each)
+    return None if order == sorted(order) else ",".join(names[number] for number in order)
 
 
 def _entries(visible: str | None) -> list[str]:
