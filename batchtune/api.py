@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from batchtune.config import options
-from batchtune.config.options import MARGIN, STEPS, TIMEOUT, TOLERANCE, TRACE_TIMEOUT, VERIFY_STEPS, takes_options
-from batchtune.version import __version__
 
 if TYPE_CHECKING:
     from batchtune.config.schema import Config
@@ -20,21 +17,21 @@ if TYPE_CHECKING:
 Step = TypeVar("Step", bound=Callable[[int], object])
 
 
-@takes_options
+@options.takes_options
 def probe(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
     precision: options.Precision = "auto",
     memory_limit: options.MemoryLimit = None,
-    margin: options.Margin = MARGIN,
+    margin: options.Margin = options.MARGIN,
     min: options.Minimum = 1,  # noqa: A002 - the option's name
     max: options.Maximum = None,  # noqa: A002 - the option's name
     multiple_of: options.MultipleOf = 1,
-    steps: options.Steps = STEPS,
+    steps: options.Steps = options.STEPS,
     device: options.Device = "auto",
-    tolerance: options.Tolerance = TOLERANCE,
-    timeout: options.Timeout = TIMEOUT,
-    verify_steps: options.VerifySteps = VERIFY_STEPS,
+    tolerance: options.Tolerance = options.TOLERANCE,
+    timeout: options.Timeout = options.TIMEOUT,
+    verify_steps: options.VerifySteps = options.VERIFY_STEPS,
     no_oom: options.NoOom = False,
     throughput: options.Throughput = True,
     accumulation: options.OwnAccumulation = None,
@@ -82,21 +79,21 @@ def probe(  # noqa: D417 - takes_options adds them
 
 
 @overload
-def find_batch_size(step: Callable[[int], object], **options: Any) -> int: ...
+def find_batch_size(step: Callable[[int], object], **given: Any) -> int: ...
 @overload
-def find_batch_size(**options: Any) -> Callable[[Step], Step]: ...
-@takes_options  # type: ignore[misc]
+def find_batch_size(**given: Any) -> Callable[[Step], Step]: ...
+@options.takes_options  # type: ignore[misc]
 def find_batch_size(  # noqa: D417 - takes_options adds them
     step: Step | None = None,
     *,
     device: options.Device = "auto",
     memory_limit: options.MemoryLimit = None,
-    margin: options.Margin = MARGIN,
+    margin: options.Margin = options.MARGIN,
     min: options.Minimum = 1,  # noqa: A002 - the option's name
     max: options.Maximum = None,  # noqa: A002 - the option's name
     multiple_of: options.MultipleOf = 1,
-    steps: options.Steps = STEPS,
-    tolerance: options.Tolerance = TOLERANCE,
+    steps: options.Steps = options.STEPS,
+    tolerance: options.Tolerance = options.TOLERANCE,
     no_oom: options.NoOom = False,
     inference: options.Inference = False,
     restore: object = "auto",
@@ -148,16 +145,12 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     """
     from batchtune.config.probe import Bounds
     from batchtune.probe.in_process import find_in_process
-    from batchtune.task.state import kept_random_numbers
 
-    with kept_random_numbers("cpu"):  # rich draws some when it is imported
-        from batchtune.report.live import stderr_observer
     bounds = Bounds(minimum=min, maximum=max, multiple_of=multiple_of, tolerance=tolerance, no_oom=no_oom)
     how: dict[str, Any] = {"memory_limit": memory_limit, "margin": margin, "steps": steps, "restore": restore}
 
     def find(step: Step) -> int:
-        with contextlib.nullcontext(observer) if observer else stderr_observer() as told:
-            return find_in_process(step, bounds, device=device, inference=inference, observer=told, **how)
+        return find_in_process(step, bounds, device=device, inference=inference, observer=observer, **how)
 
     def decorate(step: Step) -> Step:
         step.batch_size = find(step)  # type: ignore[attr-defined]
@@ -166,7 +159,7 @@ def find_batch_size(  # noqa: D417 - takes_options adds them
     return decorate if step is None else find(step)
 
 
-@takes_options
+@options.takes_options
 def estimate(  # noqa: D417 - takes_options adds them
     task: str | os.PathLike[str],
     *,
@@ -178,7 +171,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     world_size: options.WorldSize = 1,
     inference: options.Inference = False,
     lengths: options.Lengths = None,
-    timeout: options.TraceTimeout = TRACE_TIMEOUT,
+    timeout: options.TraceTimeout = options.TRACE_TIMEOUT,
     observer: Observer | None = None,
 ) -> Result:
     """Calculates the largest micro-batch on each GPU from a trace of the training step, with no GPU at hand.
@@ -204,7 +197,7 @@ def estimate(  # noqa: D417 - takes_options adds them
     return run_estimate(os.fspath(task), gpus, precision, observer=observer or usual_observer(), **how)
 
 
-@takes_options
+@options.takes_options
 def tune(  # noqa: D417 - takes_options adds them
     config: str | os.PathLike[str] | Config,
     *,
@@ -267,12 +260,9 @@ def environment(device: str = "auto") -> dict[str, object]:
     Raises:
         batchtune.errors.DeviceError: there is no such device.
     """
-    from batchtune.processes.worker import START_TIMEOUT_SECONDS, Worker
-    from batchtune.protocol.commands import Describe
+    from batchtune.processes.worker import describe_machine
 
-    with Worker(None) as worker:
-        machine = worker.call(Describe(device=device), timeout=START_TIMEOUT_SECONDS)
-    return {"batchtune": __version__} | machine.model_dump(exclude_unset=True)
+    return describe_machine(device)
 
 
 def load_result(path: str | os.PathLike[str]) -> Result:

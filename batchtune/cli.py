@@ -16,7 +16,7 @@ import typer
 from batchtune import __version__, api
 from batchtune.cli_report import Open, report
 from batchtune.config.options import check_options
-from batchtune.console import with_session
+from batchtune.console import complete_gpus, complete_keys, with_session
 from batchtune.errors import RunInterrupted, UsageError
 from batchtune.session import Session
 from batchtune.task.spec import TEMPLATE
@@ -43,21 +43,6 @@ _TEMPLATES: dict[Origin, str] = {  # what follows the file's name
     "transformers": ":make_trainer",
 }
 Task = Annotated[str, typer.Argument(metavar="TASK", help="model.py, path.py:attribute or pkg.module:attribute.")]
-
-
-def _gpus(typed: str) -> list[str]:
-    from batchtune.device.gpus import all_gpus
-
-    names = ["all", *(gpu.name.replace(" ", "-") for gpu in all_gpus())]  # a blank ends a word for shells
-    return [typed + name[len(typed) :] for name in names if name.lower().startswith(typed.lower())]
-
-
-def _keys(typed: str) -> list[str]:
-    from batchtune.config.schema import known_keys
-
-    names = list(known_keys())
-    sections = {name.rpartition(".")[0] for name in names}
-    return [f"{name}=" for name in names if name.startswith(typed) and name not in sections]
 
 
 @app.callback(invoke_without_command=True)
@@ -128,7 +113,7 @@ def probe(session: Session, task: Task, open_page: Open = False, **options: Any)
 
 
 @app.command(short_help="Calculate which batch fits on which GPU, without one.")
-@partial(with_session, like=api.estimate, completions={"gpus": _gpus})
+@partial(with_session, like=api.estimate, completions={"gpus": complete_gpus})
 def estimate(session: Session, task: Task, **options: Any) -> None:
     """Calculate which batch fits on which GPU, with no GPU at hand.
 
@@ -152,7 +137,7 @@ def tune(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Keys of the configuration, e.g. budget.total=5m.", autocompletion=_keys
+            metavar="KEY=VALUE", help="Keys of the configuration, e.g. budget.total=5m.", autocompletion=complete_keys
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of resuming the study.")] = False,

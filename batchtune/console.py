@@ -192,3 +192,20 @@ def _bug(what: str) -> str:
 def _show_traceback(*, debug: bool) -> None:
     if debug:
         sys.stderr.write(without_passwords(traceback.format_exc()))
+
+
+def complete_gpus(typed: str) -> list[str]:
+    """Names of the catalogue that go on from what has been typed."""
+    from batchtune.device.gpus import all_gpus
+
+    names = ["all", *(gpu.name.replace(" ", "-") for gpu in all_gpus())]  # a blank ends a word for shells
+    return [typed + name[len(typed) :] for name in names if name.lower().startswith(typed.lower())]
+
+
+def complete_keys(typed: str) -> list[str]:
+    """Keys of the configuration that go on from what has been typed."""
+    from batchtune.config.schema import known_keys
+
+    names = list(known_keys())
+    sections = {name.rpartition(".")[0] for name in names}
+    return [f"{name}=" for name in names if name.startswith(typed) and name not in sections]

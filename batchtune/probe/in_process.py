@@ -42,20 +42,26 @@ def find_in_process(
         DeviceError: there is no such device, or a failure has left it unusable for this process.
         Exception: what `step` raised, where it raises at every size.
     """
-    observer = observer or Observer()
     memory = open_memory(device)
     limit = memory_limit or memory.default_limit(margin)
     trained = trained_by(step) if restore == "auto" else named(restore)
-    observer.stage(_title(trained, is_sought=restore == "auto" and not inference))
-    with KeptState(trained), kept_random_numbers(memory.device):
-        if limit is not None:
-            memory.enforce(limit)
-        try:
-            return _Search(without_gradients(step) if inference else step, memory, steps, observer).run(bounds, limit)
-        finally:
-            with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
-                memory.lift()
-                memory.release()
+    with contextlib.nullcontext(observer) if observer else _on_stderr() as told:
+        told.stage(_title(trained, is_sought=restore == "auto" and not inference))
+        with KeptState(trained), kept_random_numbers(memory.device):
+            if limit is not None:
+                memory.enforce(limit)
+            try:
+                return _Search(without_gradients(step) if inference else step, memory, steps, told).run(bounds, limit)
+            finally:
+                with contextlib.suppress(RuntimeError):  # a device that failed fails again, and the search has said so
+                    memory.lift()
+                    memory.release()
+
+
+def _on_stderr() -> contextlib.AbstractContextManager[Observer]:
+    with kept_random_numbers("cpu"):  # rich draws some when it is imported
+        from batchtune.report.live import stderr_observer
+    return stderr_observer()
 
 
 def _title(trained: Sequence[object], *, is_sought: bool) -> str:

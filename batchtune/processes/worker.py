@@ -11,8 +11,9 @@ from typing import Literal, TypeAlias
 from batchtune.document import CurvePoint
 from batchtune.errors import BatchtuneError, DeviceError, RunInterrupted, UsageError, UserCodeError
 from batchtune.processes.local import Launcher, LocalLauncher, Process
-from batchtune.protocol.commands import Opened, OpenTask, Renew, Train, Tried, TryBatchSize
+from batchtune.protocol.commands import Describe, Opened, OpenTask, Renew, Train, Tried, TryBatchSize
 from batchtune.protocol.messages import Answer, Command, Json
+from batchtune.version import __version__
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
@@ -254,3 +255,10 @@ def _error(answer: Json) -> BatchtuneError:
         return UserCodeError(answer["error"], answer["frames"])
     kinds = {kind.exit_code: kind for kind in (UsageError, DeviceError)}
     return kinds.get(answer["exit_code"], BatchtuneError)(answer["error"], setting=answer.get("setting"))
+
+
+def describe_machine(device: str) -> dict[str, object]:
+    """Versions of batchtune and torch, the device and what its sensors say, by a child that opens no task."""
+    with Worker(None) as worker:
+        machine = worker.call(Describe(device=device), timeout=START_TIMEOUT_SECONDS)
+    return {"batchtune": __version__} | machine.model_dump(exclude_unset=True)

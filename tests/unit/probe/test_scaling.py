@@ -6,7 +6,7 @@ from fakes import FakeChild, opened
 from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.timing import data_parallel, measure_times
+from batchtune.probe.timing.steps import data_parallel, measure_times
 from batchtune.processes.worker import WorkerDied
 from batchtune.protocol.commands import TimeSteps
 
