@@ -17,7 +17,7 @@ from batchtune.tune.findings import baseline_warnings, loading_warnings
 from batchtune.tune.plan.affordable import affordable_noise_scale
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
-from batchtune.tune.plan.space import Space
+from batchtune.tune.plan.space import STRATEGY, Space
 from batchtune.tune.study.phases import TuneStudy
 
 pytestmark = pytest.mark.usefixtures("few_particles")
@@ -203,7 +203,9 @@ def test_a_strategy_is_searched_as_a_precision_is_and_the_first_is_the_baselines
     assert {trial.strategy for trial in records if trial.role == "search"} == {"ddp", "fsdp"}
     assert {trial.strategy for trial in records if trial.role == "baseline"} == {"ddp"}
     assert max(worker.of["fsdp"]) <= LARGEST // 2
-    assert LARGEST // 2 < max(worker.of["ddp"]) <= LARGEST
+    whole = tuned.parts.space.baseline | {"batch_size": 4 * LARGEST}
+    sizes = [tuned.trials.spec(whole | {STRATEGY: each}, "search", 0).micro_batch_size for each in ("ddp", "fsdp")]
+    assert sizes[1] <= LARGEST // 2 < sizes[0] <= LARGEST
     found, baseline = tuned.recommendation()
     assert baseline.strategy == "ddp"
     ours = [trial for trial in records if trial.role == "confirm" and trial.strategy == found.strategy]
