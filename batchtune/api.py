@@ -73,7 +73,7 @@ def probe(  # noqa: D417 - takes_options adds them
         no_oom=no_oom,
         throughput=throughput,
         accumulation_steps=accumulation or 0,
-        lengths=how["lengths"],
+        lengths=how.pop("lengths"),
     )
     return probe_task(task, search, observer=observer or usual_observer(), run_folders=run_folders, **how)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, Document, TaskInfo, ThroughputPoint
@@ -60,7 +59,10 @@ def probe_task(
     run_folders: str | os.PathLike[str] | None,
     world_size: int,
     strategy: str,
-    **how: Any,
+    device: str,
+    memory_limit: int | None,
+    margin: float,
+    precision: tuple[str, ...],
 ) -> Result:
     """Probes the task that a user names; see `batchtune.probe`, which hands its arguments on.
 
@@ -69,12 +71,20 @@ def probe_task(
     """
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    path, how["purpose"] = os.fspath(task), "inference" if inference else "probe"
-    name = task_name(path)
-    settings = OpenTask(task=path, **how)
-    folder = None if run_folders is None else probe_folder(f"{settings.purpose}-{name}", path, Path(run_folders))
-    how = {"observer": observer, "folder": folder, "world_size": world_size, "strategy": strategy}
-    return run_probe(settings, options, name=name, **how)
+    path, name = os.fspath(task), task_name(os.fspath(task))
+    settings = OpenTask(
+        task=path,
+        device=device,
+        purpose="inference" if inference else "probe",
+        memory_limit=memory_limit,
+        margin=margin,
+        precision=precision,
+        lengths=options.lengths,
+    )
+    kept = None if run_folders is None else probe_folder(f"{settings.purpose}-{name}", path, Path(run_folders))
+    return run_probe(
+        settings, options, name=name, observer=observer, folder=kept, world_size=world_size, strategy=strategy
+    )
 
 
 def _require_one_device(world_size: int, settings: OpenTask, options: ProbeOptions) -> None:
