@@ -276,7 +276,7 @@ class _Run:
             seconds=clock.seconds, samples=samples, value=value, measured_seconds=measured, joules=clock.joules
         )
         go_on = (yield point) if self._ranks.rank == 0 else False
-        return bool(self._ranks.together("first", float(go_on)))
+        return bool(self._ranks.together("first", float(bool(go_on))))
 
     def _worse_for_long(self, value: float) -> bool:
         """Whether the run has been worse than before training for so long that it will hardly come back."""
