@@ -15,7 +15,7 @@ from batchtune.estimate.memory.overheads import UNMEASURED, Offsets
 from batchtune.protocol.commands import Done
 from batchtune.protocol.data import LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import Command, Message
-from batchtune.vocabulary import AskedLengths, Length
+from batchtune.vocabulary import AskedLengths, Length, LengthBatches
 
 PROGRAM = "batchtune.estimate.tracing.server"  # the module whose `main` such a child runs
 
@@ -182,3 +182,39 @@ class ExpectMemory(Tracing, Command[TaskEstimate | Refusal]):
 
     gpu: GpuFacts | None
     memory_limit: int
+
+
+class LengthEstimates(Message):
+    """What a probe may expect of each length.
+
+    Attributes:
+        replays: whether `ReplayLengths` has an answer.
+    """
+
+    lengths: tuple[tuple[Length, TaskEstimate], ...]
+    replays: bool
+
+
+class ExpectLengths(Tracing, Command[LengthEstimates | Refusal]):
+    """What a probe of one device may expect of each length, and steps to replay; see `ExpectMemory`."""
+
+    gpu: GpuFacts | None
+    memory_limit: int
+
+
+class Replayed(Message):
+    """The first order that batches do not train in; None where they train in all."""
+
+    fails_in: int | None
+
+
+class ReplayLengths(Command[Replayed]):
+    """Whether batches of the lengths that were last asked about train one after another.
+
+    Attributes:
+        sizes: the largest batch by length, the longest first.
+        capacity_bytes: of the traced storages.
+    """
+
+    sizes: LengthBatches
+    capacity_bytes: int

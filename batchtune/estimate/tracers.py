@@ -9,29 +9,22 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
 
-from batchtune.config.options import TRACE_SECONDS
-from batchtune.device.gpus import Gpu, find_gpu
-from batchtune.device.nvml import gpus_here
+from batchtune.device.gpus import Gpu
 from batchtune.document import MemoryDetail, Remedy
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.errors import RunInterrupted
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import (
     PROGRAM,
     EstimateMemory,
-    ExpectMemory,
     GpuFacts,
-    LoadTracer,
     Refusal,
     Row,
-    TaskEstimate,
     Traced,
 )
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.worker import Worker, WorkerDied
-from batchtune.protocol.commands import Opened
+from batchtune.processes.worker import Worker
 
 _DYING_SECONDS = 60.0  # in which who waits for the children has ended them
 _LOOK_SECONDS = 1.0  # between two looks at how far they are
@@ -179,82 +172,3 @@ def _remedies(question: EstimateMemory) -> list[tuple[str, dict[str, object]]]:
         single.append(("activation checkpointing of its repeated blocks", {"checkpointing": True}))
     together = {key: value for _, changes in single for key, value in changes.items()}
     return [*single, (" and ".join(words for words, _ in single), together)] if len(single) > 1 else single
-
-
-class EstimatePrior:
-    """A child that traces while the probe's own child opens; whatever fails in it leaves the probe without it.
-
-    Args:
-        task: as the user named it.
-        device: as the user named it; the child starts at once where that is likely to mean CUDA or a CPU.
-        observer: told in a note what is expected, or why nothing is.
-        on_cpu: whether to look ahead on a CPU, too.
-    """
-
-    def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
-        self._task, self._observer, self._on_cpu = task, observer, on_cpu
-        self._worker = Worker(None, LocalLauncher(program=PROGRAM))
-        self._starting: threading.Thread | None = None
-        self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
-        if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
-            self._starting = threading.Thread(target=self._start, daemon=True)
-            self._starting.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.close()
-
-    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> TaskEstimate | None:
-        """What to expect of the device that the probe's child has opened; None where no trace tells.
-
-        Args:
-            opened: what the probe's child said of the task.
-            precision: of the probe.
-            accumulation_steps: micro-batches per optimizer step.
-            timeout: seconds after which the user's code hangs.
-        """
-        limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
-        if not limit or self._left <= 0 or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
-            return None
-        started, left = time.monotonic(), min(timeout, self._left)
-        try:
-            if self._starting is not None:
-                self._starting.join(left)
-                if self._starting.is_alive():
-                    raise WorkerDied("timeout", "still loading")
-            command = ExpectMemory(
-                task=self._task,
-                precision=precision,
-                accumulation_steps=accumulation_steps,
-                memory_limit=limit,
-                samples=opened.samples,
-                lengths_seen=opened.lengths,
-                gpu=None if is_cpu else _gpu(opened.device_name),
-                inference=opened.is_for_inference,
-            )
-            found = self._worker.call(command, timeout=left - (time.monotonic() - started))
-        except BatchtuneError as error:
-            is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
-            reason = "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
-            found = Refusal(refused=reason)
-        self._left -= time.monotonic() - started
-        if isinstance(found, Refusal):
-            self._observer.note(f"no estimate to start from: {found.refused}")
-            return None
-        self._observer.note(f"estimate: about {found.expected:,} samples fit at {precision}")
-        return found
-
-    def _start(self) -> None:
-        try:
-            self._worker.call(LoadTracer(), timeout=TRACE_SECONDS)
-        except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
-            self._worker.close()
-
-
-def _gpu(device_name: str) -> GpuFacts:
-    try:
-        return facts_of(find_gpu(device_name))
-    except UsageError:
-        return GpuFacts()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from batchtune.document import Attempt, LengthCheck
@@ -18,17 +18,20 @@ from batchtune.vocabulary import Length, dimensions, length_text, order
 
 ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
+REPLAYED_ORDERS = 64  # in which an estimate replays them, which takes a hundredth of the time
 MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
 ALIKE, ALIKE_AFTER_FAILURE = 0.06, 0.15  # batches that take so nearly as much in all are made to take the same
 _ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length
-_NEXT, _NEAR = 0.06, 0.02  # of all batches: how much less is tried after a failure, and how near the end is found
-MARGIN = 0.03  # of all batches: by so much larger ones have to pass, too, where an order failed
+_STEPS_DOWN, _LEAST = 100, 10  # steps from each length's batch alone down to nothing; where the search for one ends
+_NEXT, _NEAR = 6, 2  # steps: how much less is tried after a failure, and how near the end is found
+_MARGIN = 3  # steps: by so much larger batches have to pass, too, where an order failed and no replay had foreseen it
 """A U-Net's batches passed 18 orders and failed in 3 of 14 more; 3 % smaller ones failed in 5 of the 18."""
-_LEAST = 0.2  # of what each length trains alone
 _MOST_CHECKS = 16
 
 Sizes = dict[Length, int]
 Check = Callable[[Mapping[Length, int], int], Attempt]
+Replay = Callable[[Sizes], int | None]
+"""The first order that an estimate's replay of these batches does not train in; None where it trains in all."""
 
 
 def orders_of(device: str, lengths: Collection[Length]) -> int:
@@ -82,6 +85,29 @@ def shared(sizes: Mapping[Length, int], share: float, unit: int = 1, *, alike: f
     return {length: max(1, found[length] // unit) * unit for length in sizes}
 
 
+def steps_down(first: Sizes, unit: int = 1, minimum: int = 1, *, align: bool = True) -> list[Sizes]:
+    """Ever smaller shares of the largest batches alone, a hundredth less each time.
+
+    Args:
+        first: the largest batch of each length alone.
+        unit: batches are multiples of it,
+        minimum: and none smaller.
+        align: whether batches that nearly take the same in all are made to, from the second step on more of them.
+    """
+    least = -(-minimum // unit) * unit
+    rules = [(_STEPS_DOWN, ALIKE), *((left, ALIKE_AFTER_FAILURE) for left in range(_STEPS_DOWN, _LEAST - 1, -1))]
+    found: list[Sizes] = []
+    for left, alike in rules:
+        sizes = shared(first, left / _STEPS_DOWN, unit, alike=alike if align else None)
+        found.append({length: max(least, size) for length, size in sizes.items()})
+    return found
+
+
+def first_replayed(steps: Sequence[Sizes], replay: Replay | None, start: int = 0) -> int:
+    """The first of them from `start` on that a replay trains in all orders; `start` itself without one."""
+    return next((at for at in range(start, len(steps)) if replay and replay(steps[at]) is None), start)
+
+
 @dataclass
 class _Checks:
     """The checks so far.
@@ -90,30 +116,45 @@ class _Checks:
         tried: every attempt at each length, to which failures are added.
         check: trains batches of some sizes in a fresh process, in the order of a number.
         orders: that must all pass at the same sizes.
+        replay: what is foreseen of them.
         failed: those that did not pass.
         passed: those that did, at the sizes of the last call.
+        surprises: whether a check came out in another way than foreseen, or nothing was.
     """
 
     tried: MutableMapping[Length, list[Attempt]]
     check: Check
     orders: int
+    replay: Replay | None = None
     failed: list[Attempt] = field(default_factory=list)
     passed: list[Attempt] = field(default_factory=list)
+    surprises: bool = False
     _first: int = 0
+    _known: dict[tuple[int, ...], dict[int, Attempt]] = field(default_factory=dict)  # by sizes, then by order
 
     def pass_at(self, sizes: Sizes) -> bool:
-        """Whether all orders pass, the one that failed last first."""
-        self.passed = []
-        for number in range(self.orders):
-            last = self.check(sizes, (self._first + number) % self.orders)
-            if not last.fits:
-                self._first = (self._first + number) % self.orders
-                self.failed.append(last)
-                for length in sizes if last.length is None else [last.length]:  # of a process that died, nobody knows
-                    self.tried[length].append(last.model_copy(update={"batch_size": sizes[length], "length": length}))
+        """Whether all orders pass: first the one that is foreseen to fail, then the one that failed last."""
+        known = self._known.setdefault(tuple(sizes.values()), {})
+        foreseen = self.replay(sizes) if self.replay else None
+        ahead = [number for number, each in known.items() if not each.fits]
+        ahead += [foreseen] if foreseen is not None else []
+        for number in dict.fromkeys([*ahead, self._first, *range(self.orders)]):
+            if number not in known:
+                known[number] = self.check(sizes, number)
+                if not known[number].fits:
+                    self._failed(known[number], sizes)
+            if not known[number].fits:
+                self._first = number
+                self.surprises |= not self.replay or foreseen is None
                 return False
-            self.passed.append(last)
+        self.passed = list(known.values())
+        self.surprises |= not self.replay or foreseen is not None
         return True
+
+    def _failed(self, last: Attempt, sizes: Sizes) -> None:
+        self.failed.append(last)
+        for length in sizes if last.length is None else [last.length]:  # of a process that died, nobody knows
+            self.tried[length].append(last.model_copy(update={"batch_size": sizes[length], "length": length}))
 
     def refuse(self) -> NothingFitsError:
         """The error where nothing passes."""
@@ -135,11 +176,13 @@ def check_lengths(
     minimum: int = 1,
     orders: int = 1,
     allocator: str | None = None,
+    replay: Replay | None = None,
 ) -> tuple[LengthCheck, Sizes]:
     """Trains all lengths mixed until that passes in so many orders, and says with which batches it does.
 
-    Where that fails, all batches are made smaller, to within 2 % of the largest share of them that passes, less 3 %,
-    and until both pass in three times as many orders: what one length leaves is what another one fails on.
+    Where that fails, all batches are made smaller, to near the largest share of them that passes, and until that passes
+    in three times as many orders: what one length leaves is what another one fails on. A replay says where to begin;
+    where it is not right about each check, or there is none, a share 3 % above the answer has to pass, too.
 
     Args:
         tried: every attempt at each length, the longest first; what the checks come to is added.
@@ -150,13 +193,14 @@ def check_lengths(
         minimum: and none smaller.
         orders: that must all pass at the same sizes.
         allocator: its settings; unless its segments grow, batches that nearly take the same in all are made to.
+        replay: of an allocator whose segments do not grow.
 
     Raises:
         NothingFitsError: they do not pass.
     """
-    checks = _Checks(tried, check, orders)
     cuts = orders > 1 and "expandable_segments:True" not in (allocator or "")
-    sizes = _largest_share(checks, first, unit, -(-minimum // unit) * unit, align=cuts)
+    checks = _Checks(tried, check, orders, replay if cuts else None)
+    sizes = _largest_that_passes(checks, steps_down(first, unit, minimum, align=cuts))
     last = max(checks.passed, key=lambda each: each.peak_reserved_bytes or 0)
     for length, size in sizes.items():
         if size not in {each.batch_size for each in tried[length] if each.fits}:  # it has trained in the check alone
@@ -172,36 +216,43 @@ def check_lengths(
     return found, sizes
 
 
-def _largest_share(checks: _Checks, first: Sizes, unit: int, least: int, *, align: bool) -> Sizes:
-    """The largest share of all batches that passes, to within a fiftieth, less what other orders may need."""
-
-    def at(share: float) -> Sizes:
-        alike = (ALIKE_AFTER_FAILURE if checks.failed else ALIKE) if align else None
-        return {each: max(least, size) for each, size in shared(first, share, unit, alike=alike).items()}
-
-    passed, failed, found, known = 0.0, 0.0, Sizes(), list[Sizes]()
-    share = 1.0
-    while not passed or (failed and failed - passed > _NEAR):
-        sizes = at(share)
-        if sizes == found or (sizes not in known and checks.pass_at(sizes)):
-            passed, found, kept = share, sizes, checks.passed
-        else:
-            known.append(sizes)
-            if at(share) not in known:  # so that more of them take the same
-                continue
-            failed = share
-            if not passed and (share <= _LEAST or len(checks.failed) >= _MOST_CHECKS):
-                raise checks.refuse()
-        share = (passed + failed) / 2 if passed else share - _NEXT
-    checks.orders = max(checks.orders, ALL_ORDERS) if failed and checks.orders > 1 else checks.orders
+def _largest_that_passes(checks: _Checks, steps: list[Sizes]) -> Sizes:
+    """Nearly the largest of them, and one that passes in more orders where a larger one failed."""
+    passed, failed = _end(checks, steps)
+    if failed is None:
+        return steps[passed]
+    checks.orders = max(checks.orders, ALL_ORDERS) if checks.orders > 1 else checks.orders
     passes_above = False
-    while failed and passed > _LEAST:
-        passes = checks.pass_at(at(passed))
-        if passes and passes_above:
-            return at(passed)
-        passes_above, passed = passes, passed - MARGIN
-    checks.passed = kept
-    return found
+    for sizes in [*steps[passed:-1:_MARGIN], steps[-1]]:
+        passes = checks.pass_at(sizes)
+        if passes and (passes_above or not checks.surprises or sizes == steps[-1]):
+            return sizes
+        passes_above = passes
+    raise checks.refuse()
+
+
+def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
+    """A step that passes, and one near above it that does not; None where none failed.
+
+    It is looked for downwards until one passes, upwards from one that was foreseen, and between two.
+    """
+    passed, failed, last = len(steps), -1, len(steps) - 1
+    at, leap = first_replayed(steps, checks.replay), 1
+    while True:
+        if checks.pass_at(steps[at]):
+            passed = at
+        else:
+            failed = at
+        if not passed or passed - failed <= (1 if not checks.surprises else _NEAR):
+            return passed, failed if failed >= 0 else None
+        if passed > last:
+            if at == last or len(checks.failed) >= _MOST_CHECKS:
+                raise checks.refuse()
+            at = first_replayed(steps, checks.replay, min(at + _NEXT if at else 1, last))
+        elif failed < 0:
+            at, leap = max(0, passed - leap), 2 * leap
+        else:
+            at = (passed + failed) // 2
 
 
 def order_warnings(check: LengthCheck | None, device: str) -> list[str]:

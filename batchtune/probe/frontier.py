@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from batchtune.config.probe import Bounds
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
 from batchtune.lengths.surface import PeakPoint, Surface, fit_surface
-from batchtune.probe.memory_model import PeakEstimate, measured_points
+from batchtune.probe.memory_model import PeakEstimate, is_right, measured_points
 from batchtune.probe.search import Choice, bracket, next_size
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, covers
@@ -22,10 +23,27 @@ _ERROR, _PASSED_ERROR = 0.002, 0.01  # of a measured peak as a point of the mode
 _DOUBTS = 0.5  # standard deviations of the model to which a batch is tried that should not fail
 _ROOM = 0.005  # of the end: below it by so much a batch is tried of which no failure is to prove that it is the largest
 _NEAR = 0.015  # of the batch that the model expects: what is so near to it is the answer
-_LOWER = 0.97  # of a batch that was expected to fit and did not: what is tried next
+_LOWER = 0.03  # of a batch that was expected to fit and did not: by so much less is tried next, then by twice as much
 _ESTIMATED_PARTS, _ESTIMATED_ERROR = (2, 4), 0.01  # of the largest fit: where an estimate tells how memory grows
 
+_FORESEEN = 0.02  # of a measured peak: an estimate that is off by less at every length tells what is left to each
+
 Tried = Mapping[Length, Sequence[Attempt]]  # the longest length first
+Estimates = Mapping[Length, PeakEstimate]
+
+
+class LengthsAhead(Protocol):
+    """What traces say of all lengths."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether `fails_in` has an answer."""
+
+    def peaks(self) -> Mapping[Length, PeakEstimate]:
+        """What to expect of each; waits for it."""
+
+    def fails_in(self, sizes: Mapping[Length, int], capacity_bytes: int) -> int | None:
+        """The first order in which batches of all do not train one after another; None where they do in all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class LengthPrior:
 
 
 def next_attempt(
-    tried: Tried, bounds: Bounds, limit: int | None, estimate: PeakEstimate | None = None
+    tried: Tried, bounds: Bounds, limit: int | None, estimates: Estimates | None = None
 ) -> tuple[Length, Choice]:
     """The length and the size to try next, once the longest is searched; no size where all are.
 
@@ -55,21 +73,38 @@ def next_attempt(
         tried: every attempt at each length.
         bounds: what may be tried; with a tolerance of 0 every length is proven by a failure.
         limit: bytes that may be reserved; None: grow and bisect at each length.
-        estimate: of the longest length; it stands for fits below the largest, where there are none.
+        estimates: of some lengths; they stand for fits where there are none.
     """
     for length, attempts in list(tried.items())[1:]:
         floor = max(bracket(some)[0] for other, some in tried.items() if other != length and covers(other, length))
         within = bounds if attempts else replace(bounds, minimum=max(bounds.minimum, floor))
-        prior = _prior(tried, length, bounds, limit, estimate) if limit is not None else None
+        prior: PeakEstimate | None = None
+        if limit is not None:
+            known = estimates or {}
+            prior = _foreseen(tried, length, known) or _prior(tried, length, bounds, limit, known)
         if prior is not None and _is_near(tried, length, bounds, prior):
             continue
         choice = next_size(attempts, within, limit, prior)
-        if prior is not None and [each.outcome for each in attempts] == ["oom"]:
-            lower = int(_LOWER * attempts[0].batch_size) // bounds.multiple_of * bounds.multiple_of
-            choice = Choice(max(lower, bounds.minimum), "right below the failure, by what other lengths took")
+        if prior is not None and {each.outcome for each in attempts} == {"oom"}:
+            failed = min(each.batch_size for each in attempts)
+            lower = int((1 - _LOWER * 2 ** (len(attempts) - 1)) * failed) // bounds.multiple_of * bounds.multiple_of
+            size = max(lower, floor, bounds.minimum)  # which fits at a longer length
+            choice = Choice(size, "right below the failure, by what other lengths took") if size < failed else choice
         if choice.batch_size is not None:
             return length, choice
     return next(iter(tried)), Choice(None, "all lengths are searched")
+
+
+def _foreseen(tried: Tried, length: Length, estimates: Estimates) -> PeakEstimate | None:
+    """The estimate of a length, as long as estimates were right about all that was tried at any."""
+    fits = {each: points for each in estimates if (points := measured_points(tried[each]))}
+    are_right = fits and all(is_right(estimates[each], points) for each, points in fits.items())
+    too_large = any(
+        not attempt.fits and attempt.batch_size <= estimate.expected
+        for each, estimate in estimates.items()
+        for attempt in tried[each]
+    )
+    return estimates.get(length) if are_right and not too_large else None
 
 
 def _is_proven(tried: Tried, length: Length, bounds: Bounds) -> bool:
@@ -78,19 +113,18 @@ def _is_proven(tried: Tried, length: Length, bounds: Bounds) -> bool:
     return not bounds.tolerance or length in {lengths[0], lengths[-1]}
 
 
-def _is_near(tried: Tried, length: Length, bounds: Bounds, prior: LengthPrior) -> bool:
-    """Whether what fits is so near to the end of memory that it is the answer without a failure."""
+def _is_near(tried: Tried, length: Length, bounds: Bounds, prior: PeakEstimate) -> bool:
+    """Whether what fits is so near to the end of memory that it is the answer without a failure right above it."""
     low, high = bracket(tried[length])
     near = max(_NEAR, bounds.tolerance)
-    return bool(low) and high is None and not _is_proven(tried, length, bounds) and prior.expected <= (1 + near) * low
+    is_near = prior.expected <= (1 + near) * low if high is None else high <= (1 + 2 * near) * low
+    return bool(low) and is_near and not _is_proven(tried, length, bounds)
 
 
-def _prior(
-    tried: Tried, length: Length, bounds: Bounds, limit: int, estimate: PeakEstimate | None
-) -> LengthPrior | None:
+def _prior(tried: Tried, length: Length, bounds: Bounds, limit: int, estimates: Estimates) -> LengthPrior | None:
     """What to expect of a length; None before anything has fitted."""
     end = _end_bytes(tried, limit)
-    points = [*_points(tried, end), *_estimated_points(tried, estimate)]
+    points = [*_points(tried, end), *_estimated_points(tried, estimates)]
     if not points:
         return None
     surface, unit = fit_surface(points), bounds.multiple_of
@@ -123,15 +157,45 @@ def _points(tried: Tried, end: float) -> Iterator[PeakPoint]:
             yield PeakPoint(failed, length, end, _PASSED_ERROR)
 
 
-def _estimated_points(tried: Tried, estimate: PeakEstimate | None) -> Iterator[PeakPoint]:
-    """What is estimated below the largest fit of the longest length, shifted to what that took."""
-    length, attempts = next(iter(tried.items()))
-    fits = measured_points(attempts)
-    if estimate is None or not fits or fits[-1].activation < fits[-1].allocated:  # else it is not of activations
+def _estimated_points(tried: Tried, estimates: Estimates) -> Iterator[PeakPoint]:
+    """What is estimated below what fits at the longest length, shifted to what that took.
+
+    Where it was right there, what is estimated of the other lengths is known as well.
+    """
+    (longest, _), off = next(iter(tried.items())), _off(tried, estimates)
+    if longest not in off:
         return
-    off = fits[-1].allocated / estimate.allocated_bytes(fits[-1].size)
-    for size in {max(1, fits[-1].size // part) for part in _ESTIMATED_PARTS} - {each.size for each in fits}:
-        yield PeakPoint(size, length, off * estimate.allocated_bytes(size), _ESTIMATED_ERROR)
+    is_right_there = is_right(estimates[longest], measured_points(tried[longest]))
+    for length, estimate in estimates.items() if is_right_there else [(longest, estimates[longest])]:
+        fits = measured_points(tried[length])
+        sizes = {max(1, (fits[-1].size if fits else estimate.expected) // part) for part in _ESTIMATED_PARTS}
+        for size in sizes - {each.size for each in fits} if fits else {max(1, estimate.expected), *sizes}:
+            peak = off.get(length, off[longest]) * estimate.allocated_bytes(size)
+            yield PeakPoint(size, length, peak, _ESTIMATED_ERROR)
+
+
+def _off(tried: Tried, estimates: Estimates) -> dict[Length, float]:
+    """What the largest fit took at each length, as a multiple of what was estimated.
+
+    Only where that is of activations, as the estimate's growth is.
+    """
+    largest = {length: fits[-1] for length in estimates if (fits := measured_points(tried[length]))}
+    return {
+        length: fit.allocated / estimates[length].allocated_bytes(fit.size)
+        for length, fit in largest.items()
+        if fit.activation >= fit.allocated
+    }
+
+
+def replayed_capacity(tried: Tried, estimates: Estimates, limit: int | None) -> int | None:
+    """Bytes within which an estimate's replay is as near to the limit as training; None where it does not tell.
+
+    It does where it is off by as much at every length.
+    """
+    off = _off(tried, estimates).values()
+    if limit is None or len(off) < len(tried) or max(off) > (1 + _FORESEEN) * min(off):
+        return None
+    return int(limit / statistics.fmean(off))
 
 
 def _end_bytes(tried: Tried, limit: int) -> float:

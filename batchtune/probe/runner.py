@@ -10,7 +10,7 @@ from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.lengths.buckets import lengths_of
-from batchtune.lengths.mixing import check_lengths, mixed, orders_of
+from batchtune.lengths.mixing import Replay, check_lengths, mixed, orders_of
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
     larger_with_room,
@@ -22,7 +22,7 @@ from batchtune.probe.final_check import (
     timed_out_twice,
     with_room,
 )
-from batchtune.probe.frontier import largest_batches, next_attempt
+from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
 from batchtune.probe.timing.flops import add_flops
@@ -73,8 +73,11 @@ class Probe:
         self.time_steps()
         return self.result()
 
-    def find(self) -> None:
+    def find(self, ahead: LengthsAhead | None = None) -> None:
         """Searches, and checks the answer in a fresh process, which has given its tensors back when this returns.
+
+        Args:
+            ahead: what is expected of all lengths.
 
         Raises:
             NothingFitsError: not even the smallest size trains.
@@ -86,8 +89,9 @@ class Probe:
             raise self._found.nothing_fits()
         self._verify()
         if self._found.opened.lengths is not None:
-            self._search_lengths(self._found.opened.lengths)
-            self._check_lengths()
+            estimates = self._estimates(ahead)
+            self._search_lengths(self._found.opened.lengths, estimates)
+            self._check_lengths(self._replay(ahead, estimates))
 
     def largest(self) -> int:
         """The size that `find` finds; 0, and a note, where nothing fits."""
@@ -120,12 +124,25 @@ class Probe:
         """What is known so far, complete or not."""
         return self._found.result(time.perf_counter() - self._started)
 
-    def _search_lengths(self, seen: LengthsSeen) -> None:
+    def _estimates(self, ahead: LengthsAhead | None) -> dict[Length, PeakEstimate]:
+        """Of each length, as far as they are there."""
+        seen = self._found.opened.lengths
+        longest = {seen.longest: self._prior} if seen is not None and self._prior is not None else {}
+        return dict(ahead.peaks() if ahead else {}) | longest
+
+    def _replay(self, ahead: LengthsAhead | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
+        """What says which batches train one after another; None where it would not tell of this training."""
+        capacity = replayed_capacity(self._found.lengths, estimates, self._found.limit)
+        if ahead is None or not ahead.replays or capacity is None:
+            return None
+        return lambda sizes: ahead.fails_in(sizes, capacity)
+
+    def _search_lengths(self, seen: LengthsSeen, estimates: Mapping[Length, PeakEstimate]) -> None:
         """Searches at each length below the longest."""
         found, (longest, *others) = self._found, lengths_of(seen, self._options.lengths)
         found.lengths = {longest: found.attempts} | {length: [] for length in others}
         while True:
-            length, choice = next_attempt(found.lengths, found.bounds, found.limit, self._prior)
+            length, choice = next_attempt(found.lengths, found.bounds, found.limit, estimates)
             if choice.batch_size is None:
                 return self._observer.note(choice.reason)
             self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")
@@ -133,7 +150,7 @@ class Probe:
             found.lengths[length].append(self._tries.run(command))
             self._observer.attempted(found.lengths[length][-1])
 
-    def _check_lengths(self) -> None:
+    def _check_lengths(self, replay: Replay | None) -> None:
         """The final check of all lengths together; their batches become smaller until it passes."""
         found = self._found
         made, sizes = check_lengths(
@@ -144,6 +161,7 @@ class Probe:
             minimum=found.bounds.minimum,
             orders=orders_of(found.opened.device, found.lengths),
             allocator=found.opened.environment.allocator_conf,
+            replay=replay,
         )
         (longest, *_), found.length_check, found.length_sizes = sizes, made, sizes
         if longest in made.lowered:

@@ -12,7 +12,7 @@ from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Failure, InputPipeline, ProbeResult, TaskInfo
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UserCodeError
 from batchtune.estimate.free_memory import FreeMemory
-from batchtune.estimate.tracers import EstimatePrior
+from batchtune.estimate.prior import EstimatePrior
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
 from batchtune.probe.timing.loader import measure_input_pipeline
@@ -78,7 +78,10 @@ class ProbeSession:
             estimated = prior.look(opened, precision, accumulation_steps, timeout=options.timeout)
         probe = Probe(self.worker, options, precision, self.observer, prior=estimated)
         self._probes.append(probe)
-        probe.find()
+        ahead = None
+        if estimated and options.lengths is not None:
+            ahead = prior.look_at_lengths(opened, precision, accumulation_steps, options.lengths)
+        probe.find(ahead)
         self.free.look_beside_child()
         with _told_if_busy(self.observer):
             probe.time_steps()

@@ -82,15 +82,15 @@ def probe(setup: Setup, precision: str, *, estimate: bool = True) -> dict:
     from typer.testing import CliRunner
 
     from batchtune.cli import app
-    from batchtune.estimate import tracers
+    from batchtune.estimate import prior
 
     blind: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not estimate:
-        blind = mock.patch.object(tracers.EstimatePrior, "look", return_value=None)
+        blind = mock.patch.object(prior.EstimatePrior, "look", return_value=None)
     spec = f"{HERE / 'truth_tasks.py'}:{setup.slug}"
     command = ["probe", spec, "--precision", precision, "--no-throughput", "--json", "-v", *setup.arguments]
     command += ["--timeout", f"{PATIENCE:g}s"]
-    unhurried = mock.patch.object(tracers, "TRACE_SECONDS", PATIENCE)
+    unhurried = mock.patch.object(prior, "TRACE_SECONDS", PATIENCE)
     with tempfile.TemporaryDirectory() as folder, blind, unhurried, contextlib.chdir(folder):
         done = CliRunner().invoke(app, command, env={"XDG_CACHE_HOME": folder, "HOME": folder})
     try:

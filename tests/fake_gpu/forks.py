@@ -167,7 +167,7 @@ def _import_much():
     import torch
     import torch.distributed.launcher.api
 
-    import batchtune.estimate.tracers
+    import batchtune.estimate.prior
     import batchtune.estimate.tracing.server
     import batchtune.estimate.tracing.trace
     import batchtune.probe.run  # noqa: F401

@@ -23,13 +23,12 @@ from batchtune.estimate.memory.fit import (
     repeated_step,
     same_events,
 )
-from batchtune.lengths.mixing import ALIKE_AFTER_FAILURE, MARGIN, ORDERS, Sizes, mixed_order, shared
+from batchtune.lengths.mixing import ORDERS, REPLAYED_ORDERS, Sizes, first_replayed, mixed_order, steps_down
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
 _STEPS = 60  # of each order that lengths are replayed in, as many as a probe takes
 Batches = dict[Length | None, int]
-_NEAR, _LEAST = 0.02, 0.2  # of all batches: how near the largest share is found, and where the search for it ends
 
 
 def fit_lengths(
@@ -88,12 +87,13 @@ class Mixture:
 
     Args:
         steps: by length, ascending.
-        shares: what another GPU has shown of the same steps.
+        found: on other GPUs: how many steps down from the batches alone all trained.
     """
 
-    def __init__(self, steps: Mapping[Length | None, Step], shares: list[float] | None = None) -> None:
+    def __init__(self, steps: Mapping[Length | None, Step], found: list[int] | None = None) -> None:
         self.steps = dict(steps)
-        self._shares = [] if shares is None else shares
+        self._found = [] if found is None else found
+        self.is_known = len(self.steps) > 1 and _are_alike([*self.steps.values()])
 
     @property
     def longest(self) -> Step:
@@ -102,7 +102,7 @@ class Mixture:
 
     def on(self, gpu: Gpu) -> Mixture:
         """The same on another GPU."""
-        return Mixture({length: step.on(gpu) for length, step in self.steps.items()}, self._shares)
+        return Mixture({length: step.on(gpu) for length, step in self.steps.items()}, self._found)
 
     def alone(self, longest_batch: int) -> Batches:
         """What trains at each length without the others: what holds as many bytes as that batch of the longest."""
@@ -113,35 +113,29 @@ class Mixture:
         return dict(reversed(found.items()))
 
     def together(self, alone: Batches, capacity_bytes: int) -> Batches:
-        """What trains among the others: of the batches of each length alone the share that the first call finds.
+        """What trains among the others: a share of the batches of each length alone.
 
-        What one length leaves to the next is a matter of how unlike they are, not of how much memory there is.
-        Where not the same storages are born and die at all lengths, nothing is known of it.
+        It is looked for in few orders from where another GPU's was found: what one length leaves to the next is first
+        of all a matter of how unlike they are. Where not the same storages are born and die at all lengths, nothing
+        is known of it.
         """
-        fitted = {length: step for length, step in self.steps.items() if isinstance(step, FittedStep)}
-        sizes = {length: size for length, size in alone.items() if size and length is not None}
-        if _are_alike([*self.steps.values()]) and len(sizes) == len(fitted) > 1 and not self._shares:
-            self._shares.append(self._largest_share(sizes, capacity_bytes))
-        share = self._shares[0] if self._shares else 1.0
-        smaller = shared(sizes, share, alike=ALIKE_AFTER_FAILURE if share < 1 else None) if sizes else {}
-        return {length: min(size, smaller.get(length, 0)) if length else size for length, size in alone.items()}
+        sizes = {length: alone[length] for length in reversed(self.steps) if length is not None and alone[length]}
+        if not self.is_known or len(sizes) < len(self.steps):
+            return alone
+        start, orders = (self._found[0], ORDERS) if self._found else (0, REPLAYED_ORDERS)
+        steps = steps_down(sizes)
+        at = first_replayed(steps, lambda some: self.fails_in(some, capacity_bytes, orders), start)
+        self._found.append(at)
+        return {length: min(size, steps[at][length]) for length, size in alone.items() if length is not None}
 
-    def _largest_share(self, alone: Sizes, capacity_bytes: int) -> float:
-        share = 1.0
-        while share > _LEAST and not self._train(
-            shared(alone, share, alike=ALIKE_AFTER_FAILURE if share < 1 else None), capacity_bytes
-        ):
-            share -= _NEAR
-        return share if share == 1 else share - MARGIN  # for orders that were not tried
-
-    def _train(self, sizes: Sizes, capacity_bytes: int) -> bool:
-        try:
-            for first in range(ORDERS):
-                order = mixed_order(len(sizes), _STEPS, first)
-                self._replay(sizes, order, CachingAllocator(capacity_bytes))
-        except OutOfMemory:
-            return False
-        return True
+    def fails_in(self, sizes: Sizes, capacity_bytes: int, orders: int = REPLAYED_ORDERS) -> int | None:
+        """The first of so many orders that does not train within the capacity; None where all do."""
+        for number in range(orders):
+            try:
+                self._replay(sizes, mixed_order(len(sizes), _STEPS, number), CachingAllocator(capacity_bytes))
+            except OutOfMemory:
+                return number
+        return None
 
     def _replay(self, sizes: Sizes, order: Sequence[int], allocator: CachingAllocator) -> None:
         """Steps over batches of several lengths, each batch made while the last one is still there."""

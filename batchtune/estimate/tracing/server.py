@@ -9,8 +9,21 @@ from collections.abc import Callable
 from functools import cache
 
 from batchtune.child.server import Child, serve
-from batchtune.estimate.commands import EstimateMemory, ExpectMemory, LoadTracer, Refusal, Row, TaskEstimate, Traced
+from batchtune.estimate.commands import (
+    EstimateMemory,
+    ExpectLengths,
+    ExpectMemory,
+    LengthEstimates,
+    LoadTracer,
+    Refusal,
+    Replayed,
+    ReplayLengths,
+    Row,
+    TaskEstimate,
+    Traced,
+)
 from batchtune.estimate.memory.fit import FittedStep, fit
+from batchtune.estimate.memory.mixture import Mixture, fit_lengths
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of, kind_of
 from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
 from batchtune.estimate.tracing.lengths import TRACED_SHARE, TracedLengths
@@ -90,8 +103,31 @@ def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:
     return expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
 
 
+def estimates_of_lengths(asked: ExpectLengths) -> tuple[Mixture, LengthEstimates] | Refusal:
+    """What a probe of one device may expect of each length."""
+    warm_up()
+    from batchtune.estimate.tracing.trace import Tracer
+    from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
+
+    try:
+        tracer = Tracer(asked, "cuda" if asked.gpu else "cpu")
+        lengths = lengths_of(tracer.lengths, asked.lengths)[::-1] if tracer.lengths else []
+        fitted = fit_lengths(tracer.trace, lengths)
+    except (CannotTraceError, StepFailedError) as refusal:
+        return Refusal(refused=str(refusal))
+    steps = {length: step for length, step in fitted.items() if isinstance(step, FittedStep)}
+    if not lengths or len(steps) < len(lengths):
+        return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
+    mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
+    known = tuple((each, expectation(steps[each], tracer.ops, gpu, limit, assumed=True)) for each in lengths)
+    on_gpu = mixture if gpu is None else mixture.on(gpu_of(gpu.name, gpu.generation))
+    return on_gpu, LengthEstimates(lengths=known, replays=mixture.is_known and gpu is not None)
+
+
 class TracingChild(Child):
     """A child that never opens a device."""
+
+    _mixture: Mixture | None = None  # of the lengths that were last asked about
 
     def answer(self, command: AnyCommand) -> object:
         match command:
@@ -102,6 +138,12 @@ class TracingChild(Child):
                 return answer(command, lambda share: self._channel.send(alive=True, share=share))
             case ExpectMemory():
                 return estimate_for_probe(command)
+            case ExpectLengths():
+                found = estimates_of_lengths(command)
+                self._mixture, answered = (None, found) if isinstance(found, Refusal) else found
+                return answered
+            case ReplayLengths() if self._mixture is not None:
+                return Replayed(fails_in=self._mixture.fails_in(dict(command.sizes), command.capacity_bytes))
         return super().answer(command)
 
 

@@ -9,11 +9,11 @@ from fakes import opened
 
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError
-from batchtune.estimate import tracers as estimate_prior
+from batchtune.estimate import prior as estimate_prior
 from batchtune.estimate.calibration import offsets_of
 from batchtune.estimate.commands import Refusal, TaskEstimate
 from batchtune.estimate.memory.overheads import UNMEASURED
-from batchtune.estimate.tracers import EstimatePrior
+from batchtune.estimate.prior import EstimatePrior
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
 

@@ -225,8 +225,8 @@ class TestTheFinalCheck:
             return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
 
         found, sizes = check_all(tried, check, orders=4)
-        assert found.failures == 1
-        assert 390 <= sizes[512] <= 400
+        assert (found.failures, found.orders) == (1, 18)
+        assert 388 <= sizes[512] <= 400
         assert sizes[128] == 4 * sizes[512]
 
     def test_a_share_that_passes_alone_among_others_that_fail_is_not_the_answer(self):
@@ -249,6 +249,48 @@ class TestTheFinalCheck:
 
         check_all(tried, check, orders=2)
         assert seen[:4] == [(40, 0), (40, 1), (38, 1), (38, 0)]
+
+    def test_where_a_replay_is_right_about_what_passes_one_failure_right_above_it_proves_the_answer(self):
+        tried, seen = {512: [fit(512, 400)], 128: [fit(128, 3000)]}, []
+
+        def check(sizes, order):
+            seen.append((sizes[512], order))
+            return failed(512, sizes[512]) if replay(sizes) == order else fit(512, sizes[512], "verify", steps=60)
+
+        def replay(sizes):
+            return 45 if sizes[512] > 320 or 300 < sizes[512] < 310 else None
+
+        found, sizes = check_all(tried, check, orders=6, replay=replay)
+        assert sizes[512] == 320
+        assert (found.failures, found.orders) == (1, 19)
+        assert seen[6] == (324, 45), "the order that is foreseen to fail comes first"
+        assert len(seen) == len(set(seen)), "no order is trained twice with the same batches"
+
+    @pytest.mark.parametrize(("foreseen", "largest"), [(200, 344), (400, 344), (300, 380)])
+    def test_a_replay_that_is_wrong_costs_checks_and_makes_no_batch_too_large(self, foreseen, largest):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
+
+        def check(sizes, order):
+            fits = sizes[512] <= largest or order != 4
+            return fit(512, sizes[512], "verify", steps=60) if fits else failed(512, sizes[512])
+
+        found, sizes = check_all(tried, check, orders=6, replay=lambda sizes: None if sizes[512] <= foreseen else 0)
+        assert 0.93 * largest <= sizes[512] <= largest
+        assert found.orders >= 18
+        assert found.failures <= 6
+
+    def test_where_a_replay_foresees_nothing_and_nothing_fails_six_orders_are_trained(self):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
+        check = lambda sizes, _: fit(512, sizes[512], "verify", steps=60)  # noqa: E731
+        found, sizes = check_all(tried, check, orders=6, replay=lambda _: None)
+        assert (sizes, found.orders) == ({512: 400, 128: 3000}, 6)
+
+    def test_a_replay_of_segments_that_do_not_grow_says_nothing_of_those_that_do(self):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
+        check = lambda sizes, _: fit(512, sizes[512], "verify", steps=60)  # noqa: E731
+        allocator = "expandable_segments:True"
+        _, sizes = check_all(tried, check, orders=6, allocator=allocator, replay=lambda _: pytest.fail("asked"))
+        assert sizes == {512: 400, 128: 3000}
 
     def test_nothing_shrinks_below_the_minimum_and_all_stay_multiples(self):
         tried = {512: [fit(512, 64)], 128: [fit(128, 256)]}

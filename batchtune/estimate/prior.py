@@ -1,0 +1,193 @@
+"""What a probe may expect: a child that traces beside the probe's own, once the longest inputs and then all lengths."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Self
+
+from batchtune.config.options import TRACE_SECONDS
+from batchtune.device.gpus import find_gpu
+from batchtune.device.nvml import gpus_here
+from batchtune.errors import BatchtuneError, UsageError
+from batchtune.estimate.commands import (
+    PROGRAM,
+    ExpectLengths,
+    ExpectMemory,
+    GpuFacts,
+    LengthEstimates,
+    LoadTracer,
+    Refusal,
+    ReplayLengths,
+    TaskEstimate,
+)
+from batchtune.estimate.tracers import facts_of
+from batchtune.observer import Observer
+from batchtune.processes.local import LocalLauncher
+from batchtune.processes.worker import Worker, WorkerDied
+from batchtune.protocol.commands import Opened
+from batchtune.vocabulary import AskedLengths, Length
+
+_SECONDS_OF_LENGTHS = 3 * TRACE_SECONDS  # of tracing all lengths and of replays: each one saved takes a fresh process
+
+
+class LengthsPrior:
+    """What a child says of all lengths, which it traces while the probe is at the longest; nothing where it cannot.
+
+    Args:
+        worker: has the child, which nobody else asks before `peaks` has answered.
+        command: what it is asked.
+        observer: told why nothing is expected.
+    """
+
+    def __init__(self, worker: Worker, command: ExpectLengths, observer: Observer) -> None:
+        self._worker, self._observer, self._left = worker, observer, _SECONDS_OF_LENGTHS
+        self._found: LengthEstimates | None = None
+        self._refused, self._replayed = "", dict[str, int | None]()
+        self._asking = threading.Thread(target=self._ask, args=(command,), daemon=True)
+        self._asking.start()
+
+    def _ask(self, command: ExpectLengths) -> None:
+        started = time.monotonic()
+        try:
+            found = self._worker.call(command, timeout=self._left)
+        except BatchtuneError as error:
+            found = Refusal(refused=_reason(error))
+        self._left -= time.monotonic() - started
+        self._found, self._refused = (None, found.refused) if isinstance(found, Refusal) else (found, "")
+
+    def peaks(self) -> dict[Length, TaskEstimate]:
+        """What to expect of each length; waits for the traces."""
+        self._asking.join()
+        if self._refused:
+            self._observer.note(f"no estimate of each length to start from: {self._refused}")
+            self._refused = ""
+        return dict(self._found.lengths) if self._found else {}
+
+    @property
+    def replays(self) -> bool:
+        """Whether batches of all lengths can be replayed."""
+        return self._found is not None and self._found.replays
+
+    def fails_in(self, sizes: Mapping[Length, int], capacity_bytes: int) -> int | None:
+        """The first order in which batches of all lengths do not train by a replay of them; None: they train in all.
+
+        Where no more can be replayed, for want of time as well, none train in the first one.
+
+        Args:
+            sizes: by length, the longest first.
+            capacity_bytes: of the traced storages.
+        """
+        command = ReplayLengths(sizes=tuple(sizes.items()), capacity_bytes=capacity_bytes)
+        asked = command.model_dump_json()
+        if asked not in self._replayed and self.replays and self._left > 0:
+            started = time.monotonic()
+            try:
+                self._replayed[asked] = self._worker.call(command, timeout=self._left).fails_in
+            except BatchtuneError:
+                self._found = None
+            self._left -= time.monotonic() - started
+        return self._replayed.get(asked, 0)
+
+
+def _reason(error: BatchtuneError) -> str:
+    is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
+    return "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
+
+
+class EstimatePrior:
+    """A child that traces while the probe's own child opens; whatever fails in it leaves the probe without it.
+
+    Args:
+        task: as the user named it.
+        device: as the user named it; the child starts at once where that is likely to mean CUDA or a CPU.
+        observer: told in a note what is expected, or why nothing is.
+        on_cpu: whether to look ahead on a CPU, too.
+    """
+
+    def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
+        self._task, self._observer, self._on_cpu = task, observer, on_cpu
+        self._worker = Worker(None, LocalLauncher(program=PROGRAM))
+        self._starting: threading.Thread | None = None
+        self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
+        self._lengths: LengthsPrior | None = None
+        if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
+            self._starting = threading.Thread(target=self._start, daemon=True)
+            self._starting.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+
+    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> TaskEstimate | None:
+        """What to expect of the device that the probe's child has opened; None where no trace tells.
+
+        Args:
+            opened: what the probe's child said of the task.
+            precision: of the probe.
+            accumulation_steps: micro-batches per optimizer step.
+            timeout: seconds after which the user's code hangs.
+        """
+        limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
+        if not limit or self._left <= 0 or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
+            return None
+        if self._lengths is not None:  # of another precision
+            self._lengths.peaks()
+        started, left = time.monotonic(), min(timeout, self._left)
+        try:
+            if self._starting is not None:
+                self._starting.join(left)
+                if self._starting.is_alive():
+                    raise WorkerDied("timeout", "still loading")
+            command = ExpectMemory(
+                task=self._task,
+                precision=precision,
+                accumulation_steps=accumulation_steps,
+                memory_limit=limit,
+                samples=opened.samples,
+                lengths_seen=opened.lengths,
+                gpu=None if is_cpu else _gpu(opened.device_name),
+                inference=opened.is_for_inference,
+            )
+            found = self._worker.call(command, timeout=left - (time.monotonic() - started))
+        except BatchtuneError as error:
+            found = Refusal(refused=_reason(error))
+        self._left -= time.monotonic() - started
+        if isinstance(found, Refusal):
+            self._observer.note(f"no estimate to start from: {found.refused}")
+            return None
+        self._observer.note(f"estimate: about {found.expected:,} samples fit at {precision}")
+        return found
+
+    def look_at_lengths(
+        self, opened: Opened, precision: str, accumulation_steps: int, lengths: AskedLengths
+    ) -> LengthsPrior:
+        """Begins to trace all lengths that were asked for, once `look` has an answer; the others are its arguments."""
+        command = ExpectLengths(
+            task=self._task,
+            precision=precision,
+            accumulation_steps=accumulation_steps,
+            samples=opened.samples,
+            lengths=lengths,
+            lengths_seen=opened.lengths,
+            gpu=None if opened.device == "cpu" else _gpu(opened.device_name),
+            memory_limit=opened.memory_limit_bytes or 0,
+        )
+        self._lengths = LengthsPrior(self._worker, command, self._observer)
+        return self._lengths
+
+    def _start(self) -> None:
+        try:
+            self._worker.call(LoadTracer(), timeout=TRACE_SECONDS)
+        except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
+            self._worker.close()
+
+
+def _gpu(device_name: str) -> GpuFacts:
+    try:
+        return facts_of(find_gpu(device_name))
+    except UsageError:
+        return GpuFacts()
