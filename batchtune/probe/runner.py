@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
+from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
-from batchtune.lengths.buckets import lengths_of
-from batchtune.lengths.mixing import Replay, check_lengths, mixed, orders_of
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
     larger_with_room,
@@ -22,16 +20,13 @@ from batchtune.probe.final_check import (
     timed_out_twice,
     with_room,
 )
-from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
+from batchtune.probe.frontier import LengthsAhead
+from batchtune.probe.lengths import LengthSearch
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.search import as_in_fresh_process, bracket, next_size
-from batchtune.probe.timing.flops import add_flops
-from batchtune.probe.timing.steps import measure_curve, measure_times, sizes_to_time
+from batchtune.probe.timing.throughput import time_ranks, time_sizes
 from batchtune.probe.tries import Tries
 from batchtune.processes.worker import Worker
-from batchtune.protocol.commands import TimeSteps
-from batchtune.protocol.data import LengthsSeen
-from batchtune.vocabulary import Length, length_text
 
 _NOTICED = 0.005  # of the limit: a peak that is lower by so much in a fresh process calls for another look
 
@@ -89,9 +84,7 @@ class Probe:
             raise self._found.nothing_fits()
         self._verify()
         if self._found.opened.lengths is not None:
-            estimates = self._estimates(ahead)
-            self._search_lengths(self._found.opened.lengths, estimates)
-            self._check_lengths(self._replay(ahead, estimates))
+            LengthSearch(self._tries, self._options, self._observer, self._prior).run(self._found.opened.lengths, ahead)
 
     def largest(self) -> int:
         """The size that `find` finds; 0, and a note, where nothing fits."""
@@ -103,81 +96,18 @@ class Probe:
 
     def time_steps(self) -> None:
         """Times steps up to the size that was found, where that was asked for."""
-        found, options = self._found, self._options
+        found = self._found
         assert found.verified is not None  # noqa: S101 - find() raises otherwise
-        if not options.throughput:
-            return
-        self._observer.stage("timing steps")
-        largest, micro_batches = found.verified.batch_size, options.accumulation_steps
-        command = TimeSteps(
-            batch_size=largest, precision=found.precision, seconds=SECONDS_PER_POINT, accumulation_steps=micro_batches
-        )
-        worker, observer, timeout = self._worker, self._observer, options.timeout
-        if found.opened.is_group:
-            found.rank_times = measure_times(worker, observer, command, timeout)
-        sizes = sizes_to_time(largest, minimum=options.minimum, multiple_of=options.multiple_of)
-        command = command.but(seconds=options.timing_seconds)
-        measure_curve(worker, found.throughput, sizes, observer, command, timeout)
-        add_flops(worker, found.throughput, observer, found.precision, timeout, only_as_share=not options.flops)
+        if self._options.throughput:
+            self._observer.stage("timing steps")
+            size, how = found.verified.batch_size, (self._options, self._observer)
+            if found.opened.is_group:
+                found.rank_times = time_ranks(self._worker, size, found.precision, *how)
+            time_sizes(self._worker, found.throughput, size, found.precision, *how)
 
     def result(self) -> ProbeResult:
         """What is known so far, complete or not."""
         return self._found.result(time.perf_counter() - self._started)
-
-    def _estimates(self, ahead: LengthsAhead | None) -> dict[Length, PeakEstimate]:
-        """Of each length, as far as they are there."""
-        seen = self._found.opened.lengths
-        longest = {seen.longest: self._prior} if seen is not None and self._prior is not None else {}
-        return dict(ahead.peaks() if ahead else {}) | longest
-
-    def _replay(self, ahead: LengthsAhead | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
-        """What says which batches train one after another; None where it would not tell of this training."""
-        capacity = replayed_capacity(self._found.lengths, estimates, self._found.limit)
-        if ahead is None or not ahead.replays or capacity is None:
-            return None
-        return lambda sizes: ahead.fails_in(sizes, capacity)
-
-    def _search_lengths(self, seen: LengthsSeen, estimates: Mapping[Length, PeakEstimate]) -> None:
-        """Searches at each length below the longest."""
-        found, (longest, *others) = self._found, lengths_of(seen, self._options.lengths)
-        found.lengths = {longest: found.attempts} | {length: [] for length in others}
-        while True:
-            length, choice = next_attempt(found.lengths, found.bounds, found.limit, estimates)
-            if choice.batch_size is None:
-                return self._observer.note(choice.reason)
-            self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")
-            command = self._tries.command(choice.batch_size, self._options.steps, length, verify=False)
-            found.lengths[length].append(self._tries.run(command))
-            self._observer.attempted(found.lengths[length][-1])
-
-    def _check_lengths(self, replay: Replay | None) -> None:
-        """The final check of all lengths together; their batches become smaller until it passes."""
-        found = self._found
-        made, sizes = check_lengths(
-            found.lengths,
-            largest_batches(found.lengths),
-            self._try_mixed,
-            unit=found.bounds.multiple_of,
-            minimum=found.bounds.minimum,
-            orders=orders_of(found.opened.device, found.lengths),
-            allocator=found.opened.environment.allocator_conf,
-            replay=replay,
-        )
-        (longest, *_), found.length_check, found.length_sizes = sizes, made, sizes
-        if longest in made.lowered:
-            found.verified = [each for each in found.attempts if each.fits and each.batch_size == sizes[longest]][-1]
-
-    def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
-        found, (longest, *_) = self._found, sizes
-        steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
-        command = mixed(self._tries.command(sizes[longest], steps, longest, verify=True), sizes, first, orders)
-        what = f"{command.steps} steps, evaluation, saving"
-        self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
-        attempt = self._tries.run(command)
-        if attempt.outcome == "user_error":
-            raise UserCodeError(str(attempt.message), found.frames)
-        self._observer.attempted(attempt)
-        return attempt
 
     def _verify(self) -> None:
         """Runs the answer in a fresh process; where it fails there, backs off until a size passes.

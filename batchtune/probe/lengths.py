@@ -1,0 +1,93 @@
+"""The batches of all lengths but the longest: attempts at each, and one final check that mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from batchtune.config.probe import ProbeOptions
+from batchtune.document import Attempt
+from batchtune.errors import UserCodeError
+from batchtune.lengths.buckets import lengths_of
+from batchtune.lengths.mixing import Replay, check_lengths, mixed, orders_of
+from batchtune.observer import Observer
+from batchtune.probe.final_check import steps_to_verify
+from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
+from batchtune.probe.memory_model import PeakEstimate
+from batchtune.probe.tries import Tries
+from batchtune.protocol.data import LengthsSeen
+from batchtune.vocabulary import Length, length_text
+
+
+class LengthSearch:
+    """Of one probe, once the longest has its answer.
+
+    Args:
+        tries: of that probe; what is found goes where it keeps what it knows.
+        options: what the probe is asked for.
+        observer: told of every attempt.
+        prior: what was estimated of the longest.
+    """
+
+    def __init__(self, tries: Tries, options: ProbeOptions, observer: Observer, prior: PeakEstimate | None) -> None:
+        self._tries, self._options, self._observer, self._prior = tries, options, observer, prior
+        self._found = tries.found
+
+    def run(self, seen: LengthsSeen, ahead: LengthsAhead | None) -> None:
+        """Searches at each length below the longest, which is known, and checks all together.
+
+        Raises:
+            UserCodeError: the user's code raises in the check.
+        """
+        longest = {seen.longest: self._prior} if self._prior is not None else {}
+        estimates = dict(ahead.peaks() if ahead else {}) | longest
+        self._search(seen, estimates)
+        self._check(self._replay(ahead, estimates))
+
+    def _replay(self, ahead: LengthsAhead | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
+        """What says which batches train one after another; None where it would not tell of this training."""
+        capacity = replayed_capacity(self._found.lengths, estimates, self._found.limit)
+        if ahead is None or not ahead.replays or capacity is None:
+            return None
+        return lambda sizes: ahead.fails_in(sizes, capacity)
+
+    def _search(self, seen: LengthsSeen, estimates: Mapping[Length, PeakEstimate]) -> None:
+        """Searches at each length below the longest."""
+        found, (longest, *others) = self._found, lengths_of(seen, self._options.lengths)
+        found.lengths = {longest: found.attempts} | {length: [] for length in others}
+        while True:
+            length, choice = next_attempt(found.lengths, found.bounds, found.limit, estimates)
+            if choice.batch_size is None:
+                return self._observer.note(choice.reason)
+            self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")
+            command = self._tries.command(choice.batch_size, self._options.steps, length, verify=False)
+            found.lengths[length].append(self._tries.run(command))
+            self._observer.attempted(found.lengths[length][-1])
+
+    def _check(self, replay: Replay | None) -> None:
+        """The final check of all lengths together; their batches become smaller until it passes."""
+        found = self._found
+        made, sizes = check_lengths(
+            found.lengths,
+            largest_batches(found.lengths),
+            self._try_mixed,
+            unit=found.bounds.multiple_of,
+            minimum=found.bounds.minimum,
+            orders=orders_of(found.opened.device, found.lengths),
+            allocator=found.opened.environment.allocator_conf,
+            replay=replay,
+        )
+        (longest, *_), found.length_check, found.length_sizes = sizes, made, sizes
+        if longest in made.lowered:
+            found.verified = [each for each in found.attempts if each.fits and each.batch_size == sizes[longest]][-1]
+
+    def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
+        found, (longest, *_) = self._found, sizes
+        steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
+        command = mixed(self._tries.command(sizes[longest], steps, longest, verify=True), sizes, first, orders)
+        what = f"{command.steps} steps, evaluation, saving"
+        self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
+        attempt = self._tries.run(command)
+        if attempt.outcome == "user_error":
+            raise UserCodeError(str(attempt.message), found.frames)
+        self._observer.attempted(attempt)
+        return attempt
