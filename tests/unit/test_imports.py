@@ -38,6 +38,7 @@ FLOORS = (
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
 MOST_FILES = 12  # in one folder, besides __init__ and __main__
+MOST_IMPORTS = 12  # of the package's own modules or rooms in one: what imports more knows too much
 
 
 def name_of(path):
@@ -83,6 +84,14 @@ def test_no_modules_import_each_other():
         for module in ends:
             del below[module]
     assert below == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_knows_too_many_others(path):
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    named = {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
+    own = {module for module in named if module.partition(".")[0] == "batchtune"}
+    assert len(own) <= MOST_IMPORTS, sorted(own)
 
 
 def test_every_room_has_a_floor_and_no_folder_is_crowded():

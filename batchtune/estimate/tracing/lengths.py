@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from batchtune.estimate.commands import ExpectLengths, LengthEstimates, Refusal
 from batchtune.estimate.memory.capacity import TracedGrid, TracedStep
 from batchtune.estimate.memory.events import Assumption, Gpu, Trace
-from batchtune.estimate.memory.fit import BATCH_SIZES, Misaligned, Step
+from batchtune.estimate.memory.fit import BATCH_SIZES, FittedStep, Misaligned, Step
 from batchtune.estimate.memory.mixture import Mixture, fit_lengths
-from batchtune.estimate.tracing.answers import Searches
+from batchtune.estimate.memory.overheads import gpu_of
+from batchtune.estimate.tracing.answers import Searches, expectation
 from batchtune.vocabulary import Length
 
+FailsIn = Callable[[dict[Length, int], int], int | None]
+"""Which of the mixed orders of such batches is the first that does not fit within so many bytes; None: all fit."""
 TRACED_SHARE = 0.75  # of all that is to be done: tracing
 
 
@@ -72,3 +76,20 @@ class TracedLengths:
 
 def _at(trace_at: Callable[[int, Length | None], Trace], length: Length | None, batch_size: int) -> Trace:
     return trace_at(batch_size, length)
+
+
+def expected_of_lengths(
+    trace_at: Callable[[int, Length | None], Trace],
+    lengths: Sequence[Length],
+    ops: Iterable[str],
+    asked: ExpectLengths,
+) -> tuple[LengthEstimates, FailsIn] | Refusal:
+    """What a probe of one device may expect of each length, ascending, and what replays batches of all."""
+    fitted = fit_lengths(trace_at, lengths)
+    steps = {length: step for length, step in fitted.items() if isinstance(step, FittedStep)}
+    if not lengths or len(steps) < len(lengths):
+        return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
+    mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
+    known = tuple((each, expectation(steps[each], ops, gpu, limit, assumed=True)) for each in lengths)
+    on_gpu = mixture if gpu is None else mixture.on(gpu_of(gpu.name, gpu.generation))
+    return LengthEstimates(lengths=known, replays=mixture.is_known and gpu is not None), on_gpu.fails_in

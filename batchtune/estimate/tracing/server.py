@@ -23,10 +23,9 @@ from batchtune.estimate.commands import (
     Traced,
 )
 from batchtune.estimate.memory.fit import FittedStep, fit
-from batchtune.estimate.memory.mixture import Mixture, fit_lengths
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of, kind_of
 from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
-from batchtune.estimate.tracing.lengths import TRACED_SHARE, TracedLengths
+from batchtune.estimate.tracing.lengths import TRACED_SHARE, FailsIn, TracedLengths, expected_of_lengths
 from batchtune.lengths.buckets import lengths_of
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand, Channel
@@ -103,8 +102,8 @@ def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:
     return expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
 
 
-def estimates_of_lengths(asked: ExpectLengths) -> tuple[Mixture, LengthEstimates] | Refusal:
-    """What a probe of one device may expect of each length."""
+def estimates_of_lengths(asked: ExpectLengths) -> tuple[LengthEstimates, FailsIn] | Refusal:
+    """What a probe of one device may expect of each length, and what replays batches of all."""
     warm_up()
     from batchtune.estimate.tracing.trace import Tracer
     from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
@@ -112,22 +111,15 @@ def estimates_of_lengths(asked: ExpectLengths) -> tuple[Mixture, LengthEstimates
     try:
         tracer = Tracer(asked, "cuda" if asked.gpu else "cpu")
         lengths = lengths_of(tracer.lengths, asked.lengths)[::-1] if tracer.lengths else []
-        fitted = fit_lengths(tracer.trace, lengths)
+        return expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
     except (CannotTraceError, StepFailedError) as refusal:
         return Refusal(refused=str(refusal))
-    steps = {length: step for length, step in fitted.items() if isinstance(step, FittedStep)}
-    if not lengths or len(steps) < len(lengths):
-        return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
-    mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
-    known = tuple((each, expectation(steps[each], tracer.ops, gpu, limit, assumed=True)) for each in lengths)
-    on_gpu = mixture if gpu is None else mixture.on(gpu_of(gpu.name, gpu.generation))
-    return on_gpu, LengthEstimates(lengths=known, replays=mixture.is_known and gpu is not None)
 
 
 class TracingChild(Child):
     """A child that never opens a device."""
 
-    _mixture: Mixture | None = None  # of the lengths that were last asked about
+    _fails_in: FailsIn | None = None  # of the lengths that were last asked about
 
     def answer(self, command: AnyCommand) -> object:
         match command:
@@ -140,10 +132,10 @@ class TracingChild(Child):
                 return estimate_for_probe(command)
             case ExpectLengths():
                 found = estimates_of_lengths(command)
-                self._mixture, answered = (None, found) if isinstance(found, Refusal) else found
+                answered, self._fails_in = (found, None) if isinstance(found, Refusal) else found
                 return answered
-            case ReplayLengths() if self._mixture is not None:
-                return Replayed(fails_in=self._mixture.fails_in(dict(command.sizes), command.capacity_bytes))
+            case ReplayLengths() if self._fails_in is not None:
+                return Replayed(fails_in=self._fails_in(dict(command.sizes), command.capacity_bytes))
         return super().answer(command)
 
 
