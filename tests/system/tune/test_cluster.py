@@ -41,14 +41,14 @@ GPUS = {"GPU": 2.0, "CPU": 8.0}
 
 
 def asked(device="auto", cluster=GPUS, **keys):
-    from batchtune.processes.ray import resources_of
+    from batchtune.processes.ray.pool import resources_of
 
     return resources_of(RayCluster(**keys), device, cluster)
 
 
 @needs_ray
 def test_a_cluster_that_starts_here_is_not_given_the_storage_with_its_password(monkeypatch):
-    from batchtune.processes import ray as pool
+    from batchtune.processes.ray import pool
 
     seen = []
     monkeypatch.setenv("BATCHTUNE_STORAGE", "postgresql://you:secret@host/studies")
@@ -87,7 +87,7 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.processes.ray import room_for
+        from batchtune.processes.ray.pool import room_for
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
         assert room_for(asked(), nodes) == 3
@@ -101,7 +101,7 @@ class TestAnActorThatRayHasStartedAgain:
     """It stands where the one with the child stood, and has none."""
 
     def test_says_that_the_node_is_lost(self, monkeypatch):
-        from batchtune.processes import ray as actors
+        from batchtune.processes.ray import actor as actors
         from batchtune.processes.worker import NodeLost
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
