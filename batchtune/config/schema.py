@@ -215,11 +215,12 @@ class Config(Section):
                 f"per_trial {ranks.per_trial}: not with batch_size.unit tokens, whose runs are on one device"
             )
         if ranks.per_trial == "auto" and known.data.get("executor") == "ray":
-            raise ValueError("per_trial auto: a run on a Ray cluster trains on one device; use executor local")
+            raise ValueError("per_trial auto: groups of 2, 4, 8 are of this machine's devices; use executor local")
         if count == 1:
             return ranks
-        if known.data.get("executor") == "ray":
-            raise ValueError(f"per_trial {count}: a run on a Ray cluster trains on one device; use executor local")
+        share = known.data.get("ray", RayCluster()).num_gpus
+        if share is not None and share < 1:
+            raise ValueError(f"per_trial {count}: ranks need whole GPUs, so remove ray.num_gpus {share:g}")
         if known.data.get("world_size", "auto") != "auto":
             raise ValueError(f"per_trial {count}: world_size is for runs on one device, so remove it")
         if baseline is not None and baseline.batch_size % count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -13,13 +13,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from batchtune.errors import DeviceError, RunInterrupted
 from batchtune.observer import Observer
-from batchtune.processes.local import LocalLauncher, Process
+from batchtune.processes.local import Launcher, LocalLauncher, Process
 from batchtune.processes.worker import START_TIMEOUT_SECONDS, STOPPED, NodeLost
 from batchtune.protocol.messages import Json
 
 _LOOK_SECONDS = 0.1
-_LISTENING_SECONDS = 5.0  # of one question to an actor
-_CALLS_AT_ONCE = 4  # of an actor: one waits for its child while another ends that
+LISTENING_SECONDS = 5.0  # of one question to an actor
+CALLS_AT_ONCE = 4  # of an actor: one waits for its child while another ends that
 _NO_ROOM = (
     f"the Ray cluster has had no free resources for a worker for {START_TIMEOUT_SECONDS / 60:g} minutes; see "
     "'ray status', or ask for less with ray.num_cpus, ray.num_gpus and ray.resources"
@@ -52,6 +52,7 @@ class Host:
     def __init__(self) -> None:
         self._process: Process | None = None
         self._printed: list[str] = []
+        self._launcher: Launcher = LocalLauncher(self._printed.append)
 
     def there(self) -> None:
         """Answers as soon as Ray has scheduled it."""
@@ -59,7 +60,7 @@ class Host:
     def start(self) -> None:
         """Starts a child, in place of an earlier one."""
         self.close()
-        self._process = LocalLauncher(self._printed.append).start()
+        self._process = self._launcher.start()
 
     def do(self, method: str, *arguments: object) -> Any:
         """What a method of the child's `Process` returns."""
@@ -89,7 +90,7 @@ class Actor:
 
     def __init__(self, resources: Json, stopping: threading.Event, observer: Observer) -> None:
         self._stopping, self._observer = stopping, observer
-        options = {"max_restarts": -1, "max_concurrency": _CALLS_AT_ONCE, **resources}
+        options = {"max_restarts": -1, "max_concurrency": CALLS_AT_ONCE, **resources}
         self._handle: Any = ray.remote(Host).options(**options).remote()
         self._arriving = self._handle.there.remote()
 
@@ -110,7 +111,7 @@ class Actor:
             self._arriving = self._handle.there.remote()
             return False
         except RayActorError as error:
-            raise DeviceError(f"Ray cannot start a worker: {_in_a_line(error)}") from None
+            raise DeviceError(f"Ray cannot start a worker: {in_a_line(error)}") from None
         return True
 
     def ask(self, method: str, *arguments: object) -> Any:
@@ -127,8 +128,11 @@ class Actor:
         try:
             return ray.get(asked)
         except (RayActorError, ChildlessError) as error:
-            self._arriving = self._handle.there.remote()
-            raise NodeLost(f"its Ray node was lost: {_in_a_line(error)}") from None
+            self._lost()
+            raise NodeLost(f"its Ray node was lost: {in_a_line(error)}") from None
+
+    def _lost(self) -> None:
+        self._arriving = self._handle.there.remote()
 
     def kill(self) -> None:
         """Ends the child, and does not wait for that."""
@@ -139,7 +143,7 @@ class Actor:
         ray.kill(self._handle)
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     """The last line of Ray's long messages, where the cause stands."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:200] if lines else type(error).__name__
@@ -159,7 +163,7 @@ class RemoteProcess:
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            answer, is_silent, printed = self._actor.ask("answer", max(0.0, min(left, _LISTENING_SECONDS)))
+            answer, is_silent, printed = self._actor.ask("answer", max(0.0, min(left, LISTENING_SECONDS)))
             for line in printed:
                 self._echo(line)
             if not is_silent:
@@ -177,3 +181,15 @@ class RemoteProcess:
     def close(self) -> None:
         with contextlib.suppress(NodeLost, RunInterrupted):  # then it is gone, or goes with its actor
             self._actor.ask("close")
+
+
+def asked_of(resources: Json) -> dict[str, float]:
+    """What is asked for, by the names that Ray has for it where it is reserved."""
+    asked = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"], **resources["resources"]}
+    return {name: amount for name, amount in asked.items() if amount}
+
+
+def room_for(resources: Json, nodes: Sequence[Mapping[str, float]]) -> int:
+    """How many actors that ask for such resources there is room for on nodes that have so much."""
+    wanted = asked_of(resources)
+    return sum(min(int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()) for node in nodes)

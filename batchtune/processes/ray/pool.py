@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import ray
 
-from batchtune.config.ranks import RayCluster
+from batchtune.config.ranks import Ranks, RayCluster
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import without_secrets
 from batchtune.processes.pool import WorkerPool
 from batchtune.processes.ray.actor import Actor, wait_for
+from batchtune.processes.ray.groups import Group, alive, groups_for, placement_of
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.protocol.messages import Json
@@ -39,13 +40,6 @@ def resources_of(asked: RayCluster, device: str, cluster: Mapping[str, float]) -
     return {"num_cpus": asked.num_cpus, "num_gpus": gpus, "resources": dict(asked.resources)}
 
 
-def room_for(resources: Json, nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many actors that ask for such resources there is room for on nodes that have so much."""
-    asked = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"], **resources["resources"]}
-    wanted = {name: amount for name, amount in asked.items() if amount}
-    return sum(min(int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()) for node in nodes)
-
-
 class RayPool(WorkerPool):
     """A pool whose workers are wherever Ray has room; one whose node was lost waits while the others work.
 
@@ -59,7 +53,12 @@ class RayPool(WorkerPool):
     where = " on the Ray cluster"
 
     def __init__(
-        self, settings: OpenTask, asked: int | Literal["auto"], observer: Observer, cluster: RayCluster
+        self,
+        settings: OpenTask,
+        asked: int | Literal["auto"],
+        observer: Observer,
+        cluster: RayCluster,
+        ranks: Ranks | None = None,
     ) -> None:
         with contextlib.ExitStack() as opened:
             opened.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray tells of lost nodes on stdout
@@ -73,7 +72,7 @@ class RayPool(WorkerPool):
                 device=settings.device if share else "cpu",
                 margin=1 - share * (1 - settings.margin) if share else settings.margin,
             )
-            super().__init__(settings, asked, observer)
+            super().__init__(settings, asked, observer, ranks)
             self._opened = opened.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -84,8 +83,13 @@ class RayPool(WorkerPool):
 
     def grow(self, opened: Opened) -> None:
         """Adds the others, which start when there is work and room for them."""
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        room = room_for(self._resources, nodes)
+        nodes, each = alive(), self._ranks.of_each
+        room = groups_for(self._resources, each, nodes)
+        if each > 1 and placement_of(self._resources, each, nodes) == "PACK":
+            self._observer.announce(
+                f"no node of the Ray cluster has room for {each} ranks: those of a run are on several, at the pace of "
+                "the network between them"
+            )
         count = max(1, room) if self._asked == "auto" else self._asked
         if count > room:
             self._observer.note(f"the Ray cluster has room for {room} of {count} workers; the others join as it grows")
@@ -97,7 +101,8 @@ class RayPool(WorkerPool):
         """Each starts where and when Ray schedules it."""
 
     def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:  # noqa: ARG002 - Ray's
-        actor = Actor(self._resources, self._stopping, self._observer)
+        how = self._resources, self._stopping, self._observer
+        actor = Group(*how, self._ranks) if self._ranks.of_each > 1 else Actor(*how)
         worker = Worker(settings, actor, stopping=self._stopping, note=self._observer.note)
         self._actors[worker] = actor
         self._free.append(worker)

@@ -45,7 +45,7 @@ def open_pool(config: Config, observer: Observer, attempts: Iterable[Mapping[str
         return WorkerPool(settings, config.workers, observer, config.ranks)
     from batchtune.processes.ray.pool import RayPool  # Ray is an extra
 
-    return RayPool(settings, config.workers, observer, config.ray)
+    return RayPool(settings, config.workers, observer, config.ray, config.ranks)
 
 
 def start_worker(worker: Worker) -> Opened:

@@ -87,7 +87,7 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.processes.ray.pool import room_for
+        from batchtune.processes.ray.actor import room_for
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
         assert room_for(asked(), nodes) == 3
@@ -136,13 +136,20 @@ class TestWithoutRay:
 @pytest.fixture(scope="module")
 def cluster():
     """A head without processors, and two nodes with one each."""
+    with nodes_of(1) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def nodes_of(processors):
+    """A head without processors, and two nodes with so many each."""
     from ray.cluster_utils import Cluster
 
     patient = {"health_check_timeout_ms": 60_000, "health_check_failure_threshold": 20}  # of a busy machine's nodes
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": patient}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        yield cluster, [cluster.add_node(num_cpus=1) for _ in range(2)]
+        yield cluster, [cluster.add_node(num_cpus=processors) for _ in range(2)]
     finally:
         cluster.shutdown()
 
@@ -152,9 +159,9 @@ def trials_of(cli):
     return optuna.load_study(study_name="config", storage=storage).get_trials(deepcopy=False)
 
 
-def study(cluster, *changed):
+def study(cluster, *changed, workers="auto"):
     """The command of a study, with its options."""
-    ray = ("--executor", "ray", "--ray-address", cluster.address, "--workers", "auto")
+    ray = ("--executor", "ray", "--ray-address", cluster.address, "--workers", workers)
     return ("tune", "config.yaml", "device=cpu", "budget.total=20m", *changed, *ray, "--json", "-v")
 
 
@@ -170,8 +177,8 @@ def begun(cluster, new_cli):
 
 
 @contextlib.contextmanager
-def held(begun, cli, cluster, *changed):
-    """The same study, gone on with elsewhere: it is searching, and each of two nodes trains at its first step."""
+def held(begun, cli, cluster, *changed, trains=2):
+    """The same study, gone on with elsewhere: it is searching, and so many processes train at their first step."""
     cli.write("linear.py", (begun.cli.folder / "linear.py").read_text())
     begun.copy_to(cli)
     cli.write("hold", "")
@@ -179,7 +186,7 @@ def held(begun, cli, cluster, *changed):
 
     def both_train():
         assert command.process.poll() is None, command.err
-        return len(list(cli.folder.glob("training-*"))) == 2
+        return len(list(cli.folder.glob("training-*"))) == trains
 
     try:
         wait_until(both_train, 300)
@@ -221,6 +228,31 @@ def test_ctrl_c_leaves_nobody_on_the_cluster_and_prints_what_is_known(begun, cli
     wait_until(lambda: not children_of(cluster))
 
 
+def ranks_of_groups():
+    """Ranks that actors have started, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "batchtune/ray/" in process.environ().get("BATCHTUNE_GROUP", ""):
+                found.append(process)
+    return found
+
+
+ACROSS = "no node of the Ray cluster has room for 2 ranks: those of a run are on several"
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.timeout(900)
+def test_ranks_that_no_node_has_room_for_are_on_several_with_a_warning(cli, cluster):
+    changed = ("budget.trials=2", "confirm=off", "ranks.per_trial=2")
+    done = cli.start(*study(cluster[0], *changed, workers="1")).finish(400)
+    assert done.code == 0, done.err
+    assert ACROSS in done.err
+    assert {each["world_size"] for each in done.document["trials"]} == {2}
+    wait_until(lambda: not ranks_of_groups())
+
+
 @needs_ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 @pytest.mark.timeout(900)
@@ -245,3 +277,60 @@ def test_a_study_goes_on_when_a_node_is_lost_and_every_run_is_there_once(begun, 
     runs = [(trial["role"], trial["batch_size"], trial["learning_rate"], trial["seed"]) for trial in found]
     assert 1 + 3 + 2 + 2 <= len(runs) == len(set(runs)) <= 1 + 6 + 2  # the baseline, a search, and both confirmed
     assert done.document["recommendation"]["learning_rate"] > 0
+
+
+@needs_ray
+class TestRanksOnACluster:
+    """Where they are, and what each is told."""
+
+    def test_they_are_told_what_torchrun_would_tell_them(self):
+        from batchtune.processes.ray.groups import Seat, variables_of
+
+        here, there = (Seat("here", "10.0.0.1", 7000, (gpu,)) for gpu in "31"), Seat("there", "10.0.0.2", 8000, ("0",))
+        first, second = here
+        told = variables_of([first, there, second])
+        assert [each["RANK"] for each in told] == ["0", "2", "1"]  # those of one node are neighbours
+        assert [each["LOCAL_RANK"] for each in told] == ["0", "0", "1"]
+        assert [each["LOCAL_WORLD_SIZE"] for each in told] == ["2", "1", "2"]
+        assert [each["CUDA_VISIBLE_DEVICES"] for each in told] == ["3,1", "0", "3,1"]
+        assert {(each["WORLD_SIZE"], each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told} == {
+            ("3", "10.0.0.1", "7000")
+        }
+
+    def test_a_group_is_on_one_node_where_one_has_room_for_it(self):
+        from batchtune.processes.ray.groups import groups_for, placement_of
+
+        nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}]
+        assert (placement_of(asked(), 2, nodes), groups_for(asked(), 2, nodes)) == ("STRICT_PACK", 3)
+        assert (placement_of(asked(), 4, nodes), groups_for(asked(), 4, nodes)) == ("STRICT_PACK", 1)
+        assert (placement_of(asked(), 6, nodes), groups_for(asked(), 6, nodes)) == ("PACK", 1)
+        assert groups_for(asked(), 8, nodes) == 0
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.timeout(900)
+def test_groups_train_side_by_side_and_the_run_of_a_lost_node_is_done_again_on_another(new_cli, cli):
+    first = new_cli()
+    first.write("linear.py", (first.folder / "linear.py").read_text() + HELD)
+    ranks = ("ranks.per_trial=2", "confirm=off")
+    with nodes_of(2) as (cluster, nodes):
+        finished = first.start(*study(cluster, *ranks, "budget.trials=3")).finish(400)
+        assert finished.code == 0, finished.err
+        assert "2 workers on the Ray cluster" in finished.err
+        assert ACROSS not in finished.err
+        with held(Tuned(first, finished), cli, cluster, *ranks, "budget.trials=6", trains=4) as command:
+            assert len(ranks_of_groups()) >= 4
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            command.wait_for("is requeued: its Ray node was lost", 200)
+            (cli.folder / "hold").unlink()
+            done = command.finish(400)
+        wait_until(lambda: not ranks_of_groups())
+    assert done.code == 0, done.err
+    trials = trials_of(cli)
+    lost = [trial.number for trial in trials if "Ray node was lost" in trial.user_attrs.get("message", "")]
+    assert lost
+    assert lost == [trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs]
+    found = [trial for trial in done.document["trials"] if trial["number"] not in lost]
+    assert {trial["state"] for trial in found} <= {"complete", "pruned"}
+    assert {trial["world_size"] for trial in found} == {2}

@@ -169,7 +169,7 @@ def test_what_befalls_one_rank_is_the_outcome_of_its_run_or_has_it_done_again_an
         (["--ranks", "2", "baseline.batch_size=15"], 2, "baseline.batch_size 15 cannot be split among 2 ranks"),
         (["--ranks", "0"], 2, "--ranks 0: must be at least 1"),
         (["--ranks", "2", "--strategy", "zero"], 2, "zero"),
-        (["--ranks", "2", "--executor", "ray"], 2, "a run on a Ray cluster trains on one device"),
+        (["--ranks", "2", "--executor", "ray", "ray.num_gpus=0.5"], 2, "ranks need whole GPUs"),
         (["--ranks", "2", "--workers", "99"], 2, "workers 99 of 2 ranks each: more than the"),
         (["--ranks", "2", "device=cuda:1"], 2, "device cuda:1: each rank has a device of its own"),
         (["--strategy", "fsdp"], 2, "there is nothing to share on one rank"),
