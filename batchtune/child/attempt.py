@@ -199,7 +199,7 @@ class _Steps:
         for number, which in enumerate(command.order):
             self._length, self.batch_size = command.sizes[which]
             batch = self._task.worst_batch(self.batch_size, self._length)
-            self._step(trainer, batch, free_late=number < len(command.order) // 2)
+            self._step(trainer, batch, free_late=number < command.late_steps)
             if (self.tracker.highest.reserved_bytes or 0) > most:
                 most, fullest = self.tracker.highest.reserved_bytes or 0, (self.batch_size, self._length)
             if number + 1 in command.evaluate_after:

@@ -18,7 +18,7 @@ from batchtune.vocabulary import Length, dimensions, length_text, order
 
 ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
-REPLAYED_ORDERS = 64  # in which an estimate replays them, which takes a hundredth of the time
+REPLAYED_ORDERS = 100  # in which an estimate replays them, which takes a hundredth of the time
 MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
 ALIKE, ALIKE_AFTER_FAILURE = 0.06, 0.15  # batches that take so nearly as much in all are made to take the same
 _ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length
@@ -52,6 +52,14 @@ def mixed_order(count: int, steps: int, first: int = 0) -> tuple[int, ...]:
     return (*found, *dice.sample(down, count))
 
 
+def late_steps(steps: int, first: int) -> int:
+    """How many of the steps of an order free gradients once the next batch is there, and not at once, as loops do.
+
+    Half of them in the orders that are always checked, all or none of them in others.
+    """
+    return steps // 2 if first < ALL_ORDERS else steps * (first % 2)
+
+
 def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: int) -> TryLengths:
     """One of so many final checks of all lengths together, in place of that of the longest alone."""
     steps = mixed_order(len(sizes), (MIXED_STEPS if orders == 1 else ORDER_STEPS) * alone.steps, first)
@@ -59,6 +67,7 @@ def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: 
         **dict(alone) | {"steps": len(steps)},
         sizes=tuple(sizes.items()),
         order=steps,
+        late_steps=late_steps(len(steps), first),
         evaluate_after=(2 * len(sizes), len(steps) * 3 // 4),
     )
 

@@ -190,13 +190,14 @@ class TryLengths(TryBatchSize):
     """Whether batches of several lengths train one after another; the attempt is of the one that failed or took most.
 
     Attributes:
-        sizes: lengths, each with its batch size.
-        order: which of them each step takes.
+        sizes, order: lengths, each with its batch size, and which of them each step takes.
+        late_steps: the first ones free gradients once the next batch is there, those after them at once.
         evaluate_after: how many steps; a checkpoint is saved then, too.
     """
 
     sizes: tuple[tuple[Length, int], ...]
     order: tuple[int, ...]
+    late_steps: int
     evaluate_after: tuple[int, ...]
 
 

@@ -23,7 +23,7 @@ from batchtune.estimate.memory.fit import (
     repeated_step,
     same_events,
 )
-from batchtune.lengths.mixing import ORDERS, REPLAYED_ORDERS, Sizes, first_replayed, mixed_order, steps_down
+from batchtune.lengths.mixing import ORDERS, REPLAYED_ORDERS, Sizes, first_replayed, late_steps, mixed_order, steps_down
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
@@ -132,12 +132,13 @@ class Mixture:
         """The first of so many orders that does not train within the capacity; None where all do."""
         for number in range(orders):
             try:
-                self._replay(sizes, mixed_order(len(sizes), _STEPS, number), CachingAllocator(capacity_bytes))
+                order = mixed_order(len(sizes), _STEPS, number)
+                self._replay(sizes, order, late_steps(len(order), number), CachingAllocator(capacity_bytes))
             except OutOfMemory:
                 return number
         return None
 
-    def _replay(self, sizes: Sizes, order: Sequence[int], allocator: CachingAllocator) -> None:
+    def _replay(self, sizes: Sizes, order: Sequence[int], late: int, allocator: CachingAllocator) -> None:
         """Steps over batches of several lengths, each batch made while the last one is still there."""
         taken = [self.steps[length].sizes(size) for length, size in sizes.items()]
         first = self.steps[[*sizes][order[0]]]
@@ -153,10 +154,16 @@ class Mixture:
         ]
         play(events[:start], taken[order[0]], allocator)
         again = repeated_step(events[start:], taken[order[0]], births)
-        for number, which in enumerate(order[1:] if again else (), 2):
+        if again is None:
+            return
+        was_late = late > 0
+        if not was_late:
+            play([-number for number in again.gradients[0][0]], taken[order[0]], allocator)
+        for number, which in enumerate(order[1:], 2):
             for each in batch:
                 allocator.allocate(each + spare * (1 - number % 2), taken[which][each - 1])
                 allocator.free(each + spare * (number % 2))
-            late = number < len(order) // 2
-            assert again is not None  # noqa: S101 - else there is nothing to go over
-            play(again.events(number, free_late=late), taken[which], allocator)
+            is_late = number <= late
+            both = was_late and not is_late  # the last gradients that were kept are freed, and the first that are not
+            play(again.turns[number % 2] if both else again.events(number, free_late=is_late), taken[which], allocator)
+            was_late = is_late

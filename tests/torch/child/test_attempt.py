@@ -450,6 +450,7 @@ class TestSeveralLengths:
                 verify=True,
                 sizes=sizes,
                 order=order,
+                late_steps=len(order) // 2,
                 evaluate_after=evaluate_after,
             )
             with fake_device(limit) as device:

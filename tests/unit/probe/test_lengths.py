@@ -186,6 +186,10 @@ class TestTheFinalCheck:
         assert command.sizes == ((512, 4), (128, 16))
         assert command.evaluate_after == (4, steps * 3 // 4)
 
+    def test_orders_beyond_those_that_are_always_checked_free_gradients_late_or_at_once_all_along(self):
+        alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
+        assert [mixed(alone, {512: 4, 128: 16}, first, 6).late_steps for first in (0, 17, 18, 19)] == [30, 30, 0, 60]
+
     def test_what_fails_makes_all_smaller_and_is_checked_again(self):
         tried = {512: [fit(512, 40)], 128: [fit(128, 200)]}
 
