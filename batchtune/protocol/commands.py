@@ -284,10 +284,8 @@ class Train(Command[RunEnd]):
 class TimeInTurn(Command[tuple[tuple[float, ...], ...]]):
     """Steps of several runs in short stretches that alternate, so that a slow spell of the machine hits all alike.
 
-    The answer has seconds of an optimizer step, round by round, each in the order of `specs`.
-
     Attributes:
-        specs: what is timed; all are in memory at once.
+        specs: what is timed, all in memory at once; the answer has seconds of a step, round by round, in their order.
         stretch_seconds: for how long each one has its turn.
     """
 
