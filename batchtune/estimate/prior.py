@@ -29,7 +29,7 @@ from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened
 from batchtune.vocabulary import AskedLengths, Length
 
-_SECONDS_OF_LENGTHS = 3 * TRACE_SECONDS  # of tracing all lengths and of replays: each one saved takes a fresh process
+_SECONDS_OF_LENGTHS = 5 * TRACE_SECONDS  # of tracing all lengths and of replays: each one saved takes a fresh process
 
 
 class LengthsPrior:
@@ -52,7 +52,7 @@ class LengthsPrior:
         started = time.monotonic()
         try:
             found = self._worker.call(command, timeout=self._left)
-        except BatchtuneError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the probe goes on without
             found = Refusal(refused=_reason(error))
         self._left -= time.monotonic() - started
         self._found, self._refused = (None, found.refused) if isinstance(found, Refusal) else (found, "")
@@ -91,7 +91,7 @@ class LengthsPrior:
         return self._replayed.get(asked, 0)
 
 
-def _reason(error: BatchtuneError) -> str:
+def _reason(error: Exception) -> str:
     is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
     return "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
 

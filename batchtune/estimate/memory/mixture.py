@@ -27,6 +27,7 @@ from batchtune.lengths.mixing import ORDERS, REPLAYED_ORDERS, Sizes, first_repla
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it
+_FIRST_ORDERS = 100  # in which an estimate replays them on the first GPU: it has a minute for all
 _STEPS = 60  # of each order that lengths are replayed in, as many as a probe takes
 Batches = dict[Length | None, int]
 
@@ -122,7 +123,7 @@ class Mixture:
         sizes = {length: alone[length] for length in reversed(self.steps) if length is not None and alone[length]}
         if not self.is_known or len(sizes) < len(self.steps):
             return alone
-        start, orders = (self._found[0], ORDERS) if self._found else (0, REPLAYED_ORDERS)
+        start, orders = (self._found[0], ORDERS) if self._found else (0, _FIRST_ORDERS)
         steps = steps_down(sizes)
         at = first_replayed(steps, lambda some: self.fails_in(some, capacity_bytes, orders), start)
         self._found.append(at)

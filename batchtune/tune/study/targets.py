@@ -75,7 +75,10 @@ class Targets:
             if "cut_off" in self._history.last_attributes("baseline"):
                 total = f"budget.total ({self._config.budget.total:g} s)"
                 raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
-            raise NothingFitsError(f"the baseline could not be trained: {why}; change baseline: in the configuration")
+            what, remedy = "could not be trained", "change baseline: in the configuration"
+            if self._history.last_outcome("baseline") == "oom":  # the last words of a library may name no memory
+                what, remedy = "ran out of memory", "make baseline.batch_size smaller, or memory.limit larger"
+            raise NothingFitsError(f"the baseline {what}: {why}; {remedy}")
         self.check_start()
         target = self.current
         if target.value is None and self._history.last_outcome("baseline") == "diverged":

@@ -11,7 +11,7 @@ from batchtune.document import Attempt
 from batchtune.errors import DeviceError
 from batchtune.estimate import prior as estimate_prior
 from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.commands import Refusal, TaskEstimate
+from batchtune.estimate.commands import LengthEstimates, Refusal, Replayed, TaskEstimate
 from batchtune.estimate.memory.overheads import UNMEASURED
 from batchtune.estimate.prior import EstimatePrior
 from batchtune.observer import Observer
@@ -89,6 +89,49 @@ def test_the_peaks_run_straight_between_those_that_were_traced_with_what_librari
     assert found.allocated_bytes(18_000) == pytest.approx(1.5 * (GIB + 18_000 * MIB))
     assert found.traced_bytes(5_000) == pytest.approx(GIB + 5_000 * MIB)
     assert found.traced_bytes(400_000) == pytest.approx(GIB + 400_000 * MIB)
+
+
+class TestOfAllLengths:
+    """The child is asked by a thread, so that the probe is at the longest length meanwhile."""
+
+    @pytest.fixture
+    def look(self):
+        def look(child, notes=None):
+            prior = EstimatePrior("model.py", "mps", notes or Notes(), on_cpu=False)
+            prior._worker = child
+            return prior.look_at_lengths(opened(**FACTS), "bf16", 1, (128, 512))
+
+        return look
+
+    def test_each_has_an_estimate_and_batches_of_all_are_replayed_once(self, look):
+        child = Child(LengthEstimates(lengths=((128, estimated()), (512, estimated(expected=4000))), replays=True))
+        ahead = look(child)
+        assert {length: each.expected for length, each in ahead.peaks().items()} == {128: 18_000, 512: 4000}
+        child.answer = Replayed(fails_in=3)
+        assert [ahead.fails_in({512: 4000, 128: 16_000}, 20 * GIB) for _ in range(2)] == [3, 3]
+        assert [name for name, _ in child.asked] == ["ExpectLengths", "ReplayLengths"]
+
+    @pytest.mark.parametrize(
+        ("answer", "told"),
+        [
+            (Refusal(refused="ctc_loss needs data"), "ctc_loss needs data"),
+            (WorkerDied("timeout", "nothing for 180 s"), "tracing took too long"),
+            (OSError("broken pipe"), "broken pipe"),
+        ],
+    )
+    def test_what_cannot_be_traced_is_told_and_costs_nothing_but_the_estimate(self, look, answer, told):
+        notes = Notes()
+        ahead = look(Child(answer), notes)
+        assert (ahead.peaks(), ahead.replays) == ({}, False)
+        assert any(told in note for note in notes.notes)
+
+    def test_after_a_replay_that_does_not_come_back_nothing_is_foreseen_to_train(self, look):
+        child = Child(LengthEstimates(lengths=((128, estimated()),), replays=True))
+        ahead = look(child)
+        ahead.peaks()
+        child.answer = WorkerDied("timeout", "nothing for 100 s")
+        assert ahead.fails_in({128: 16_000}, 20 * GIB) == 0
+        assert not ahead.replays
 
 
 @pytest.mark.parametrize(

@@ -557,13 +557,15 @@ def test_a_precision_that_takes_more_memory_goes_on_in_smaller_micro_batches(tmp
 class Failing(law.LawWorker):
     """Its first run dies after a while."""
 
+    outcome, message = "crash", "the process died by SIGKILL"
+
     def train(self, *, on_event, **spec):
         if self.specs:
             return super().train(on_event=on_event, **spec)
         self.specs.append(spec)
         for seconds, value in enumerate((2.0, 1.9, 1.8, 1.7)):
             on_event({"seconds": float(seconds), "samples": 100 * seconds, "value": value})
-        raise WorkerDied("crash", "the process died by SIGKILL")
+        raise WorkerDied(self.outcome, self.message)
 
 
 def test_a_baseline_that_dies_sets_no_target(tmp_path):
@@ -573,6 +575,16 @@ def test_a_baseline_that_dies_sets_no_target(tmp_path):
     assert again.target.value is None
     again.run()
     assert again.target.value < 1.0
+
+
+def test_a_baseline_that_runs_out_of_memory_is_told_with_what_helps(tmp_path):
+    worker = Failing()
+    worker.outcome, worker.message = "oom", "could not create a primitive"
+    told = (
+        "the baseline ran out of memory: could not create a primitive; make baseline.batch_size smaller, or memory.lim"
+    )
+    with pytest.raises(NothingFitsError, match=told):
+        study(tmp_path, worker).run()
 
 
 def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_larger_one(tmp_path):
