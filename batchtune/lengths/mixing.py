@@ -19,7 +19,7 @@ from batchtune.vocabulary import Length, dimensions, length_text, order
 ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
 REPLAYED_ORDERS = 300  # in which an estimate replays them, which takes a hundredth of the time
-"""Batches of a T5 trained in 100 replayed orders and in 298 of 302 others: a long training meets such a one."""
+"""A T5's batches trained in 100 of them and not in one of 100 others, which a long training meets."""
 MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
 ALIKE, ALIKE_AFTER_FAILURE = 0.06, 0.15  # batches that take so nearly as much in all are made to take the same
 _ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length

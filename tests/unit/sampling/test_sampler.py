@@ -91,14 +91,15 @@ def test_a_bucket_has_one_batch_that_is_not_full(lengths):
         assert max(short.values()) <= 1
 
 
-def test_nothing_is_padded_beyond_the_bucket():
-    lengths = list(range(1, 129)) * 20
+@given(LENGTHS, RANKS, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_padded_beyond_the_bucket(lengths, ranks, streamed):
     edges = sorted(FRONTIER)
-    for sampler in everyone(lengths, FRONTIER, 4):
-        for batch in sampler:
-            edge = next(edge for edge in edges if edge >= max(lengths[index] for index in batch))
-            below = max((each for each in edges if each < edge), default=0)
-            assert all(lengths[index] > below for index in batch)
+    bucket = lambda length: next(edge for edge in edges if edge >= length)  # noqa: E731
+    stream = lambda rank: length_batches(iter(range(len(lengths))), lengths.__getitem__, FRONTIER, ranks, rank)  # noqa: E731
+    parts = [stream(rank) for rank in range(ranks)] if streamed else everyone(lengths, FRONTIER, ranks)
+    for batch in (batch for part in parts for batch in part):
+        assert len({bucket(lengths[index]) for index in batch}) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -270,6 +271,16 @@ def test_samples_as_they_come_are_batched_by_the_same_rules(lengths, ranks):
     times = Counter(index for part in parts for batch in part for index, _ in batch)
     assert times.keys() == set(range(len(lengths)))
     assert times.total() - len(lengths) < ranks
+
+
+@given(LENGTHS, RANKS, st.data())
+@settings(deadline=None)
+def test_samples_as_they_come_go_on_at_any_step_by_leaving_out_what_was_trained(lengths, ranks, data):
+    samples, rank = list(enumerate(lengths)), data.draw(st.integers(0, ranks - 1))
+    batches = [list(length_batches(iter(samples), lambda each: each[1], FRONTIER, ranks, rank)) for _ in range(2)]
+    stop = data.draw(st.integers(0, len(batches[0])))
+    again = itertools.islice(length_batches(iter(samples), lambda each: each[1], FRONTIER, ranks, rank), stop, None)
+    assert [*batches[0][:stop], *again] == batches[1]
 
 
 def test_samples_as_they_come_wait_for_no_more_than_their_own_bucket():
