@@ -120,14 +120,31 @@ def build_model():
     blocks[1][0].weight = blocks[0][0].weight
     return blocks
 """
+SCALAR = """
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.inner, self.scale = nn.Identity(), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, points):
+        return self.scale * super().forward(points)
+
+def build_model():
+    return nn.Sequential(Scaled(), Scaled(), nn.Linear(8, 1))
+"""
+UNSHARED = {
+    TIED: "strategy fsdp: 0.0.weight and 1.0.weight are one weight (tied), in two shards; use ddp",
+    SCALAR: "strategy fsdp: Scaled: fully_shard doesn't support scalar parameters",
+}
 
 
 @pytest.mark.parametrize("strategy", [["--strategy", "fsdp"], ["ranks.strategy=[ddp, fsdp]"]])
-def test_weights_that_are_tied_across_shards_are_refused_before_anything_trains(quick_cli, strategy):
-    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + TIED)
+@pytest.mark.parametrize("model", UNSHARED, ids=["tied", "scalar"])
+def test_a_model_that_cannot_be_sharded_is_refused_before_anything_trains(quick_cli, model, strategy):
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + model)
     done = quick_cli(*STUDY, "--ranks", "2", *strategy)
     assert done.code == 2
-    assert "strategy fsdp: 0.0.weight and 1.0.weight are one weight (tied), in two shards; use ddp" in done.err
+    assert UNSHARED[model] in done.err
     assert not (quick_cli.run_folder() / "study.log").exists() or not quick_cli.result().get("trials")
 
 
