@@ -29,6 +29,7 @@ from length_rows import (  # noqa: E402 - beside this file
     CLOSE,
     FEW_ORDERS,
     FIRST_SIZE,
+    MANY_ORDERS,
     NEAR,
     RANDOM_ORDERS,
     Row,
@@ -189,6 +190,10 @@ def measure(name: str, gib: int) -> Row:
         if not row.fails:
             some = list(every.values())
             row.room, row.room_in_few = (room(plain, row.sizes, few) for few in (some, some[:FEW_ORDERS]))
+            if row.room * CLOSE > 1:
+                many = list(orders(len(lengths), range(MANY_ORDERS - 2)).values())
+                row.many_fail = sum(not plain.trains(row.sizes, order) for order in many)
+                row.room_in_many = room(plain, row.sizes, many)
         searched = [from_nothing(lambda size, at=at: plain.alone(at, size)) for at in range(len(lengths))]
         attempts, ooms, sizes = zip(*searched, strict=True)
         row.nemo = sum(attempts), sum(ooms), list(sizes)
