@@ -176,7 +176,9 @@ def test_what_befalls_one_rank_is_the_outcome_of_its_run_or_has_it_done_again_an
             each for each in told_of if each["number"] > struck["number"] and each["state"] in {"complete", "pruned"}
         ]
         assert ended
-        again = [each for each in ended if all(each[key] == struck[key] for key in ("batch_size", "seed"))]
+        again = [
+            each for each in ended if all(each[key] == struck[key] for key in ("batch_size", "learning_rate", "seed"))
+        ]
         assert len(again) == (outcome is None)
 
 
