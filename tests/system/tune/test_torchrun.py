@@ -47,6 +47,11 @@ def two_machines(new_cli):
     return clis
 
 
+def ours(told: str) -> list[str]:
+    """The lines that are not of torchrun's agent, who may find the agent with the store gone before it."""
+    return [line for line in told.splitlines() if "torch/distributed/elastic" not in line]
+
+
 @pytest.fixture
 def two(new_cli):
     return two_machines(new_cli)
@@ -58,7 +63,7 @@ def begun(new_cli):
     clis = two_machines(new_cli)
     first, second = Machines(clis, *STUDY, "budget.trials=1").finish()
     assert (first.code, second.code) == (0, 0), first.err
-    assert (second.out, second.err) == ("", "")
+    assert (second.out, ours(second.err)) == ("", [])
     assert not (clis[1].folder / ".batchtune").exists()
     return Tuned(clis[0], first)
 
@@ -133,7 +138,7 @@ def test_a_dry_run_opens_the_task_on_all_ranks(two):
     assert (first.code, second.code) == (0, 0), first.err
     assert "on 4 ranks (ddp) on cpu of 2 machines" in first.err
     assert (first.document["world_size"], first.document["strategy"]) == (4, "ddp")
-    assert (second.out, [line for line in second.err.splitlines() if "batchtune" in line]) == ("", [])
+    assert (second.out, ours(second.err)) == ("", [])
 
 
 @pytest.mark.timeout(600)
