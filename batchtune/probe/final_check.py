@@ -21,7 +21,7 @@ _PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the
 _STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
 _LEAST_SPREAD, _USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
 _WORTH_A_CHECK = 0.025  # by so much a size has to be larger
-_STEP_DOWN, _SURE = 0.05, 1.25  # where the peak is not known; times the excess of one that is
+_STEP_DOWN, _SURE = 0.05, 1.25  # at least, where the whole peak is not known; times the excess that was measured
 _LIKE = 0.8  # of the largest fit: sizes whose peaks tell of its own
 _SOON_STEPS = 1000  # fewer than these make no training
 
@@ -158,9 +158,9 @@ def size_below(
     if failed.outcome == "timeout" or len(out_in_evaluation(checks[-2:], limit_bytes)) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
     if excess := _excess(checks[-1], limit_bytes):
-        is_known = failed.steps == checks[-1].steps  # else it ended where it met the limit
-        known = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
-        share = max(share, known if is_known else _STEP_DOWN)
+        told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
+        is_whole = failed.steps == checks[-1].steps  # else it ended where it met the limit, and would have taken more
+        share = max(share, told, 0 if is_whole else _STEP_DOWN)
     late = [each for each in cut_short(checks[-2:], limit_bytes) if each.steps >= options.steps]
     if failed.growth_bytes_per_step and limit_bytes:
         share = max(share, 2 * failed.growth_bytes_per_step * checks[-1].steps / limit_bytes)

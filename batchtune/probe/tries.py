@@ -96,7 +96,7 @@ class Tries:
         found, worker = self.found, self._worker
         on_cpu, options, verify = found.opened.device == "cpu", found.options, command.verify
         if verify or (on_cpu and found.opened.forks):  # whose allocator remembers what went before
-            worker.renew(as_fork=not verify or not on_cpu or command.shaken > 0)
+            worker.renew()
         started = time.perf_counter()
         try:
             tried = worker.call(command, timeout=options.check_timeout if verify else options.timeout)

@@ -163,11 +163,11 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._process is not None:
             self._process.kill()
 
-    def renew(self, *, as_fork: bool = True) -> None:
+    def renew(self) -> None:
         """Ends the child; the next command is a fresh one's: another fork of its image, or a new process."""
-        if self._process is None and (as_fork or self._image is None):
+        if self._process is None:
             return
-        if self.opened is None or not self.opened.forks or not as_fork:
+        if self.opened is None or not self.opened.forks:
             self._discard()
             return
         with contextlib.suppress(WorkerDied, NodeLost):  # then the next one is a new process

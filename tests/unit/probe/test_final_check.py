@@ -140,8 +140,10 @@ def test_the_first_check_leaves_room_by_the_fit_that_took_the_most_for_its_size(
 
 
 def test_a_peak_that_was_measured_beyond_the_limit_says_how_much_smaller_the_next_size_is():
-    beyond = Check(Attempt(batch_size=1000, outcome="oom", steps=1, peak_reserved_bytes=1250), 20)
-    assert size_below([beyond], ProbeOptions(), 1000) == 950  # it ended as it met the limit: no peak
+    beyond = Check(Attempt(batch_size=1000, outcome="oom", steps=1, peak_reserved_bytes=1010), 20)
+    assert size_below([beyond], ProbeOptions(), 1000) == 950  # it ended as it met the limit: not the whole peak
+    beyond = Check(beyond.attempt.model_copy(update={"peak_reserved_bytes": 1250}), 20)
+    assert size_below([beyond], ProbeOptions(), 1000) == pytest.approx(750, abs=1)
     beyond = Check(beyond.attempt.model_copy(update={"steps": 20}), 20)
     assert size_below([beyond], ProbeOptions(), 1000) == pytest.approx(750, abs=1)
     fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=750 + size // 2) for size in (100, 480)]
