@@ -292,9 +292,10 @@ def _children(section: str) -> list[str]:
 
 
 def _nearest_key(dotted: str, meant: str | None) -> str:
-    """What an unknown key was probably meant to be, unless that is known: a neighbour, or any key of that name."""
+    """What an unknown key was probably meant to be, unless that is known: a key of that name, a neighbour, or any."""
     section, _, leaf = dotted.rpartition(".")
     leaves = {key.rpartition(".")[2]: key for key in known_keys()}
-    near = [meant] if meant else difflib.get_close_matches(leaf, _children(section), n=1)
+    near = [each for each in (meant, leaves.get(leaf)) if each]
+    near += difflib.get_close_matches(leaf, _children(section), n=1)
     near += [leaves[each] for each in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
     return f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(_children(section) or _children(''))}."

@@ -126,6 +126,8 @@ class TestProblems:
         assert problems("task: m.py\nmargin: 0.1") == [
             "config.yaml:2: unknown key 'margin'. Did you mean 'memory.margin'?"
         ]
+        (line,) = problems("task: m.py\ntarget: 0.9")  # which is also a little like 'storage'
+        assert line == "config.yaml:2: unknown key 'target'. Did you mean 'objective.target'?"
 
     def test_a_key_like_no_other_is_answered_with_those_there_are(self, problems):
         (line,) = problems("task: m.py\nmemory: {colour: blue}")

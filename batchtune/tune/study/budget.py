@@ -20,7 +20,7 @@ from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR, Limits
 from batchtune.tune.study.storage import Machines
 from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import cost_of
-from batchtune.units import duration
+from batchtune.units import counted, duration
 
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
 TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told what the rest is enough for
@@ -142,7 +142,7 @@ class StudyBudget:
         """What the time left is enough for, and what would be where that is no search."""
         left, each = self.seconds_left(), self._run_seconds()
         runs = max(0, self._at_once * int((left - self._baseline_first() - self.reserve()) / each))
-        told = f"{duration(max(left, 0.0))} left, about {runs} runs of {duration(each)}"
+        told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {duration(each)}"
         if runs >= FEWEST_RUNS:
             return told
         return f"{told}: too little for a search, which needs budget.total={self.enough()} or so"
