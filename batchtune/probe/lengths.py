@@ -66,9 +66,15 @@ class LengthSearch:
     def _check(self, replay: Replay | None) -> None:
         """The final check of all lengths together; their batches become smaller until it passes."""
         found = self._found
+        assert found.verified is not None  # noqa: S101 - the longest has passed its own
+        longest, *others = found.lengths
+        first = largest_batches(found.lengths) | {longest: found.verified.batch_size}
+        if not others:
+            found.length_sizes = first
+            return
         made, sizes = check_lengths(
             found.lengths,
-            largest_batches(found.lengths),
+            first,
             self._try_mixed,
             unit=found.bounds.multiple_of,
             minimum=found.bounds.minimum,
@@ -76,7 +82,7 @@ class LengthSearch:
             allocator=found.opened.environment.allocator_conf,
             replay=replay,
         )
-        (longest, *_), found.length_check, found.length_sizes = sizes, made, sizes
+        found.length_check, found.length_sizes = made, sizes
         if longest in made.lowered:
             found.verified = [each for each in found.attempts if each.fits and each.batch_size == sizes[longest]][-1]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 CLOSE, MOST_ATTEMPTS, MOST_OOMS = 0.97, 2.5, 0.6
 RANDOM_ORDERS = 24  # of the loop that the answers have to train in, and so have larger batches
-MANY_ORDERS = 302  # in all of them, where larger batches train in those above: so many are replayed of the answers
+CHECKED_ORDERS = 18  # in which the answers have passed their final check
+MANY_ORDERS = 320  # in all of them, those among them, where larger batches train in those above
 FEW_ORDERS = 14  # of them, that larger ones had to train in until 2026-11: some do by luck, and not in the others
 FIRST_SIZE, NEAR = 32, 0.05  # of the search that begins at each length anew, as NeMo's OOMptimizer, to 5 %
 
@@ -22,9 +23,11 @@ class Row:
 
     Attributes:
         sizes: batchtune's batches, by length.
-        room: by how much the loop could train larger batches at all lengths; 1: by less than 3 %.
+        room: by how much the loop could train larger batches at all lengths, in the gradient habits that the answers
+            train in; 1: by less than 3 %.
         room_in_few: the same where larger ones need not train in all of the orders.
-        room_in_many: and where they have to train in many orders, measured where `room` is above 3 %.
+        room_in_many: and where they have to train in many orders, those of final checks among them, measured where
+            `room` is above 3 %.
         many_fail: of those, how many the answers do not train in.
         fails: orders of the plain loop that the answers do not train in.
         attempts: of the search, and those that tell of a final check, one a length.
@@ -108,8 +111,10 @@ def report(rows: Sequence[Row]) -> str:
         "at random that no probe has seen. Room: by how much larger batches train in all of these orders, too;",
         f"1 where they could not be {1 / CLOSE - 1:.0%} larger. In brackets: where those need to train in the first",
         f"{FEW_ORDERS} orders only, which some do by luck; where there is room, and last, where they need to train in",
-        f"{MANY_ORDERS} orders, as answers do in {REPLAYED_ORDERS} that are replayed. Alone, without the others, a",
-        f"length trains batches of {1 / statistics.fmean(alone):.2f} times the size, in the mean.",
+        f"{MANY_ORDERS} orders, of which the final checks had {CHECKED_ORDERS}; {REPLAYED_ORDERS} were replayed of the",
+        "answers. In every other order gradients are freed before the forward pass, of larger batches and of the",
+        "answers, in the others after the step. Alone, without the others, a length trains batches of",
+        f"{1 / statistics.fmean(alone):.2f} times the size, in the mean.",
         "",
         "| search | attempts a length | OOMs a length |",
         "|---|--:|--:|",

@@ -38,6 +38,7 @@ _SCANNED = {4: (1920, 8), 8: (896, _STATE)}  # items of a tile, and bytes for ea
 _SELECTED = 320
 _UNSORTED_INDICES = 3072  # in embedding_dense_backward_cuda, up to which nothing is sorted
 _ROWS_PER_THREAD = 10  # NROWS_PER_THREAD
+_CTC_LARGE = 4500  # ten times the 450 of `is_large`, in frames, samples and labels
 
 
 def _embedding(args: Arguments) -> Steps:
@@ -120,6 +121,33 @@ def _rolled(args: Arguments) -> Steps:
     return ((copy_of(args[0]),) * (len(shifts) - 1) + (RESULTS,),)
 
 
+def _ctc(args: Arguments) -> Steps:
+    """ctc_loss_gpu_template in LossCTC.cu: places and lengths of each sample's targets, then alphas, then losses."""
+    return ((*_ctc_lengths(args[0]), 1, 0),)
+
+
+def _ctc_backward(args: Arguments) -> Steps:
+    """ctc_loss_backward_gpu_template in LossCTC.cu: betas beside alphas; by sums over every other of both, if large."""
+    log_probs, alphas, zero_infinity = args[1], args[6], len(args) > 8 and args[8]  # noqa: PLR2004 - the last of nine
+    frames, samples, labels = log_probs.shape
+    blanks, size = alphas.shape[-1] // 2 + 1, alphas.element_size()
+
+    def if_large(bytes_: int) -> Block:
+        return Block(
+            lambda _, size, tenths: size if tenths > _CTC_LARGE else 0,
+            (bytes_, 20 * frames + 24 * samples + 2 * labels),
+        )
+
+    each, row = if_large(samples * frames * blanks * size), if_large(samples * frames * size)
+    sums: Steps = (each, row, (row, (if_large(samples * frames),)), (each, row))
+    gradient: Steps = (copy_of(log_probs), sums, RESULTS) if zero_infinity else (RESULTS, sums)
+    return ((*_ctc_lengths(log_probs), copy_of(alphas), gradient),)
+
+
+def _ctc_lengths(log_probs: Tensor) -> tuple[Block, ...]:
+    return (bytes_of(log_probs.shape[1] * LONG),) * 3
+
+
 def _parts(*sizes: int) -> int:
     return sum(round_up(size, _ALIGNED) for size in sizes) + _ALIGNED - 1
 
@@ -154,6 +182,8 @@ _INSIDE: dict[OpOverload, Callable[[Arguments], Steps]] = {
     aten._index_put_impl_.default: _sorted_indices,
     aten.cumsum.default: _cumulative,
     aten.roll.default: _rolled,
+    aten._ctc_loss.default: _ctc,  # noqa: SLF001
+    aten._ctc_loss_backward.default: _ctc_backward,  # noqa: SLF001
     aten.native_dropout.default: lambda _: (1, 0),  # native_dropout_cuda in Dropout.cu makes the mask first
 }
 

@@ -6,6 +6,7 @@ That choice decides whether T x T scores are kept.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -17,6 +18,8 @@ from torch import Tensor
 _ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _GRU_WORKSPACE, _GRU_GATES = 5, 3  # times the hidden size
 _FLASH_MAX_HEAD = 256  # check_head_dim_size_flash in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+_FRAMES_OF_SAMPLES = 3  # dimensions of log-probabilities: frames, samples, labels
+_MEAN = 1  # at::Reduction::Mean
 _HALF = (torch.float16, torch.bfloat16)
 _BATCHED_HEADS = 4  # (batch, heads, length, head size); anything else goes to the math kernel
 
@@ -33,6 +36,9 @@ def cuda_kernels() -> Iterator[None]:
             library.impl(name, shapes, "Meta")
     library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
     library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
+    for name, device in itertools.product(("ctc_loss.Tensor", "ctc_loss.IntList"), ("AutogradCUDA", "AutogradCPU")):
+        library.impl(name, _ctc_loss, device)
+    library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
     try:
         yield
     finally:
@@ -67,6 +73,36 @@ def _grouped_mm(
     columns, aligned = right.shape[-1], 16 // left.element_size()  # rows begin at multiples of 16 bytes
     rows = left.new_empty(*groups, left.shape[-2], -(-columns // aligned) * aligned, dtype=dtype)
     return rows[..., :columns]
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    _: object,
+    target_lengths: Tensor | list[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`ctc_loss_impl` in LossCTC.cpp, which reads lengths; those that are data are here as long as may be."""
+    log_probs = log_probs if log_probs.dim() == _FRAMES_OF_SAMPLES else log_probs[:, None]
+    frames, samples = log_probs.shape[:2]
+    if isinstance(target_lengths, Tensor):
+        if targets.dim() == 1 and samples > 1:
+            raise NotImplementedError(
+                "targets of CTC one after another, whose lengths are data; pad them: [batch, length]"
+            )
+        target_lengths = [targets.shape[-1]] * samples
+    if targets.dim() == 1 and (targets.dtype, log_probs.dtype, blank) == (torch.int32, torch.float32, 0):
+        raise NotImplementedError("cuDNN's CTC, whose workspace is not known; make its targets int64")
+    losses: Tensor = torch.ops.aten._ctc_loss(  # noqa: SLF001
+        log_probs, targets, [frames] * samples, target_lengths, blank, zero_infinity
+    )[0]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+    if reduction == _MEAN:
+        return (losses / losses.new_empty(samples).clamp_min(1)).mean()
+    return losses.sum() if reduction else losses
 
 
 def _not_to_be_run(*_: object) -> NoReturn:

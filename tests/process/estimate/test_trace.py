@@ -382,6 +382,43 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result
 
 
+CTC = """
+    def build_model():
+        return nn.Linear(80, 32)
+
+    def make_batch(size):
+        return {"frames": torch.randn(size, 400, 80), "targets": TARGETS, "lengths": LENGTHS}
+
+    def compute_loss(model, batch):
+        heard = model(batch["frames"]).log_softmax(-1).transpose(0, 1)
+        lengths = batch["lengths"]
+        frames = lengths.new_full(lengths.shape, 400) if torch.is_tensor(lengths) else [400] * len(lengths)
+        return nn.CTCLoss(zero_infinity=True)(heard, batch["targets"], frames, lengths)
+"""
+PADDED = "torch.randint(1, 32, (size, 50))"
+
+
+@pytest.mark.parametrize("lengths", ["torch.randint(1, 51, (size,))", "(50,) * size", "[50] * size"])
+def test_ctc_is_traced_with_targets_as_long_as_they_are_padded(ask, lengths):
+    detail = ask(CTC.replace("TARGETS", PADDED).replace("LENGTHS", lengths), memory_limit=2 << 30)["details"][0]
+    alphas = 400 * (2 * 50 + 1) * 4
+    assert detail["peak_moment"] == "backward 2"
+    assert detail["peak_allocated_bytes"] > 2 * detail["batch_size"] * alphas
+
+
+@pytest.mark.parametrize(
+    ("targets", "lengths", "said"),
+    [
+        ("torch.randint(1, 32, (size * 50,))", "torch.full((size,), 50)", "targets of CTC one after another"),
+        ("torch.ones(size * 50, dtype=torch.int32)", "(50,) * size", "cuDNN's CTC, whose workspace is not known"),
+    ],
+)
+def test_ctc_that_data_decides_is_refused_by_its_name(ask, targets, lengths, said):
+    refusal = ask(CTC.replace("TARGETS", targets).replace("LENGTHS", lengths))["refused"]
+    assert "task.py:14: cannot be traced without data" in refusal
+    assert said in refusal
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_lstm_keeps_the_workspaces_of_its_cells_with_biases_or_without(ask, bias):
     source = f"""
@@ -450,8 +487,8 @@ def test_a_product_by_groups_as_of_experts_is_traced_at_fp32_too(ask):
 
 
 def test_an_operator_without_a_rule_for_shapes_is_refused_by_its_name(ask):
-    loss = "nn.functional.ctc_loss(model(batch)[None], lengths[:, None], lengths, lengths)"
-    source = MLP.replace("return model(batch)", f"lengths = torch.tensor([1] * len(batch)); return {loss}")
+    asked = "torch.ops.aten._use_cudnn_ctc_loss(model(batch)[None], model(batch), [1], [1], 0)"
+    source = MLP.replace("return model(batch)", f"{asked}; return model(batch)")
     assert "torch knows no shape of what aten._use_cudnn_ctc_loss" in ask(source)["refused"]
 
 

@@ -126,6 +126,26 @@ def test_a_softmax_copies_what_is_not_contiguous():
     assert flat(inside(aten._softmax.default, (meta(6, 4), -1, False))) == ["result"]
 
 
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_ctc_keeps_alphas_and_its_gradient_takes_betas_and_sums_of_both(zero_infinity):
+    log_probs, alphas, losses = meta(1000, 64, 32), meta(64, 1000, 251), meta(64)
+    lengths = [[1000] * 64, [125] * 64]
+    forward = (log_probs, meta(64, 125, dtype=torch.long), *lengths, 0, zero_infinity)
+    three = [64 * LONG] * 3
+    assert flat(inside(aten._ctc_loss.default, forward)) == [*three, "result", "result"]
+    backward = (losses, *forward[:4], losses, alphas, 0, zero_infinity)
+    every, row = 64 * 1000 * 126 * FLOAT, 64 * 1000 * FLOAT
+    sums, gradient = [every, row, row, 64 * 1000, every, row], 64 * 1000 * 32 * FLOAT
+    in_order = [gradient, *sums, "result"] if zero_infinity else ["result", *sums]
+    assert flat(inside(aten._ctc_loss_backward.default, backward)) == [*three, 64 * 1000 * 251 * FLOAT, *in_order]
+
+
+def test_ctc_of_few_frames_takes_no_sums():
+    log_probs, alphas, losses = meta(50, 8, 32), meta(8, 50, 21), meta(8)
+    arguments = (losses, log_probs, meta(8, 10, dtype=torch.long), [50] * 8, [10] * 8, losses, alphas, 0, False)
+    assert flat(inside(aten._ctc_loss_backward.default, arguments))[-1] == "result"
+
+
 def test_group_norm_scales_by_channel():
     found = flat(inside(aten.native_group_norm.default, (meta(3, 8, 5), meta(8), meta(8), 3, 8, 5, 2, 1e-5)))
     assert found == ["result", 3 * 8 * FLOAT, 3 * 8 * FLOAT]

@@ -11,6 +11,7 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
 from batchtune.processes.worker import WorkerDied
+from batchtune.protocol.data import LengthGroup, LengthsSeen
 
 LOST = {
     "crash": "the process died by SIGSEGV",
@@ -104,6 +105,13 @@ class Listener(Observer):
 
     def note(self, text):
         self.notes.append(text)
+
+
+class OneLength(ScriptedWorker):
+    """A child whose inputs have one length."""
+
+    def start(self):
+        return super().start().model_copy(update={"lengths": LengthsSeen(groups=(LengthGroup(length=512),))})
 
 
 def on_a_cpu(worker):
@@ -541,3 +549,13 @@ class TestLeaks:
     def test_a_small_leak_costs_little_of_the_answer(self):
         found = probe(LeakingWorker(100, limit=2_000_000), throughput=False, tolerance=0.0).run()
         assert found.max_batch_size > 0.98 * 2_000_000
+
+
+def test_the_answer_at_one_length_is_the_one_that_its_final_check_has_left():
+    worker = OneLength(up_to(100), up_to(80))
+    result = probe(worker, lengths=(512,)).run()
+    assert_certified(result)
+    (point,) = result.lengths
+    assert (point.max_batch_size, point.first_failing_batch_size) == (80, result.first_failing_batch_size)
+    assert result.max_batch_size == 80
+    assert result.attempts[-1].batch_size == 80
