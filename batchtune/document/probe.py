@@ -288,3 +288,8 @@ class ProbeResult(Record):
         default=(), description="Of the training set, ascending and at most 200, where its samples tell their length."
     )
     length_check: LengthCheck | None = None
+
+    @property
+    def lacks_length_check(self) -> bool:
+        """Whether it has lengths that were only tried one by one, as it ended before its check of all of them."""
+        return len(self.lengths) > 1 and self.length_check is None

@@ -154,7 +154,7 @@ def _line(cells: Iterable[_Cell]) -> Text:
 
 
 class Figures:
-    """Plots, two of which share the width where it is enough for both."""
+    """Plots, each two of which share the width where it is enough for both."""
 
     def __init__(self, plots: Sequence[Plot]) -> None:
         self._plots = plots
@@ -164,12 +164,12 @@ class Figures:
         beside = len(self._plots) > 1 and width >= max(_SIDE_BY_SIDE, 2 * MIN_WIDTH + _GAP)
         each = min(_WIDEST, (width - _GAP) // 2 if beside else width)
         drawn = [_lines(plot, each) for plot in self._plots]
-        if not beside:
-            yield from (line for lines in drawn for line in lines)
-            return
-        for left, right in itertools.zip_longest(*drawn):
-            line = Text(no_wrap=True).append(left or "")
-            yield line.append(" " * (each + _GAP - line.cell_len)).append(right or "")
+        nothing: list[Text] = []
+        lefts, rights = (drawn[::2], drawn[1::2]) if beside else (drawn, [])
+        for pair in itertools.zip_longest(lefts, rights, fillvalue=nothing):
+            for left, right in itertools.zip_longest(*pair):
+                line = Text(no_wrap=True).append(left or "")
+                yield line.append(" " * (each + _GAP - line.cell_len)).append(right) if right else line
 
 
 def _lines(plot: Plot, width: int) -> list[Text]:

@@ -107,6 +107,8 @@ def _largest_batches(result: Measured) -> Mapping[Length, int]:
     probe = result.probe
     if probe is None or not probe.lengths:
         raise UsageError(f"this {result.kind} has no lengths; run 'batchtune probe {result.task.path} --lengths auto'")
+    if probe.lacks_length_check:
+        raise UsageError(f"this probe ended before its lengths were checked together; run it again: {result.task.path}")
     if probe.inference:
         raise UsageError("this probe is of inference: it has no batches to train with; probe without --inference")
     return {point.length: point.max_batch_size for point in probe.lengths}

@@ -25,6 +25,8 @@ def _largest_batches(result: Document) -> dict[Length, int]:
     points = result.probe.lengths if result.probe else ()
     if not points:
         raise UsageError(f"this {result.kind} has no lengths; run 'batchtune probe {result.task.path} --lengths auto'")
+    if result.probe is not None and result.probe.lacks_length_check:
+        raise UsageError(f"this probe ended before its lengths were checked together; run it again: {result.task.path}")
     return {point.length: point.max_batch_size for point in points}
 
 
@@ -103,10 +105,20 @@ def lengths_table(probe: ProbeResult) -> Table:
         byte_sizes("peak", peaks, least=LEAST_PEAK, spare=3),
         shares("of limit", [peak / limit if peak and limit else None for peak in peaks], digits=1, spare=4),
         numbers("samples/s", speeds, spare=2),
+        *_token_speeds(points, speeds),
         counts("attempts", [len(point.attempts) for point in points], spare=5),
         counts("out of memory", [sum(a.outcome == "oom" for a in point.attempts) for point in points], detail=True),
     ]
     return table(f"largest batch of each length at {probe.precision}", columns, summary=True)
+
+
+def _token_speeds(points: Sequence[LengthPoint], speeds: Sequence[float | None]) -> list[Column]:
+    """A column of tokens a second, padding counted; none where a length has several numbers."""
+    lengths = [point.length for point in points if isinstance(point.length, int)]
+    if len(lengths) < len(points):
+        return []
+    tokens = [speed * length if speed else None for length, speed in zip(lengths, speeds, strict=True)]
+    return [numbers("tokens/s", tokens, spare=2)]
 
 
 def estimated_lengths(rows: list[Estimate]) -> Table:
@@ -146,7 +158,9 @@ def lengths_lines(probe: ProbeResult) -> list[Fact]:
     if check is not None:
         made = f"; made smaller by it: {', '.join(map(length_text, check.lowered))}" if check.lowered else ""
         said.append(Fact("all lengths", f"{check.steps} steps over them in random order, evaluation and saving{made}"))
-    if probe.lengths:
+    if probe.lacks_length_check:
+        said.append(Fact("all lengths", "not checked together yet; what is here was tried at each length alone"))
+    elif probe.lengths:
         fixed = _fixed_batch(probe.lengths[-1])
         gain = _gain(probe, fixed)
         if gain > 1:

@@ -18,9 +18,8 @@ FRONTIER = {64: 900, 128: 410, 256: 176}
 
 def probed_at(points):
     lengths = [{"length": length, "max_batch_size": batch} for length, batch in points.items()]
-    return documents.Result.model_validate(
-        documents.document("probe", probe=documents.probed() | {"lengths": lengths, "max_batch_size": 176})
-    )
+    more = {"lengths": lengths, "max_batch_size": 176, "length_check": {"steps": 200}}
+    return documents.Result.model_validate(documents.document("probe", probe=documents.probed() | more))
 
 
 def exported(name, points):

@@ -3,10 +3,13 @@
 import documents
 import pytest
 
+import batchtune
+from batchtune.errors import UsageError
 from batchtune.report.formats import to_json, to_markdown
 from batchtune.report.terminal import render
 from batchtune.report.view import estimate
 from batchtune.report.view.read import plots_of, view_of
+from batchtune.report.view.trainers import EXPORTS
 from batchtune.result import Result
 
 
@@ -47,6 +50,7 @@ def test_the_table_has_a_row_for_each_length(probed):
     assert cells["largest batch"] == ["80", "20", "10"]
     assert cells["fails at"] == ["81", "-", "11"]
     assert cells["samples/s"] == ["160", "40", "20"]
+    assert cells["tokens/s"] == ["20,480", "20,480", "20,480"]
     assert cells["attempts"] == ["2", "1", "1"]
 
 
@@ -89,18 +93,42 @@ def test_lengths_that_the_final_check_has_made_smaller_are_named(probed):
     assert line.text.endswith("made smaller by it: 128")
 
 
+def test_lengths_of_several_numbers_have_no_tokens(probed):
+    (table,) = next(
+        each for each in view_of(probed((), [(16, 8), (32, 16), (64, 16)])).sections if each.title == "Lengths"
+    ).tables
+    assert "tokens/s" not in [column.name for column in table.columns]
+
+
+def test_what_was_not_checked_together_is_told_and_exported_to_nobody(probed):
+    document = probed().model_dump()
+    document["probe"]["length_check"] = None
+    result = Result.model_validate(document)
+    told = {line.name: line.text for line in view_of(result).lines}
+    assert told["all lengths"].startswith("not checked together yet")
+    assert "gain" not in told
+    with pytest.raises(UsageError, match="ended before its lengths were checked together"):
+        EXPORTS["lhotse"].text(result)
+    with pytest.raises(UsageError, match="ended before its lengths were checked together"):
+        batchtune.LengthBatchSampler([100], result)
+
+
 def test_a_probe_without_lengths_shows_nothing_of_them():
     result = documents.result("probe")
     assert "lengths" not in plots_of(result)
     assert "Lengths" not in {section.title for section in view_of(result).sections}
 
 
-def test_every_report_has_them(probed):
+@pytest.mark.parametrize(("width", "verbose"), [(120, False), (60, True), (160, True)])
+def test_every_report_has_them(probed, width, verbose):
     from rich.console import Console
 
-    console = Console(width=120, record=True, file=None, quiet=False)
+    console = Console(width=width, record=True, file=None, quiet=False)
     with console.capture() as shown:
-        console.print(render(probed()))
+        console.print(render(probed(), verbose=verbose))
+    assert max(map(len, shown.get().splitlines())) <= width
+    for title in ("largest micro-batch", "peak memory", "throughput, samples/s") if verbose else ():
+        assert title in shown.get()
     for text in (shown.get(), to_markdown(probed())):
         assert "length" in text
         assert "80" in text

@@ -28,9 +28,8 @@ def everyone(lengths, frontier, ranks, **more):
 
 
 def result_with_lengths(points, **more):
-    probe = documents.probed() | {
-        "lengths": [{"length": length, "max_batch_size": batch} for length, batch in points.items()]
-    }
+    lengths = [{"length": length, "max_batch_size": batch} for length, batch in points.items()]
+    probe = documents.probed() | {"lengths": lengths, "length_check": {"steps": 200}}
     return documents.Result.model_validate(documents.document("probe", probe=probe | more))
 
 
