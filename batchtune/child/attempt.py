@@ -175,8 +175,14 @@ class _Steps:
         self._times = taken
 
     def _trainer(self) -> Trainer:
+        command = self._command
         return Trainer(
-            self._task, self._memory.device, self._command.precision, parallel=self._parallel, loss_scale=1.0
+            self._task,
+            self._memory.device,
+            command.precision,
+            parallel=self._parallel,
+            loss_scale=1.0,
+            activation_checkpointing=command.variant.activation_checkpointing,
         )
 
     def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
