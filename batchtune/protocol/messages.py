@@ -99,7 +99,7 @@ NO_VARIANT = Variant()
 def pace_kind(optimizer_arguments: Mapping[str, Value], variant: Variant = NO_VARIANT) -> PaceKind:
     """What may change how long a step takes: the variant, and of the optimizer's arguments all but floats."""
     named = sorted((name, each) for name, each in optimizer_arguments.items() if not isinstance(each, float))
-    return (*named, *([("variant", variant.name)] if variant.name else []))
+    return (*named, *([("trained by", variant.name)] if variant.name else []))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from batchtune.errors import UsageError
 from batchtune.tune.plan.tokens import TokenBatches
 from batchtune.vocabulary import Variant
 
-CLIPPING, VARIANT = "gradient_clipping", "variant"  # the parameters' names in the study
+CLIPPING, VARIANT = "gradient_clipping", "trained by"  # the parameters' names in the study
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,17 @@ def test_each_has_a_largest_batch_of_its_own_and_the_answer_says_which(deep_cli)
 
 @pytest.mark.timeout(400)
 def test_ranks_choose_it_too(deep_cli):
-    done = deep_cli("tune", "config.yaml", "--ranks", "2", "batch_size.max=64", "confirm=off", "--json", "-v")
+    done = deep_cli(
+        "tune",
+        "config.yaml",
+        "--ranks",
+        "2",
+        "memory.limit=100MiB",
+        "batch_size.max=128",
+        "confirm=off",
+        "--json",
+        "-v",
+    )
     assert done.code == 0, done.err
     probe = done.document["probe"]
     assert probe["other_variants"][f"ddp, {AGAIN}"] > 1.5 * probe["max_batch_size"]
@@ -70,7 +80,10 @@ def test_ranks_choose_it_too(deep_cli):
 @pytest.mark.parametrize("asked", ["true", "[false, true]"])
 def test_a_task_that_does_not_offer_it_is_refused_before_anything_trains(deep_cli, asked):
     deep_cli.write(
-        "deep.py", DEEP.replace("activation_checkpointing=False):", "):").replace("Deep(activ", "Deep(False and activ")
+        "deep.py",
+        (DEEP + "\nLENGTH = 256\n")
+        .replace("activation_checkpointing=False):", "):")
+        .replace("Deep(activ", "Deep(False and activ"),
     )
     done = deep_cli("tune", "config.yaml", f"activation_checkpointing={asked}", "--dry-run")
     assert done.code == 2

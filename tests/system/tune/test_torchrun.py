@@ -144,6 +144,8 @@ def test_a_dry_run_opens_the_task_on_all_ranks(two):
     assert "on 4 ranks (ddp) on cpu of 2 machines" in first.err
     assert (first.document["world_size"], first.document["strategy"]) == (4, "ddp")
     assert (second.out, ours(second.err)) == ("", [])
+    limits, free = first.document["rank_memory_limits_bytes"], first.document["environment"]["device_memory_free_bytes"]
+    assert limits == pytest.approx([0.8 * free / 2] * 4, rel=0.2)  # two share a host's memory, not all four
 
 
 @pytest.mark.timeout(600)
