@@ -117,7 +117,7 @@ class Task(TaskOptimizers):
             UsageError: activation checkpointing is asked for, or the lack of it, and the task does not offer it.
         """
         again = self.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
-        model = self.source.build_model() if again is None else self._built(again)
+        model = self.source.build_model() if again is None else _built(self.source.build_model, self.where, again=again)
         if isinstance(model, Mapping) and model:
             model = self._modules(model)
         if not isinstance(model, nn.Module):
@@ -133,21 +133,6 @@ class Task(TaskOptimizers):
         self._latest_model = weakref.ref(model)
         if not _is_hugging_face(model):
             self._need("compute_loss", "train_step")
-        return model
-
-    def _built(self, again: bool) -> object:
-        """What build_model makes with activation checkpointing or without, as asked."""
-        if _offers(self.source.build_model, CHECKPOINTING):
-            return self.source.build_model(**{CHECKPOINTING: again})
-        model = self.source.build_model()
-        switch = _switch(model, on=again)
-        if switch is None:
-            raise UsageError(
-                f"{CHECKPOINTING} {str(again).lower()}: {self.where}: build_model does not offer it; give it a "
-                f"parameter {CHECKPOINTING}=False, by which blocks go through torch.utils.checkpoint.checkpoint, or "
-                "leave that key out"
-            )
-        switch()
         return model
 
     def _modules(self, given: Mapping[str, object]) -> nn.ModuleDict:
@@ -219,6 +204,22 @@ class Task(TaskOptimizers):
             raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
             ) from None
+
+
+def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
+    """What the user's build_model makes with activation checkpointing or without, as asked."""
+    if _offers(build, CHECKPOINTING):
+        return build(**{CHECKPOINTING: again})
+    model = build()
+    switch = _switch(model, on=again)
+    if switch is None:
+        raise UsageError(
+            f"{CHECKPOINTING} {str(again).lower()}: {where}: build_model does not offer it; give it a parameter "
+            f"{CHECKPOINTING}=False, by which blocks go through torch.utils.checkpoint.checkpoint, or leave "
+            "that key out"
+        )
+    switch()
+    return model
 
 
 def _offers(function: Callable[..., object], name: str) -> bool:

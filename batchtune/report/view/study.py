@@ -47,7 +47,7 @@ def headline(result: Document, found: Recommendation) -> Headline:
     parts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
     parts |= {"optimizer": named_values(found.optimizer_arguments)}
     parts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
-    parts |= {"activation checkpointing": checkpointing_text(found.activation_checkpointing)}
+    parts["activation checkpointing"] = checkpointing_text(found.activation_checkpointing)
     choice = facts(parts)
     if result.status == "running" and found.time_to_target_seconds is not None:
         return Headline(duration(found.time_to_target_seconds.median), "to the target, best so far", choice)
