@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
 Strategy = Literal["ddp", "fsdp"]  # of several ranks: each holds the model, or a shard of it
@@ -19,6 +20,35 @@ Length: TypeAlias = int | tuple[int, ...]  # several where an input has several,
 AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of the training set
 
 LengthBatches: TypeAlias = tuple[tuple[Length, int], ...]  # samples of a batch by their length
+
+
+class Variant(NamedTuple):
+    """What a model is trained by besides numbers, of which each has a largest batch and step times of its own.
+
+    Attributes:
+        strategy: by which ranks share the work; None: the one that they were started with, or there are none.
+        activation_checkpointing: whether activations are computed again in backward; None: as the task has it.
+    """
+
+    strategy: Strategy | None = None
+    activation_checkpointing: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """As people read it; empty where nothing is asked for."""
+        checkpointing = {None: "", True: "activation checkpointing", False: "no activation checkpointing"}
+        return ", ".join(filter(None, [self.strategy or "", checkpointing[self.activation_checkpointing]]))
+
+    @staticmethod
+    def named(name: object) -> Variant:
+        """The one of this name."""
+        return _variants()[str(name)]
+
+
+@functools.cache
+def _variants() -> dict[str, Variant]:
+    every = [Variant(how, again) for how in (None, *get_args(Strategy)) for again in (None, True, False)]
+    return {each.name: each for each in every}
 
 
 def dimensions(length: Length) -> tuple[int, ...]:

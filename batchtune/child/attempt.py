@@ -175,8 +175,10 @@ class _Steps:
         self._times = taken
 
     def _trainer(self) -> Trainer:
+        command, device, ranks = self._command, self._memory.device, self._parallel
+        again = command.variant.activation_checkpointing
         return Trainer(
-            self._task, self._memory.device, self._command.precision, parallel=self._parallel, loss_scale=1.0
+            self._task, device, command.precision, parallel=ranks, loss_scale=1.0, activation_checkpointing=again
         )
 
     def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:

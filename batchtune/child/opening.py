@@ -63,6 +63,7 @@ class Session:
         self._task.require(command.purpose, self._parallel.world_size if self._parallel else 1)
         if command.gradient_clipping is not None:
             self._task.gradient_clipping = command.gradient_clipping
+        self._task.activation_checkpointing = command.activation_checkpointing
         set_libraries_apart()
         self._task.find_lengths(command.lengths, command.lengths_seen)
         self._task.find_worst_samples(command.samples)

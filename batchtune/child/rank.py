@@ -21,8 +21,9 @@ from batchtune.device.memory import count_devices, find_device
 from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin, Train, TryBatchSize
-from batchtune.protocol.messages import AnyCommand, Channel, Rendezvous, give_standard_streams_away
+from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezvous, give_standard_streams_away
 from batchtune.task.contract import Task
+from batchtune.vocabulary import Variant
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
@@ -40,7 +41,7 @@ class RankChild(Child):
             self._group.join()
             return Done()
         if self._parallel is not None:
-            self._group.strategy = _strategy_of(command) or self._rendezvous.strategy
+            self._group.strategy = _variant_of(command).strategy or self._rendezvous.strategy
         return super().answer(command)
 
     def open(self, command: OpenTask) -> Opened | None:
@@ -68,11 +69,11 @@ class RankChild(Child):
         return limit // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if limit and on_cpu else limit
 
 
-def _strategy_of(command: AnyCommand) -> str | None:
-    """How this command's ranks share the work, where it says so."""
+def _variant_of(command: AnyCommand) -> Variant:
+    """What this command trains by, where it says so."""
     if isinstance(command, Train):
-        return command.spec.strategy
-    return command.strategy if isinstance(command, TryBatchSize) else None
+        return command.spec.variant
+    return command.variant if isinstance(command, TryBatchSize) else NO_VARIANT
 
 
 def _require_alike(group: Parallel, opened: Opened) -> None:

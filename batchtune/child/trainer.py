@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -160,6 +161,7 @@ class Trainer:
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
         samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
         gradient_clipping: before the optimizers' steps; None: what the task does by itself.
+        activation_checkpointing: whether it is asked of the user's `build_model`; None: as the task was opened.
 
     Attributes:
         ranks: those that train together, this process alone or with others.
@@ -179,6 +181,7 @@ class Trainer:
         loss_scale: float = LOSS_SCALE,
         samples_per_step: int | None = None,
         gradient_clipping: GradientClipping | None = None,
+        activation_checkpointing: bool | None = None,
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
@@ -186,7 +189,8 @@ class Trainer:
         self.precision = Precision(precision, device, loss_scale)
         if adapted := task.adapted:
             adapted.samples_per_step, adapted.total_steps = samples_per_step, total_steps
-        self.model: nn.Module = parallel.place(task.model) if parallel else task.model().to(device)
+        build = functools.partial(task.model, activation_checkpointing)
+        self.model: nn.Module = parallel.place(build) if parallel else build().to(device)
         if not (adapted and adapted.keeps_modes):
             self.model.train()
         self._rank_loss = parallel.loss_of(self.model, task.loss) if parallel else None

@@ -166,6 +166,7 @@ class _Run:
             optimizer_arguments=spec.optimizer_arguments,
             samples_per_step=spec.batch_size,
             gradient_clipping=spec.gradient_clipping,
+            activation_checkpointing=spec.variant.activation_checkpointing,
             parallel=parallel,
         )
         self._batches = TrainingBatches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchtune.config.options import STEPS, TIMEOUT_SECONDS, TOLERANCE, VERIFY_STEPS
-from batchtune.vocabulary import AskedLengths, Strategy
+from batchtune.vocabulary import AskedLengths, Variant
 
 SECONDS_PER_POINT = 1.0  # of timing a size
 
@@ -46,7 +46,7 @@ class ProbeOptions(Bounds):
         accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
         lengths: that are asked for; `auto` for the best of those that the training set has.
-        strategy: that ranks share the work by; None: the one that their group was started with.
+        variant: what is trained by; what it leaves open is as the task was opened.
         useful_size: up to here sizes are of use however long their step takes.
     """
 
@@ -63,7 +63,7 @@ class ProbeOptions(Bounds):
     max_step_seconds: float | None = None
     useful_size: int = 1
     lengths: AskedLengths | None = None
-    strategy: Strategy | None = None
+    variant: Variant = Variant()  # noqa: RUF009 - it never changes
 
     @property
     def check_timeout(self) -> float:

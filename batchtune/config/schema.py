@@ -22,7 +22,7 @@ from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Positive, Ru
 from batchtune.config.ranks import Ranks, RayCluster
 from batchtune.config.space import ArgumentName, BatchSize, Clipping, LearningRate, Parameter
 from batchtune.errors import without_passwords
-from batchtune.vocabulary import Goal, Kind, Precision
+from batchtune.vocabulary import Goal, Kind, Precision, Variant
 
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 
@@ -36,6 +36,12 @@ def _device_name(value: str) -> str:
 def _each_once(value: list[str]) -> list[str]:
     if len(set(value)) < len(value):
         raise ValueError(f"{', '.join(value)}: each precision once")
+    return value
+
+
+def _both(value: list[bool]) -> list[bool]:
+    if len(set(value)) < len(value):
+        raise ValueError("each of true and false once")
     return value
 
 
@@ -175,6 +181,11 @@ class Config(Section):
     )
     ray: RayCluster = RayCluster()
     ranks: Ranks = Ranks()
+    activation_checkpointing: bool | Annotated[list[bool], Field(min_length=1), AfterValidator(_both)] | None = Field(
+        default=None,
+        description="Whether build_model is to have activations computed again in backward; null: as the task has it; "
+        "[false, true]: each is tried, and the first is what you run today.",
+    )
     storage: Annotated[str | None, BeforeValidator(off_is_null)] = Field(
         default=None, description="An Optuna storage URL; null: a journal in the run folder."
     )
@@ -233,6 +244,14 @@ class Config(Section):
                 raise ValueError(f"no multiple of {unit} is {between}, which {count} ranks could split")
         return ranks
 
+    @field_validator("activation_checkpointing")
+    @classmethod
+    def _is_probed_in_samples(cls, value: object, known: ValidationInfo) -> object:
+        sizes: BatchSize | None = known.data.get("batch_size")
+        if isinstance(value, list) and len(value) > 1 and sizes is not None and sizes.unit == "tokens":
+            raise ValueError("true or false alone with batch_size.unit tokens, whose lengths are probed once")
+        return value
+
     @field_validator("storage")
     @classmethod
     def _storage_takes_so_many_workers(cls, storage: str | None, known: ValidationInfo) -> str | None:
@@ -241,6 +260,12 @@ class Config(Section):
         if storage is not None and storage.startswith("sqlite") and known.data.get("workers", 1) != 1:
             raise ValueError("SQLite is for one worker; leave storage out, or name a PostgreSQL or MySQL one")
         return storage
+
+    @property
+    def variants(self) -> list[Variant]:
+        """What runs may be trained by; the first is the baseline's."""
+        strategies, again = self.ranks.strategies if self.ranks.of_each > 1 else (None,), self.activation_checkpointing
+        return [Variant(how, each) for each in (again if isinstance(again, list) else [again]) for how in strategies]
 
     def to_yaml(self, *, only_given: bool = False) -> str:
         """The configuration as YAML that loads back to the same record, but for a password in `storage`.

@@ -276,9 +276,10 @@ class ProbeResult(Record):
     data_parallel: DataParallel | None = Field(
         default=None, description="Where several ranks train as one; all other sizes and speeds are of one rank."
     )
-    other_strategies: dict[Strategy, Count] | None = Field(
+    other_variants: dict[Text, Count] | None = Field(
         default=None,
-        description="With several to choose from: the largest batch with each but the first; 0: none fits.",
+        description="Where strategy or activation checkpointing is searched: the largest batch with each but the "
+        "baseline's; 0: none fits.",
     )
     lengths: tuple[LengthPoint, ...] = Field(
         default=(),

@@ -21,7 +21,7 @@ from batchtune.document.probe import (
     Text,
     Value,
 )
-from batchtune.vocabulary import Goal, Kind, Strategy
+from batchtune.vocabulary import Goal, Kind, Strategy, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=READING)
@@ -73,6 +73,9 @@ class Trial(Record):
     gradient_accumulation_steps: Factor | None = None
     world_size: Factor | None = Field(default=None, description="Ranks that trained it as one; absent for one device.")
     strategy: Strategy | None = Field(default=None, description="How they shared the work.")
+    activation_checkpointing: bool | None = Field(
+        default=None, description="Whether activations were computed again in backward; absent: as the task has it."
+    )
     nodes: Factor | None = Field(default=None, description="Machines that they were on; absent for one.")
     straggler: Straggler | None = Field(default=None, description="The rank that was far slower than the others.")
     learning_rate: Rate
@@ -95,6 +98,11 @@ class Trial(Record):
     )
     curve: list[CurvePoint] = Field(default=[])
     message: Text | None = None
+
+    @property
+    def variant(self) -> Variant:
+        """What it was trained by."""
+        return Variant(self.strategy, self.activation_checkpointing)
 
 
 class RangeTest(Record):
@@ -193,6 +201,7 @@ class ScalingPoint(Record):
     precision: Text
     optimizer_arguments: dict[Text, Value] = Field(default={})
     gradient_clipping: GradientClipping | None = None
+    activation_checkpointing: bool | None = None
     step_seconds: float = Field(description="Of an optimizer step, by the fitted step time and the communication.")
     time_to_target_seconds: Interval = Field(
         description="Of an estimate, the interval over seeds, widened by the error of the fitted step time."
@@ -225,6 +234,9 @@ class Recommendation(Record):
     gradient_accumulation_steps: Factor = 1
     world_size: Factor = 1
     strategy: Strategy | None = Field(default=None, description="How several ranks share the work.")
+    activation_checkpointing: bool | None = Field(
+        default=None, description="Whether activations are computed again in backward; absent: as the task has it."
+    )
     nodes: Factor | None = Field(default=None, description="Machines that they are on; absent for one.")
     global_batch_size: Count
     batch_unit: Literal["samples", "tokens"] = Field(
@@ -252,3 +264,8 @@ class Recommendation(Record):
     )
     confirm_command: Text | None = Field(default=None, description="What goes on with the study until they have run.")
     reason: Text
+
+    @property
+    def variant(self) -> Variant:
+        """What to train by."""
+        return Variant(self.strategy, self.activation_checkpointing)

@@ -12,7 +12,7 @@ from batchtune.errors import BatchtuneError, UsageError, kind_of
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.session import ProbeSession
 from batchtune.processes.local import LocalLauncher
-from batchtune.processes.ranks import RankLauncher, world_size_here
+from batchtune.processes.ranks import RankLauncher, closest_seats, world_size_here
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask
 from batchtune.result import Result, load_result, of_first_rank
@@ -41,7 +41,7 @@ def run_probe(
     def probe() -> Result:
         count = world_size_here(world_size)
         _require_one_device(count, settings, options)
-        ranks = RankLauncher(count, strategy, observer.printed)
+        ranks = RankLauncher(count, strategy, observer.printed, environment=closest_seats(settings.device, count))
         worker = Worker(settings, ranks if count > 1 else LocalLauncher(observer.printed))
         task = TaskInfo(path=settings.task, sha256=file_hash(settings.task))
         session = ProbeSession(worker, settings, options, name, task, observer)

@@ -87,7 +87,7 @@ class Tries:
             verify=verify,
             length=length,
             evaluation_batch_size=found.options.evaluation_batch_size,
-            strategy=found.options.strategy,
+            variant=found.options.variant,
             accumulation_steps=micro_batches if verify else min(micro_batches, _MOST_ACCUMULATED_IN_SEARCH),
         )
 

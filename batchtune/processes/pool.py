@@ -12,12 +12,10 @@ from typing import Literal, Self, TypeVar
 
 from batchtune.config.ranks import Ranks
 from batchtune.device.host import processors
-from batchtune.device.nvml import distances
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import Launcher, LocalLauncher
-from batchtune.processes.ranks import RankLauncher
-from batchtune.processes.seats import by_closeness
+from batchtune.processes.ranks import RankLauncher, closest_seats
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 
@@ -48,10 +46,8 @@ class WorkerPool:
         self._threads: dict[str, str] = {}
         if asked != "auto" and asked > 1:
             self._threads = {"OMP_NUM_THREADS": str(max(1, processors() // (asked * self._ranks.of_each)))}
-        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seated: dict[str, str] = {}
-        if self._ranks.of_each > 1 and settings.device != "cpu" and (closer := _closest(self._visible, self._ranks)):
-            self._visible, seated = closer, {"CUDA_VISIBLE_DEVICES": closer}
+        seated = closest_seats(settings.device, self._ranks.of_each)
+        self._visible = seated.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.first = self._worker(settings, self._threads | seated)
         self._all = [self.first]
         self.lock = threading.RLock()
@@ -226,15 +222,6 @@ def assign_devices(
     if len(entries) >= here:
         return [DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
     return [DeviceAssignment(f"{kind}:{number}", {}) for number in numbers]
-
-
-def _closest(visible: str | None, ranks: Ranks) -> str | None:
-    """What `CUDA_VISIBLE_DEVICES` is to say, so that each group is of close devices; None: as it is."""
-    if (found := distances(visible)) is None:
-        return None
-    names, apart = found
-    order = by_closeness(apart, ranks.of_each)
-    return None if order == sorted(order) else ",".join(names[number] for number in order)
 
 
 def _entries(visible: str | None) -> list[str]:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 
 from batchtune.config.ranks import TorchrunEnv
+from batchtune.device.nvml import distances
 from batchtune.errors import UsageError
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
+from batchtune.processes.seats import by_closeness
 from batchtune.processes.torchrun import Leader
 from batchtune.protocol.messages import Message
 
@@ -53,6 +55,16 @@ class RankLauncher:
         threads = max(1, (os.cpu_count() or 1) // self._world_size)  # ranks that train on the host share its processors
         environment = {"OMP_NUM_THREADS": str(threads)} | child_environment() | self._environment
         return LocalProcess(command, environment, self._echo, leads_sessions=True)
+
+
+def closest_seats(device: str, each: int) -> dict[str, str]:
+    """What a group's environment says, so that so many ranks are on close devices; nothing: they are as they are."""
+    if each == 1 or device == "cpu" or (found := distances(os.environ.get("CUDA_VISIBLE_DEVICES"))) is None:
+        return {}
+    names, apart = found
+    order = by_closeness(apart, each)
+    closer = ",".join(names[number] for number in order)
+    return {} if order == sorted(order) else {"CUDA_VISIBLE_DEVICES": closer}
 
 
 def world_size_here(nproc_per_node: int) -> int:

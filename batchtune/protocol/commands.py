@@ -18,8 +18,8 @@ from batchtune.document import (
     Value,
 )
 from batchtune.protocol.data import CurrentSettings, LengthsSeen, SamplesSeen
-from batchtune.protocol.messages import Command, Message, RunEnd, RunSpec
-from batchtune.vocabulary import AskedLengths, Length, Purpose, Strategy
+from batchtune.protocol.messages import NO_VARIANT, Command, Message, RunEnd, RunSpec
+from batchtune.vocabulary import AskedLengths, Length, Purpose, Strategy, Variant
 
 STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
@@ -129,6 +129,7 @@ class OpenTask(Command[Opened | None]):
         precision: names, `auto` or `all`.
         optimizer_arguments: of build_optimizer, whose defaults are asked for.
         gradient_clipping: of every step; None: what the task does by itself.
+        activation_checkpointing: wherever a command asks for nothing else; None: as the task has it.
         metric: the evaluation must have it; None: it does not matter.
         asks_for_current_settings: what the user trains with is to be told, too.
         again: the task is known: no model is built, and nothing is told.
@@ -147,6 +148,7 @@ class OpenTask(Command[Opened | None]):
     precision: tuple[str, ...] = ("auto",)
     optimizer_arguments: tuple[str, ...] = ()
     gradient_clipping: GradientClipping | None = None
+    activation_checkpointing: bool | None = None
     metric: str | None = None
     asks_for_current_settings: bool = False
     again: bool = False
@@ -168,7 +170,7 @@ class TryBatchSize(Command[Tried]):
     """Whether a size trains, and how much memory that takes.
 
     Attributes:
-        strategy: of a group of ranks; None: the one that it was started with.
+        variant: what it trains by; of what that leaves open, what the task was opened with.
         verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION` or more.
         length: of the inputs; None: the longest.
         evaluation_batch_size: of the default evaluation, at most; None: `batch_size`, which then has to fit.
@@ -183,7 +185,7 @@ class TryBatchSize(Command[Tried]):
     evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
     shaken: int = 0
-    strategy: Strategy | None = None
+    variant: Variant = NO_VARIANT
 
 
 class TryLengths(TryBatchSize):

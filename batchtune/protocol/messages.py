@@ -24,7 +24,7 @@ from typing import IO, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from batchtune.document import NO_CLIPPING, GradientClipping, Value
-from batchtune.vocabulary import Goal, LengthBatches, Strategy
+from batchtune.vocabulary import Goal, LengthBatches, Variant
 
 _GROUP_VARIABLE = "BATCHTUNE_GROUP"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 45_000}
@@ -93,12 +93,13 @@ AnyCommand: TypeAlias = Command[Any]
 
 
 PaceKind: TypeAlias = tuple[tuple[str, Value], ...]
+NO_VARIANT = Variant()
 
 
-def pace_kind(optimizer_arguments: Mapping[str, Value], strategy: str | None = None) -> PaceKind:
-    """What may change how long a step takes: the strategy of ranks, and of the optimizer's arguments all but floats."""
+def pace_kind(optimizer_arguments: Mapping[str, Value], variant: Variant = NO_VARIANT) -> PaceKind:
+    """What may change how long a step takes: the variant, and of the optimizer's arguments all but floats."""
     named = sorted((name, each) for name, each in optimizer_arguments.items() if not isinstance(each, float))
-    return (*named, *([("ranks.strategy", strategy)] if strategy else []))
+    return (*named, *([("trained by", variant.name)] if variant.name else []))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class RunSpec:
         total_steps: the same in steps, where an earlier run of the configuration has settled it.
         wall_seconds: on the clock on the wall after which it is to ask whether to go on; None: there is no hurry.
         world_size: ranks that train it as one.
-        strategy: of these; None for one alone.
+        variant: what it is trained by; its strategy is None for one rank alone.
         samples: of each micro-batch, where sizes count tokens and batches are of any samples.
         length_batches: samples of a micro-batch by their length, where batches are of samples of similar length.
     """
@@ -143,7 +144,7 @@ class RunSpec:
     total_steps: int | None = None
     wall_seconds: float | None = None
     world_size: int = 1
-    strategy: Strategy | None = None
+    variant: Variant = NO_VARIANT
     samples: int | None = None
     length_batches: LengthBatches = ()
 

@@ -17,7 +17,7 @@ from batchtune.report.view.select import is_of
 
 _PARAMETERS = (
     "batch_size", "micro_batch_size", "gradient_accumulation_steps", "learning_rate", "precision", "seed", "role",
-    "world_size", "strategy",
+    "world_size", "strategy", "activation_checkpointing",
 )  # fmt: skip
 _FIGURES = (
     "time_to_target_seconds", "energy_to_target_joules", "samples_to_target", "training_seconds", "value",

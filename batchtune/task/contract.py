@@ -37,15 +37,24 @@ NAMES = {
     "batch_size_of": "batch_size_of(batch) returning its number of samples",
 }
 
+CHECKPOINTING = "activation_checkpointing"
+"""The parameter of build_model by which a task offers to compute activations again in backward."""
+
 _LIBRARIES = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = (*map(str, _LIBRARIES), str(Path(__file__).resolve().parents[1]), "<frozen")
 
 
 @dataclass(eq=False)
 class Task(TaskOptimizers):
-    """The user's code behind the names of the contract; only forward passes are asked of it if `is_for_inference`."""
+    """The user's code behind the names of the contract.
+
+    Attributes:
+        is_for_inference: only forward passes are asked of it.
+        activation_checkpointing: of models for which nothing else is asked; None: as the user's code has it.
+    """
 
     is_for_inference: bool = field(default=False, init=False)
+    activation_checkpointing: bool | None = field(default=None, init=False)
     _trains_anew: bool = field(default=False, init=False)
     _latest_model: weakref.ref[nn.Module] | None = field(default=None, init=False)
 
@@ -101,9 +110,14 @@ class Task(TaskOptimizers):
             missing = " or ".join(NAMES[name] for name in any_of)
             raise UserCodeError(f"{self.where}: no {missing}; 'batchtune init' writes a template with every function")
 
-    def model(self) -> nn.Module:
-        """A new model on the CPU; several modules that belong together, such as a criterion's, are a ModuleDict."""
-        model = self.source.build_model()
+    def model(self, activation_checkpointing: bool | None = None) -> nn.Module:
+        """A new model on the CPU; several modules that belong together, such as a criterion's, are a ModuleDict.
+
+        Raises:
+            UsageError: activation checkpointing is asked for, or the lack of it, and the task does not offer it.
+        """
+        again = self.activation_checkpointing if activation_checkpointing is None else activation_checkpointing
+        model = self.source.build_model() if again is None else _built(self.source.build_model, self.where, again=again)
         if isinstance(model, Mapping) and model:
             model = self._modules(model)
         if not isinstance(model, nn.Module):
@@ -190,6 +204,38 @@ class Task(TaskOptimizers):
             raise UserCodeError(
                 f"{self.where}: {what} is {kind_of(value)}; evaluate must return a float or a dict of floats"
             ) from None
+
+
+def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
+    """What the user's build_model makes with activation checkpointing or without, as asked."""
+    if _offers(build, CHECKPOINTING):
+        return build(**{CHECKPOINTING: again})
+    model = build()
+    switch = _switch(model, on=again)
+    if switch is None:
+        raise UsageError(
+            f"{CHECKPOINTING} {str(again).lower()}: {where}: build_model does not offer it; give it a parameter "
+            f"{CHECKPOINTING}=False, by which blocks go through torch.utils.checkpoint.checkpoint, or leave "
+            "that key out"
+        )
+    switch()
+    return model
+
+
+def _offers(function: Callable[..., object], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # compiled code does not tell
+        return False
+
+
+def _switch(model: Any, *, on: bool) -> Callable[[], object] | None:
+    """What switches a Hugging Face model's own activation checkpointing on or off; None: it has none."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return None
+    names = [f"{kind}_checkpointing_{'enable' if on else 'disable'}" for kind in ("activation", "gradient")]
+    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.targets import measured
 from batchtune.tune.study.trials import run_trial
 from batchtune.tune.verdict.scores import JOULES, SECONDS, Configuration, config_of, median_interval
+from batchtune.vocabulary import Variant
 
 MOST_SEEDS = 3
 _PATIENCE = 5.0  # times the estimate, after which a group has not reached the target
@@ -42,7 +43,9 @@ def train_groups(study: TuneStudy, found: Scaling, earlier: Scaling | None, kind
 def _key(point: ScalingPoint) -> tuple[int, Configuration]:
     arguments = tuple(sorted(point.optimizer_arguments.items()))
     rate = point.learning_rate or 0.0
-    return point.world_size, (point.global_batch_size, rate, point.precision, arguments, point.gradient_clipping, None)
+    variant = Variant(None, point.activation_checkpointing)
+    about = point.precision, arguments, point.gradient_clipping, variant
+    return point.world_size, (point.global_batch_size, rate, *about)
 
 
 def _trained(study: TuneStudy, point: ScalingPoint, kind: str, observer: Observer) -> ScalingPoint:

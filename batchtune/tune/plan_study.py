@@ -13,7 +13,7 @@ from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
 from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.progress import Progress
 from batchtune.tune.study.storage import Agreement
-from batchtune.vocabulary import Strategy
+from batchtune.vocabulary import Variant
 
 
 def plan_study(
@@ -38,8 +38,8 @@ def plan_study(
     if progress.probe is None:
         progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
         probe = progress.probing.run()
-        others = {each: _fits(config, progress, worker, opened, observer, each) for each in config.ranks.strategies[1:]}
-        progress.probe = probe.model_copy(update={"other_strategies": others or None})
+        others = {each.name: _fits(config, progress, worker, opened, observer, each) for each in config.variants[1:]}
+        progress.probe = probe.model_copy(update={"other_variants": others or None})
     progress.save("interrupted")
     progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
     if progress.prior is None:
@@ -54,12 +54,12 @@ def plan_study(
 
 
 def _fits(
-    config: Config, progress: Progress, worker: Worker, opened: Opened, observer: Observer, strategy: Strategy
+    config: Config, progress: Progress, worker: Worker, opened: Opened, observer: Observer, variant: Variant
 ) -> int:
-    """The largest batch of each rank where they share the work so; 0 where none fits."""
-    progress.strategy = strategy
-    observer.stage(f"probing {strategy}")
+    """The largest batch of each rank where the model is trained by this; 0 where none fits."""
+    progress.variant = variant
+    observer.stage(f"probing {variant.name}")
     try:
-        return study_probe(config, opened, worker, observer, progress.folder.attempts(), strategy).largest()
+        return study_probe(config, opened, worker, observer, progress.folder.attempts(), variant).largest()
     finally:
-        progress.strategy = None
+        progress.variant = None

@@ -33,7 +33,7 @@ from batchtune.tune.findings import (
     uneven_warnings,
 )
 from batchtune.tune.study.phases import TuneStudy
-from batchtune.vocabulary import Strategy
+from batchtune.vocabulary import Variant
 
 Status = Literal["complete", "interrupted", "failed"]
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
@@ -46,7 +46,7 @@ class Progress:
         earlier: what an earlier start came to.
         opened: the task on its device.
         identity: what must not change while the study goes on.
-        strategy: by which ranks share the work of a probe under way; None: the baseline's.
+        variant: what a probe under way trains by; None: as the baseline does.
         probing: the probe, as long as it runs and after it.
         probe: its result, or an earlier start's or another machine's.
         prior: what the search starts from.
@@ -59,7 +59,7 @@ class Progress:
         self.earlier: Result | None = None
         self.opened: Opened | None = None
         self.identity: dict[str, object] = {}
-        self.strategy: Strategy | None = None
+        self.variant: Variant | None = None
         self.probing: Probe | None = None
         self.probe: ProbeResult | None = None
         self.prior: Prior | None = None
@@ -81,9 +81,9 @@ class Progress:
 
     def earlier_probe(self) -> ProbeResult | None:
         """An earlier start's probe, where it came to its end."""
-        found, others = self.earlier.probe if self.earlier else None, set(self._config.ranks.strategies[1:])
+        found, others = self.earlier.probe if self.earlier else None, {each.name for each in self._config.variants[1:]}
         is_whole = found and found.verified_in_fresh_process and found.throughput
-        return found if found and is_whole and others == (found.other_strategies or {}).keys() else None
+        return found if found and is_whole and others == (found.other_variants or {}).keys() else None
 
     def keep(self, attempt: Attempt) -> None:
         """Adds an attempt to the run folder; the first that fits is something not to be mixed with anything else."""
@@ -91,7 +91,7 @@ class Progress:
             self.keep_identity()
         assert self.opened is not None  # noqa: S101 - it is what attempts are made with
         about = {"precision": self.opened.precision[0][0], "memory_limit_bytes": self.opened.memory_limit_bytes}
-        self.folder.append_attempt(attempt, **about | ({"strategy": self.strategy} if self.strategy else {}))
+        self.folder.append_attempt(attempt, **about | ({"variant": self.variant.name} if self.variant else {}))
 
     def keep_identity(self) -> None:
         """Writes what the run folder's measurements hold for, once."""

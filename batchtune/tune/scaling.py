@@ -23,7 +23,7 @@ from batchtune.tune.plan.prior import split_batch, step_seconds
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.recommend import TIED
 from batchtune.tune.verdict.scores import SECONDS, Configuration, Expected, config_of, median_interval
-from batchtune.vocabulary import FAILED_FOR_GOOD
+from batchtune.vocabulary import FAILED_FOR_GOOD, Variant
 
 WORLD_SIZES = (1, 2, 4, 8)
 
@@ -57,7 +57,7 @@ def scaling(
     if not can_scale(found, probe):
         return None
     arguments = tuple(sorted(found.optimizer_arguments.items()))
-    about = found.precision, arguments, found.gradient_clipping, found.strategy
+    about = found.precision, arguments, found.gradient_clipping, found.variant
     ours = found.global_batch_size, found.learning_rate or 0.0, *about
     times = _times(trials, found.time_to_target_seconds, ours, expected)
     step = _Step(probe, measured)
@@ -82,13 +82,17 @@ class _Step:
 
     def __init__(self, probe: ProbeResult, measured: DataParallel) -> None:
         assert probe.throughput_fit is not None  # noqa: S101 - the caller looked
-        self.largest = probe.max_batch_size or 1
+        self._largest, self._others = probe.max_batch_size or 1, probe.other_variants or {}
         self._fit, self._measured = probe.throughput_fit, measured
         apart, alone = measured.step_seconds_without_communication, measured.step_seconds_alone
         slower = max(0.0, apart / alone - 1) if apart and alone else 0.0
         self._slower_each = slower / (measured.world_size - 1)
         errors = [abs(step_seconds(self._fit, each.batch_size) / each.step_seconds - 1) for each in probe.throughput]
         self.error = max(errors, default=0.0)
+
+    def largest(self, variant: Variant) -> int:
+        """The largest micro-batch of a model that is trained by this."""
+        return self._others.get(variant.name) or self._largest
 
     def seconds(self, micro_batch_size: int, accumulation_steps: int, world_size: int) -> float:
         """Of one optimizer step."""
@@ -125,8 +129,9 @@ def _times(
 
 
 def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
-    batch_size, rate, precision, arguments, clipping, _ = config
-    alone, here = split(batch_size, 1, step.largest), split(batch_size, world_size, step.largest)
+    batch_size, rate, precision, arguments, clipping, variant = config
+    largest = step.largest(variant)
+    alone, here = split(batch_size, 1, largest), split(batch_size, world_size, largest)
     if alone is None or here is None:
         return None
     seconds = step.seconds(*here, world_size)
@@ -140,6 +145,7 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
         precision=precision,
         optimizer_arguments=dict(arguments),
         gradient_clipping=clipping,
+        activation_checkpointing=variant.activation_checkpointing,
         step_seconds=seconds,
         time_to_target_seconds=Interval(
             median=one.median * ratio,
@@ -163,6 +169,7 @@ def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
         precision=found.precision,
         optimizer_arguments=found.optimizer_arguments,
         gradient_clipping=found.gradient_clipping,
+        activation_checkpointing=found.activation_checkpointing,
         step_seconds=step.seconds(micro, accumulation, 1),
         time_to_target_seconds=found.time_to_target_seconds,
         energy_to_target_joules=found.energy_to_target_joules,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from batchtune.errors import UsageError
 from batchtune.protocol.messages import Rendezvous
 
 _NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own timeout would only come in between
+_NAMED = 3  # parameters, where many are meant
 
 
 def load_early() -> None:
@@ -162,7 +164,12 @@ class Parallel:
 
         def replicated(batch: object, *, synchronize: bool) -> Tensor:
             wrapped.require_backward_grad_sync = synchronize  # what no_sync() does; backward comes after this returns
-            return wrapped(batch)  # type: ignore[no-any-return]
+            try:
+                return wrapped(batch)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                if unused := _unused(model, str(error)):
+                    raise unused from None
+                raise
 
         return replicated
 
@@ -176,6 +183,22 @@ class _LossOf(nn.Module):
 
     def forward(self, batch: object) -> Tensor:
         return self._loss(self._model, batch)
+
+
+def _unused(model: nn.Module, told: str) -> UsageError | None:
+    """What DDP says of parameters without a gradient, by their names; None where it says something else."""
+    if "find_unused_parameters" not in told:
+        return None
+    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [trained[int(each)] for each in listed[1].split() if int(each) < len(trained)] if listed else []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    which = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
+    return UsageError(
+        f"strategy ddp: some parameters of the model get no gradient{which}, for which ranks would "
+        "wait; have the loss use them, set their requires_grad to "
+        "False, or use fsdp"
+    )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -32,8 +32,8 @@ _REAL_BATCH_BYTES = 256 << 20  # a batch up to this size is made for real: make_
 class Checkpointed(Task):
     """A task whose model recomputes its repeated blocks in backward instead of keeping what is inside them."""
 
-    def model(self) -> nn.Module:
-        model = super().model()
+    def model(self, activation_checkpointing: bool | None = None) -> nn.Module:
+        model = super().model(activation_checkpointing)
         for block in repeated_blocks(model):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         return model

@@ -64,7 +64,7 @@ def by_configuration(trials: Sequence[Trial]) -> list[list[Trial]]:
     """The runs of each configuration together, both in their order."""
     found: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
-        about = (trial.precision, trial.strategy, trial.gradient_clipping, *sorted(trial.optimizer_arguments.items()))
+        about = (trial.precision, trial.variant, trial.gradient_clipping, *sorted(trial.optimizer_arguments.items()))
         found.setdefault((trial.batch_size, trial.learning_rate, *about), []).append(trial)
     return list(found.values())
 
@@ -100,7 +100,7 @@ def is_of(trial: Trial, configuration: Recommendation | None) -> bool:
         configuration is not None
         and configuration.learning_rate is not None
         and trial.batch_size == configuration.global_batch_size
-        and (trial.precision, trial.strategy) == (configuration.precision, configuration.strategy)
+        and (trial.precision, trial.variant) == (configuration.precision, configuration.variant)
         and trial.optimizer_arguments == configuration.optimizer_arguments
         and trial.gradient_clipping == configuration.gradient_clipping
         and math.isclose(trial.learning_rate, configuration.learning_rate, rel_tol=1e-6)

@@ -173,6 +173,8 @@ def pytorch(result: Document) -> str:
     if found.learning_rate is not None and result.task.optimizer_settings and found.optimizer is None:
         made = "".join(f", {name}={value!r}" for name, value in result.task.optimizer_settings.values.items())
         lines.append(f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})")
+    if found.activation_checkpointing is not None:
+        lines.append(f"activation_checkpointing = {found.activation_checkpointing}  # as build_model takes it")
     clipping = found.gradient_clipping
     for name, bound in [("norm", clipping.norm), ("value", clipping.value)] if clipping else []:
         if bound is not None:

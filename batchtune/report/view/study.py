@@ -20,7 +20,15 @@ from batchtune.report.view.select import (
     metric_of,
     score,
 )
-from batchtune.report.view.words import OUTCOMES, batch_text, clipping_text, named_values, ranks, tone
+from batchtune.report.view.words import (
+    OUTCOMES,
+    batch_text,
+    checkpointing_text,
+    clipping_text,
+    named_values,
+    ranks,
+    tone,
+)
 from batchtune.units import bounds, counted, duration, interval, number, time_interval
 
 _OURS, _THEIRS = "train with", "today"
@@ -39,6 +47,7 @@ def headline(result: Document, found: Recommendation) -> Headline:
     parts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
     parts |= {"optimizer": named_values(found.optimizer_arguments)}
     parts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
+    parts["activation checkpointing"] = checkpointing_text(found.activation_checkpointing)
     choice = facts(parts)
     if result.status == "running" and found.time_to_target_seconds is not None:
         return Headline(duration(found.time_to_target_seconds.median), "to the target, best so far", choice)
@@ -82,6 +91,7 @@ def comparison(result: Document, found: Recommendation) -> Table:
         ("gradient clipping", [each or "none" for each in clipped] if any(clipped) else ["-"]),
         ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
         ("precision", [each.precision for each in shown]),
+        ("activation checkpointing", [checkpointing_text(each.activation_checkpointing) or "-" for each in shown]),
         ("time to target", [time_interval(each.time_to_target_seconds) for each in shown]),
         ("energy to target", [interval(each.energy_to_target_joules, " J") for each in shown]),
         (metric_of(result), [interval(each.value) for each in shown]),
@@ -99,7 +109,7 @@ def runs(result: Document) -> Table:
     shown, key = best_first(result)
     marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
     several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
-    ways = len({trial.strategy for trial in shown}) > 1
+    ways = len({trial.variant for trial in shown}) > 1
     outcomes = [trial.outcome or trial.state for trial in shown]
     columns = [
         Column("", ["●" if row in marked else "" for row in range(len(shown))]),
@@ -110,7 +120,7 @@ def runs(result: Document) -> Table:
         numbers("learning rate", [trial.learning_rate for trial in shown]),
         Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3),
         Column("precision", [trial.precision if several else "" for trial in shown], spare=2),
-        Column("strategy", [trial.strategy or "" if ways else "" for trial in shown], spare=2),
+        Column("trained by", [trial.variant.name if ways else "" for trial in shown], spare=2),
         seconds("to target", [trial.time_to_target_seconds for trial in shown], spare=3 if key == JOULES else 0),
         numbers("energy", [each.energy_to_target_joules for each in shown], unit="J", spare=0 if key == JOULES else 3),
         counts("samples", [trial.samples_to_target for trial in shown], detail=True),
@@ -201,6 +211,7 @@ def configurations(result: Document) -> Table:
     shown = [each for each in (answer, *others[: _MOST_CONFIGURATIONS - len(ends)], today) if each is not None]
     intervals, key = [each.interval for each in shown], shown[0].key
     several = len({each.first.precision for each in shown}) > 1  # else the recommendation names it
+    ways = len({each.first.variant for each in shown}) > 1
     columns = [
         Column("", ["●" if each is answer else "" for each in shown]),
         counts("batch", [each.first.batch_size for each in shown]),
@@ -208,6 +219,7 @@ def configurations(result: Document) -> Table:
         Column("optimizer", [named_values(each.first.optimizer_arguments) for each in shown], spare=1),
         Column("clipping", [clipping_text(each.first.gradient_clipping) for each in shown], spare=1),
         Column("precision", [each.first.precision if several else "" for each in shown], spare=1),
+        Column("trained by", [each.first.variant.name if ways else "" for each in shown], spare=1),
         _medians(result, key, [each.median if each else None for each in intervals]),
         Column("interval", [_bounds(each, key) if each else "" for each in intervals], spare=1),
         counts("seeds", [len(each.fresh) or None for each in shown], spare=1),

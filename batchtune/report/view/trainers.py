@@ -130,6 +130,7 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
         "use_cpu": True if _device(result) == "cpu" else None,
         "fsdp": True if found.strategy == "fsdp" else None,  # Transformers 5: FSDP2, each layer of its own
+        "gradient_checkpointing": found.activation_checkpointing,
         "train_sampling_strategy": "group_by_length" if has_lengths(result) else None,
         **hf_optimizer(found, result),
     }
@@ -158,6 +159,7 @@ def _lightning(found: Recommendation, result: Document) -> Values:
         "trainer.gradient_clip_algorithm": "value" if _clipped(found)["value"] else None,
         "data.batch_size": found.micro_batch_size,
         "model.lr": found.learning_rate,
+        "model.activation_checkpointing": found.activation_checkpointing,
         **{f"model.{name}": value for name, value in found.optimizer_arguments.items()},
     }
 
@@ -202,6 +204,9 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
 
 def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
     notes = _tf32_notes(found)
+    if found.activation_checkpointing is not None:
+        how = "with" if found.activation_checkpointing else "without"
+        notes.append(f"measured {how} activation checkpointing, which your model does: DeepSpeed has no switch for it")
     if found.precision in {"bf16", "fp16"}:
         notes.append("torch_autocast is known to DeepSpeed 0.17.2 and newer; older ones pass it over")
     if clipped := _clipped(found)["value"]:
@@ -228,6 +233,9 @@ def _env(found: Recommendation, result: Document) -> Values:
         "NNODES": found.nodes,  # WORLD_SIZE is the launcher's own
         "NPROC_PER_NODE": found.world_size // (found.nodes or 1) if found.world_size > 1 else None,
         "STRATEGY": found.strategy,
+        "ACTIVATION_CHECKPOINTING": None
+        if found.activation_checkpointing is None
+        else int(found.activation_checkpointing),
         "PRECISION": found.precision,
     }
 

@@ -70,6 +70,11 @@ def clipping_text(found: GradientClipping | None) -> str:
     return ", ".join(f"{name} ≤ {number(value)}" for name, value in given.items() if value is not None)
 
 
+def checkpointing_text(found: bool | None) -> str:
+    """Activation checkpointing in a word; '' where it is as the task has it."""
+    return {True: "on", False: "off", None: ""}[found]
+
+
 def named_values(values: Mapping[str, Value]) -> str:
     """Arguments as one writes them in a call."""
     return ", ".join(

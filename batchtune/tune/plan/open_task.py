@@ -127,6 +127,7 @@ def worker_settings(config: Config) -> OpenTask:
         lengths="auto" if config.batch_size.unit == "tokens" else None,
         optimizer_arguments=tuple(config.space),
         gradient_clipping=config.gradient_clipping.fixed if config.gradient_clipping else None,
+        activation_checkpointing=config.variants[0].activation_checkpointing,
         metric=config.objective.metric,
     )
 

@@ -104,8 +104,8 @@ def as_one_device(probe: ProbeResult, world_size: int) -> ProbeResult:
         for each in probe.throughput
     ]
     largest = probe.max_batch_size and probe.max_batch_size * world_size
-    others = probe.other_strategies and {name: size * world_size for name, size in probe.other_strategies.items()}
-    sizes = {"max_batch_size": largest, "other_strategies": others}
+    others = probe.other_variants and {name: size * world_size for name, size in probe.other_variants.items()}
+    sizes = {"max_batch_size": largest, "other_variants": others}
     return probe.model_copy(update={**sizes, "throughput": points, "throughput_fit": fit})
 
 

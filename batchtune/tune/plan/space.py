@@ -13,9 +13,9 @@ from batchtune.config.space import Parameter
 from batchtune.document import NO_CLIPPING, GradientClipping, Prior, ProbeResult, Trial, Value
 from batchtune.errors import UsageError
 from batchtune.tune.plan.tokens import TokenBatches
-from batchtune.vocabulary import Strategy
+from batchtune.vocabulary import Variant
 
-CLIPPING, STRATEGY = "gradient_clipping", "ranks.strategy"  # the parameters' names in the study
+CLIPPING, VARIANT = "gradient_clipping", "trained by"  # the parameters' names in the study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,19 @@ class Plan:
     tokens: TokenBatches | None = None
 
     @property
-    def strategies(self) -> list[Strategy]:
-        """How ranks may share the work, as far as anything fits so; the first is the baseline's."""
-        first, *others = self.config.ranks.strategies
-        known = self.probe.other_strategies or {}
-        return [first, *(each for each in others if known.get(each))]
+    def variants(self) -> list[Variant]:
+        """What runs may be trained by, as far as anything fits so; the first is the baseline's."""
+        first, *others = self.config.variants
+        known = self.probe.other_variants or {}
+        return [first, *(each for each in others if known.get(each.name))]
 
-    def max_batch_size(self, strategy: Strategy | None) -> int:
+    def max_batch_size(self, variant: Variant) -> int:
         """What fits at once, on all ranks together."""
-        known = self.probe.other_strategies or {}
-        return (known.get(strategy) if strategy else None) or self.probe.max_batch_size or 1
+        return (self.probe.other_variants or {}).get(variant.name) or self.probe.max_batch_size or 1
+
+    def micro_batch_size(self, variant: Variant) -> int | None:
+        """What a fixed global batch is made of; None: whatever fits, as no other variant than the first was timed."""
+        return self.prior.micro_batch_size if variant == self.variants[0] else None
 
 
 class Space:
@@ -81,7 +84,7 @@ class Space:
             "learning_rate": FloatDistribution(*rates, log=True),
         }
         self.baseline: dict[str, Value] = {"batch_size": base.batch_size, "learning_rate": base.learning_rate}
-        for name, choices in (("precision", plan.precisions), (STRATEGY, plan.strategies)):
+        for name, choices in (("precision", plan.precisions), (VARIANT, [each.name for each in plan.variants])):
             if len(choices) > 1:
                 self.distributions[name] = CategoricalDistribution(choices)
                 self.baseline[name] = choices[0]
@@ -105,19 +108,16 @@ class Space:
     def of(self, trial: Trial) -> dict[str, Value]:
         """The parameters of a trial."""
         values = trial.model_dump() | trial.optimizer_arguments | {CLIPPING: _number_of(trial.gradient_clipping)}
-        values[STRATEGY] = trial.strategy
+        values[VARIANT] = trial.variant.name
         return {name: values[name] for name in self.distributions if name in values}
 
     def precision(self, params: Mapping[str, Value]) -> str:
         """The precision that parameters stand for."""
         return str(params.get("precision", self._plan.precisions[0]))
 
-    def strategy(self, params: Mapping[str, Value]) -> Strategy | None:
-        """The strategy that parameters stand for; None for a device alone."""
-        known = {str(each): each for each in self._plan.strategies}
-        return (
-            known[str(params.get(STRATEGY, self._plan.strategies[0]))] if self._plan.config.ranks.of_each > 1 else None
-        )
+    def variant(self, params: Mapping[str, Value]) -> Variant:
+        """The variant that parameters stand for."""
+        return Variant.named(params[VARIANT]) if VARIANT in params else self._plan.variants[0]
 
     def gradient_clipping(self, params: Mapping[str, Value]) -> GradientClipping:
         """What parameters stand for; where it is not searched, what every run does."""

@@ -15,7 +15,7 @@ from batchtune.protocol.commands import Opened
 from batchtune.tune.plan.open_task import multiple_of
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.tokens import in_samples
-from batchtune.vocabulary import Strategy
+from batchtune.vocabulary import Variant
 
 USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow the machine is at the moment
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
@@ -29,21 +29,21 @@ def study_probe(
     worker: Worker,
     observer: Observer,
     earlier: Iterable[Mapping[str, object]],
-    strategy: Strategy | None = None,
+    variant: Variant | None = None,
 ) -> Probe:
     """The probe of a study, which goes on from the attempts of earlier starts.
 
-    With a `strategy`, one that ranks share the work by instead of the baseline's.
+    With a `variant`, of what is trained by that instead of as the baseline is.
     """
     precision = opened.precision[0][0]
     about = {"precision": precision, "purpose": "search"}.items()
-    earlier = [each for each in earlier if each.get("strategy") == strategy]
+    earlier = [each for each in earlier if each.get("variant") == (variant.name if variant else None)]
     limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
     known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
-    return Probe(worker, _probe_options(config, strategy), precision, observer, known)
+    return Probe(worker, _probe_options(config, variant or Variant()), precision, observer, known)
 
 
-def _probe_options(config: Config, strategy: Strategy | None) -> ProbeOptions:
+def _probe_options(config: Config, variant: Variant) -> ProbeOptions:
     """How the study's probe searches, with a small share of its time: what it recommends has trained for longer.
 
     Its sizes are of each rank.
@@ -61,6 +61,6 @@ def _probe_options(config: Config, strategy: Strategy | None) -> ProbeOptions:
         verify_seconds=VERIFY_SHARE * total,
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         flops=False,
-        strategy=strategy,
+        variant=variant,
         lengths="auto" if config.batch_size.unit == "tokens" else None,
     )

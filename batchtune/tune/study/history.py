@@ -13,11 +13,12 @@ from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import CurvePoint, ThroughputFit, Trial, Value
-from batchtune.protocol.messages import Json, PaceKind, RunSpec, pace_kind
-from batchtune.tune.plan.space import STRATEGY
+from batchtune.protocol.messages import NO_VARIANT, Json, PaceKind, RunSpec, pace_kind
+from batchtune.tune.plan.space import VARIANT
 from batchtune.tune.verdict.scores import SECONDS, Cost
+from batchtune.vocabulary import Variant
 
-_OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping", STRATEGY}
+_OURS = {"batch_size", "learning_rate", "precision", "gradient_clipping", VARIANT}
 _KEPT = (  # attributes that have a field's name
     *("role", "outcome", "micro_batch_size", "gradient_accumulation_steps", "time_to_target_seconds"),
     *("samples_to_target", "energy_to_target_joules", "training_seconds", "measured_training_seconds"),
@@ -48,12 +49,13 @@ def to_record(trial: FrozenTrial) -> Trial:
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     kept["state"] = trial.state.name.lower()
+    told = Variant(attributes.get("strategy"), attributes.get("activation_checkpointing"))
+    kept |= (Variant.named(params[VARIANT]) if VARIANT in params else told)._asdict()
     return Trial(
         number=trial.number,
         batch_size=int(params["batch_size"]),
         learning_rate=float(params["learning_rate"]),
         precision=str(params.get("precision", attributes.get("precision", "fp32"))),
-        strategy=params.get(STRATEGY, attributes.get("strategy")),
         optimizer_arguments=arguments,
         seed=int(attributes.get("seed", 0)),
         value=attributes.get("best_value"),
@@ -157,14 +159,14 @@ class StudyHistory:
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if role in {None, trial.user_attrs.get("role", "search")}]
 
-    def out_of_memory(self, precision: str, strategy: str | None = None) -> int | None:
+    def out_of_memory(self, precision: str, variant: Variant = NO_VARIANT) -> int | None:
         """The smallest micro-batch at which runs in this precision met the end of memory; None where none did.
 
-        Those of another strategy of ranks do not count. The probe measured one precision, and steps of another may
+        Those of another variant do not count. The probe measured one precision, and steps of another may
         take more. Sizes at which a run has come through, or at a larger one, do not count either: what was missing
         there was not the run's fault.
         """
-        alike = [each for each in self.records() if (each.precision, each.strategy) == (precision, strategy)]
+        alike = [each for each in self.records() if (each.precision, each.variant) == (precision, variant)]
         same = [each for each in alike if each.micro_batch_size is not None]
         came_through = max((each.micro_batch_size or 0 for each in same if over(each)), default=0)
         failed = [each.micro_batch_size for each in same if each.outcome == "oom"]
@@ -181,14 +183,14 @@ class StudyHistory:
         """
         paces: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         for trial in self.records()[-_RECENT:]:
-            own = pace_kind(trial.optimizer_arguments, trial.strategy)
+            own = pace_kind(trial.optimizer_arguments, trial.variant)
             if trial.precision == precision and kind in {None, own}:
                 paces[_shape(trial)] += _stretches(trial, cost)
         return {shape: _undisturbed(each) for shape, each in paces.items() if each}
 
     def pace(self, spec: RunSpec) -> float | None:
         """Seconds of an optimizer step of such runs while nothing slows them down; None where there were none."""
-        known = self.paces(spec.precision, pace_kind(spec.optimizer_arguments, spec.strategy))
+        known = self.paces(spec.precision, pace_kind(spec.optimizer_arguments, spec.variant))
         return known.get((spec.micro_batch_size, spec.accumulation_steps))
 
     def shares(self, paces: Mapping[tuple[int, int], float]) -> dict[int, float]:

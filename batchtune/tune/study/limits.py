@@ -27,12 +27,12 @@ class Limits:
     def spec(self, params: Mapping[str, Value], role: Role, seed: int, target: float | None) -> RunSpec:
         """The run of a trial; `target`: the metric value at which it ends, None: it runs to its limit."""
         config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
-        precision, strategy, ranks = self._space.precision(params), self._space.strategy(params), config.ranks.of_each
-        max_micro = self._plan.max_batch_size(strategy) // ranks
-        too_large = self._history.out_of_memory(precision, strategy)
+        precision, variant, ranks = self._space.precision(params), self._space.variant(params), config.ranks.of_each
+        max_micro = self._plan.max_batch_size(variant) // ranks
+        too_large = self._history.out_of_memory(precision, variant)
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         of_rank = int(params["batch_size"]) // ranks
-        made = split(self._plan.tokens, of_rank, min(self._plan.prior.micro_batch_size or most, most), max_micro)
+        made = split(self._plan.tokens, of_rank, min(self._plan.micro_batch_size(variant) or most, most), max_micro)
         cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
@@ -49,14 +49,14 @@ class Limits:
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,
             evaluation_batch_size=min(made.at_once, _evaluated(probe) or MAX_EVALUATION_BATCH),
             most_step_seconds=self._history.most_step_seconds(
-                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments, strategy)
+                made.micro_batch_size * ranks, made.steps, precision, fit, pace_kind(arguments, variant)
             ),
             optimizer_arguments=arguments,
             gradient_clipping=self._space.gradient_clipping(params),
             horizon_seconds=config.budget.run,
             total_steps=self._history.total_steps(params),
             world_size=ranks,
-            strategy=strategy,
+            variant=variant,
             samples=made.samples,
             length_batches=made.length_batches,
         )

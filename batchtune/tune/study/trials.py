@@ -238,7 +238,8 @@ class _Race:
 
 def _about(spec: RunSpec, role: Role, nodes: int) -> Json:
     """What a trial's attributes say before it runs."""
-    group: Json = {"world_size": spec.world_size, "strategy": spec.strategy} if spec.world_size > 1 else {}
+    group: Json = {"world_size": spec.world_size} if spec.world_size > 1 else {}
+    group |= {name: each for name, each in spec.variant._asdict().items() if each is not None}
     group |= {"nodes": nodes} if nodes > 1 else {}
     return {
         **group,

@@ -253,6 +253,7 @@ def _of(group: Sequence[Trial], values: Sequence[float], scoring: Scoring, reaso
         gradient_accumulation_steps=first.gradient_accumulation_steps or 1,
         world_size=first.world_size or 1,
         strategy=first.strategy,
+        activation_checkpointing=first.activation_checkpointing,
         nodes=first.nodes,
         global_batch_size=first.batch_size,
         learning_rate=first.learning_rate,

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchtune.document import CurvePoint, GradientClipping, Interval, Trial, Value
-from batchtune.vocabulary import FAILED, Goal, Kind, Strategy
+from batchtune.vocabulary import FAILED, Goal, Kind, Variant
 
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
 WORTHLESS = {"diverged", *FAILED}  # whatever their metric was before
-Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None, Strategy | None]
+Configuration = tuple[int, float, str, tuple[tuple[str, Value], ...], GradientClipping | None, Variant]
 Expected = Mapping[Configuration, float]  # logarithm of what a configuration costs on average, by all runs together
 CONFIDENCE = 0.9
 STEADY = 1.05  # times as long, or less, is no sign of other programs
@@ -66,7 +66,7 @@ def cost_of(kind: Kind) -> Cost | None:
 def config_of(trial: Trial) -> Configuration:
     """What makes two trials the same configuration, whatever their seed."""
     arguments = tuple(sorted(trial.optimizer_arguments.items()))
-    return trial.batch_size, trial.learning_rate, trial.precision, arguments, trial.gradient_clipping, trial.strategy
+    return trial.batch_size, trial.learning_rate, trial.precision, arguments, trial.gradient_clipping, trial.variant
 
 
 @dataclass(frozen=True, slots=True)

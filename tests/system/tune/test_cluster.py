@@ -3,14 +3,18 @@
 import contextlib
 import importlib.util
 import os
+import random
 import signal
 import threading
+import time
 import unittest.mock
+from collections import Counter
 
 import optuna
 import psutil
 import pytest
 from finished import Tuned
+from fixtures import strikes
 from fixtures.waiting import wait_until
 from optuna.storages.journal import JournalFileBackend
 
@@ -334,3 +338,32 @@ def test_groups_train_side_by_side_and_the_run_of_a_lost_node_is_done_again_on_a
     found = [trial for trial in done.document["trials"] if trial["number"] not in lost]
     assert {trial["state"] for trial in found} <= {"complete", "pruned"}
     assert {trial["world_size"] for trial in found} == {2}
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_random_strikes_at_groups_on_a_cluster_lose_and_double_nothing(new_cli, tmp_path, monkeypatch, capsys):
+    """As in test_ranks.py, with two groups at once; nodes have the mark of this test from this process."""
+    mark, dice, wanted = str(tmp_path), random.Random(0), int(os.environ.get("STRIKES", "20"))
+    monkeypatch.setenv("OF_THIS_TEST", mark)
+    dealt, outcomes, begun = Counter(), Counter(), time.monotonic()
+    with nodes_of(2) as (cluster, _):
+        how = ("ranks.per_trial=2", "confirm=off", "budget.total=3h")
+        while dealt.total() < wanted:
+            cli = new_cli()
+            cli.write("linear.py", (cli.folder / "linear.py").read_text() + strikes.STRUCK)
+            command = cli.start(*study(cluster, *how, "budget.trials=1000"), python=("-c", strikes.PATIENT))
+            command.wait_for("searching", 300)
+            order = cli.folder / "strike"
+            dealt += strikes.strike_until_it_ends(command, order, mark, dice, wanted - dealt.total())
+            strikes.interrupt(command)
+            assert command.finish(600).code in {0, 130}, command.err[-2000:]
+            done = cli.start(*study(cluster, *how, f"budget.trials={strikes.searched(cli) + 2}")).finish(600)
+            assert done.code == 0, done.err[-2000:]
+            outcomes += strikes.outcomes_of(cli, done.document)
+            wait_until(lambda: not strikes.of_these_tests(mark), 60)
+            with capsys.disabled():
+                print(f"\n{time.monotonic() - begun:.0f} s", dict(dealt), dict(outcomes), flush=True)
+    assert outcomes["user_error"] == 0

@@ -1,60 +1,18 @@
 """`tune --ranks` with real groups of ranks: whole studies, what is refused, and ranks that die, hang or lack memory."""
 
-import contextlib
 import json
 import os
 import random
-import signal
 import time
 from collections import Counter
 
-import optuna
-import psutil
 import pytest
+from fixtures.strikes import PATIENT, STRUCK, interrupt, of_these_tests, outcomes_of, searched, strike_until_it_ends
 from fixtures.waiting import wait_until
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
 from batchtune.tune.study import trials
 
 STUDY = ("tune", "config.yaml", "device=cpu", "budget.trials=3", "confirm.seeds=1", "confirm.top=1")
-
-# The first process that trains as rank 1 once the probe is done meets what FATE says, once.
-STRUCK = """
-import os, signal, time
-from pathlib import Path
-plain_loss = compute_loss
-
-def _strike(fate):
-    if fate == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fate == "hangs":
-        time.sleep(600)
-    if fate == "lacks memory":
-        torch.ones(1 << 40)
-    raise ValueError("rank 1 has another opinion")
-
-def compute_loss(model, batch):
-    order = Path("strike")
-    if os.environ.get("RANK") == "1" and torch.is_grad_enabled() and order.exists():
-        fate = order.read_text()
-        order.unlink()
-        _strike(fate)
-    return plain_loss(model, batch)
-"""
-
-
-def of_these_tests(mark):
-    """Ranks that commands of this test have started."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("OF_THIS_TEST") == mark and "batchtune.child.rank" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 @pytest.fixture
@@ -104,9 +62,9 @@ def test_a_study_of_both_strategies_probes_each_and_runs_what_each_trial_says(qu
     ran = [(trial["role"], trial["strategy"]) for trial in found["trials"] if trial["state"] in {"complete", "pruned"}]
     assert {("baseline", "ddp"), ("search", "ddp"), ("search", "fsdp")} <= set(ran)
     assert found["probe"]["data_parallel"]["strategy"] == "ddp"
-    assert found["probe"]["other_strategies"]["fsdp"] > 0
+    assert found["probe"]["other_variants"]["fsdp"] > 0
     kept = [json.loads(line) for line in (quick_cli.run_folder() / "attempts.jsonl").read_text().splitlines()]
-    assert {each.get("strategy") for each in kept} == {None, "fsdp"}
+    assert {each.get("variant") for each in kept} == {None, "fsdp"}
     answer = found["recommendation"]
     assert f"{answer['world_size']} with {answer['strategy']}" in quick_cli("report", "config", "-v").out
     again = quick_cli(*STUDY, *BOTH, "budget.trials=7", "--json")
@@ -146,6 +104,31 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_anything_trains(quick_
     assert done.code == 2
     assert UNSHARED[model] in done.err
     assert not (quick_cli.run_folder() / "study.log").exists() or not quick_cli.result().get("trials")
+
+
+UNUSED = """
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, points):
+        return self.used(points)
+
+def build_model():
+    return Spare()
+"""
+
+
+def test_parameters_that_get_no_gradient_are_named_with_what_to_do(quick_cli):
+    quick_cli.write("linear.py", (quick_cli.folder / "linear.py").read_text() + UNUSED)
+    done = quick_cli(*STUDY, "--ranks", "2")
+    assert done.code == 2
+    told = (
+        "strategy ddp: some parameters of the model get no gradient (spare.weight, spare.bias), for which ranks would "
+    )
+    assert told + "wait; have the loss use them, set their requires_grad to False, or use fsdp" in done.err
+    assert quick_cli(*STUDY, "--ranks", "2", "--strategy", "fsdp", "confirm=off", "budget.trials=1").code == 0
 
 
 FATES = {  # the outcome of the run; None: it is done again
@@ -240,42 +223,7 @@ def test_a_rank_that_is_five_times_as_slow_is_named_in_a_warning(quick_cli):
     assert all(3 < each < 7 for each in times), times
 
 
-PATIENT = (
-    "from batchtune.processes import worker; from batchtune.tune.study import trials; from batchtune.cli import main; "
-    "trials.LONG_SILENCE_SECONDS, worker.START_TIMEOUT_SECONDS = 10.0, 40.0; main()"
-)
-BLOWS = {
-    "killed": signal.SIGKILL,
-    "stopped": signal.SIGSTOP,
-    "terminated": signal.SIGTERM,
-    "lacks memory": None,
-    "hangs": None,
-}
 STRUCK_STUDY = ("tune", "config.yaml", "device=cpu", "--ranks", "2", "confirm=off", "--json", "-v", "budget.total=3h")
-
-
-def _deal(blow, process, order):
-    """Sends a signal to one process of a rank, or has the next step of rank 1 meet what is ordered."""
-    if BLOWS[blow] is None:
-        order.write_text(blow)
-    else:
-        process.send_signal(BLOWS[blow])
-
-
-def _strike_until_it_ends(study, order, mark, dice, wanted):
-    """Deals blows to ranks that work, at random; returns how many of each kind."""
-    dealt = Counter()
-    while study.process.poll() is None and dealt.total() < wanted:
-        with contextlib.suppress(psutil.Error):
-            victims = of_these_tests(mark)
-            at_work = all(each.status() != psutil.STATUS_STOPPED for each in victims) and not order.exists()
-            if len(victims) >= 2 and at_work:
-                blow = dice.choice(list(BLOWS))
-                _deal(blow, dice.choice(victims), order)
-                dealt[blow] += 1
-        time.sleep(dice.uniform(0.5, 8.0))
-    order.unlink(missing_ok=True)
-    return dealt
 
 
 def _struck_study(cli, mark, dice, wanted):
@@ -283,23 +231,13 @@ def _struck_study(cli, mark, dice, wanted):
     cli.write("linear.py", (cli.folder / "linear.py").read_text() + STRUCK)
     study = cli.start(*STRUCK_STUDY, "budget.trials=1000", python=("-c", PATIENT))
     study.wait_for("searching", 300)
-    dealt = _strike_until_it_ends(study, cli.folder / "strike", mark, dice, wanted)
+    dealt = strike_until_it_ends(study, cli.folder / "strike", mark, dice, wanted)
     assert dealt.total() > 0
-    if study.process.poll() is None:  # else the search has come to its end under so many
-        study.process.send_signal(signal.SIGINT)
+    interrupt(study)
     assert study.finish(600).code in {0, 130}, study.err[-2000:]
-    ran = sum(trial["role"] == "search" for trial in cli.result()["trials"] if trial.get("outcome"))
-    done = cli(*STRUCK_STUDY, f"budget.trials={ran + 2}")
+    done = cli(*STRUCK_STUDY, f"budget.trials={searched(cli) + 2}")
     assert done.code == 0, done.err
-    kept = optuna.load_study(
-        study_name="config", storage=JournalStorage(JournalFileBackend(str(cli.run_folder() / "study.log")))
-    ).get_trials()
-    again = Counter(trial.user_attrs["retry_of"] for trial in kept if "retry_of" in trial.user_attrs)
-    given_back = {each.number for each in kept if each.state is TrialState.FAIL and "outcome" not in each.user_attrs}
-    assert again == Counter(given_back)  # each once
-    assert [trial["number"] for trial in done.document["trials"]] == [trial.number for trial in kept]
-    assert not [trial for trial in kept if not trial.state.is_finished()]
-    return dealt, Counter(trial.user_attrs.get("outcome", "done again") for trial in kept)
+    return dealt, outcomes_of(cli, done.document)
 
 
 @pytest.mark.long

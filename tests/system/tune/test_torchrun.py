@@ -1,10 +1,15 @@
 """`tune` inside of the user's own torchrun, on one machine or two: one study, told once, and machines that go away."""
 
+import os
+import random
 import signal
+import time
+from collections import Counter
 
 import psutil
 import pytest
 from finished import Tuned
+from fixtures import strikes
 from fixtures.torchrun import PATIENT, Machines
 from fixtures.waiting import wait_until
 
@@ -139,6 +144,8 @@ def test_a_dry_run_opens_the_task_on_all_ranks(two):
     assert "on 4 ranks (ddp) on cpu of 2 machines" in first.err
     assert (first.document["world_size"], first.document["strategy"]) == (4, "ddp")
     assert (second.out, ours(second.err)) == ("", [])
+    limits, free = first.document["rank_memory_limits_bytes"], first.document["environment"]["device_memory_free_bytes"]
+    assert limits == pytest.approx([0.8 * free / 2] * 4, rel=0.2)  # two share a host's memory, not all four
 
 
 @pytest.mark.timeout(600)
@@ -184,6 +191,40 @@ def test_the_machine_of_the_first_rank_ends_those_that_follow(held, go_on, two, 
         assert first.document["status"] == "interrupted"
         assert "batchtune:" not in second.err
     assert_goes_on(go_on, two)
+
+
+def struck(clis, mark, dice, wanted):
+    """One study on two machines under blows, interrupted, and gone on with; the blows and what its trials came to."""
+    first = clis[0]
+    for cli in clis:
+        cli.write("patient.py", PATIENT)
+        cli.write("linear.py", (cli.folder / "linear.py").read_text() + strikes.STRUCK)
+    how = (*STUDY, "budget.total=3h")
+    machines = Machines(clis, *how, "budget.trials=1000", program=("patient.py",))
+    agent = machines.agents[0]
+    agent.wait_for("searching", 300)
+    dealt = strikes.strike_until_it_ends(agent, first.folder / "strike", mark, dice, wanted)
+    strikes.interrupt(agent)
+    told = machines.finish(300)
+    done, _ = Machines(clis, *how, f"budget.trials={strikes.searched(first) + 2}", program=("patient.py",)).finish(400)
+    assert done.code == 0, (told[0].err[-2000:], done.err[-2000:])
+    return dealt, strikes.outcomes_of(first, done.document)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_random_strikes_on_two_machines_lose_and_double_nothing(new_cli, tmp_path, monkeypatch, capsys):
+    """As in test_ranks.py. Where a strike ends the study, the same command goes on, and another study is struck."""
+    monkeypatch.setenv("OF_THIS_TEST", str(tmp_path))
+    dice, wanted, begun = random.Random(0), int(os.environ.get("STRIKES", "20")), time.monotonic()
+    dealt, outcomes, studies = Counter(), Counter(), 0
+    while dealt.total() < wanted:
+        blows, found = struck([new_cli(), new_cli()], str(tmp_path), dice, wanted - dealt.total())
+        wait_until(lambda: not strikes.of_these_tests(str(tmp_path)), 60)
+        dealt, outcomes, studies = dealt + blows, outcomes + found, studies + 1
+        with capsys.disabled():
+            print(f"\n{studies} studies, {time.monotonic() - begun:.0f} s", dict(dealt), dict(outcomes), flush=True)
+    assert outcomes["user_error"] == 0
 
 
 class TestConfigurationInTorchrun:

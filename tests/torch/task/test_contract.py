@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from batchtune.errors import UserCodeError
+from batchtune.errors import UsageError, UserCodeError
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.optimizers import Optimizers
@@ -344,3 +344,41 @@ def test_to_tune_a_model_must_be_a_new_one_each_time():
     tuned.model()
     with pytest.raises(UserCodeError, match="build_model returned the same object again, which other runs"):
         tuned.model()
+
+
+class TestActivationCheckpointing:
+    """Asked of the parameter of build_model, or of a Hugging Face model's own switch; refused where there is none."""
+
+    def test_build_model_is_asked_only_where_somebody_asks(self):
+        asked = []
+
+        def build_model(activation_checkpointing="as it is"):
+            asked.append(activation_checkpointing)
+            return nn.Linear(4, 1)
+
+        task = task_of(build_model=build_model)
+        task.model()
+        task.model(activation_checkpointing=True)
+        task.activation_checkpointing = False
+        task.model()
+        task.model(activation_checkpointing=True)
+        assert asked == ["as it is", True, False, True]
+
+    @pytest.mark.parametrize("kind", ["activation", "gradient"])
+    def test_a_hugging_face_model_is_switched(self, kind):
+        switched = []
+        names = [f"{kind}_checkpointing_{each}" for each in ("enable", "disable")]
+        methods = {name: lambda self, name=name: switched.append(name) for name in names}
+        model = type("PreTrainedModel", (nn.Linear,), {"supports_gradient_checkpointing": True, **methods})
+        task = task_of(build_model=lambda: model(4, 1))
+        task.model(activation_checkpointing=True)
+        task.model(activation_checkpointing=False)
+        assert switched == names
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_what_does_not_offer_it_is_refused_with_the_fix(self, asked):
+        told = (
+            f"activation_checkpointing {str(asked).lower()}: m.py: build_model does not offer it; give it a parameter"
+        )
+        with pytest.raises(UsageError, match=told):
+            task_of().model(activation_checkpointing=asked)

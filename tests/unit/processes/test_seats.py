@@ -11,6 +11,7 @@ from batchtune.device.nvml import distances
 from batchtune.observer import Observer
 from batchtune.processes import pool
 from batchtune.processes.pool import WorkerPool
+from batchtune.processes.ranks import closest_seats
 from batchtune.processes.seats import by_closeness
 from batchtune.protocol.commands import OpenTask
 
@@ -147,3 +148,9 @@ def test_where_nobody_tells_the_order_is_that_of_the_devices(monkeypatch, nvml):
 def test_the_users_own_list_is_seated_too(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert seats(monkeypatch, "auto")[1] == "GPU-1,GPU-2"
+
+
+@pytest.mark.usefixtures("nvml")
+def test_the_ranks_of_a_probe_are_seated_as_those_of_a_study():
+    assert closest_seats("cuda", 2) == {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-3,GPU-1,GPU-2"}
+    assert closest_seats("auto", 4) == closest_seats("cuda", 1) == closest_seats("cpu", 2) == {}

@@ -17,8 +17,9 @@ from batchtune.tune.findings import baseline_warnings, loading_warnings
 from batchtune.tune.plan.affordable import affordable_noise_scale
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
-from batchtune.tune.plan.space import STRATEGY, Space
+from batchtune.tune.plan.space import VARIANT, Space
 from batchtune.tune.study.phases import TuneStudy
+from batchtune.vocabulary import Variant
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 
@@ -182,15 +183,15 @@ def chosen():
     """A study of both strategies, of which the second has room for half as much, and takes half as long."""
 
     class Both(Group):
-        def train(self, *, strategy, **spec):
-            self.of[strategy].append(spec["micro_batch_size"])
-            self.slower = lambda _: 0.5 if strategy == "fsdp" else 1.0
-            return super().train(strategy=strategy, **spec)
+        def train(self, *, variant, **spec):
+            self.of[variant.strategy].append(spec["micro_batch_size"])
+            self.slower = lambda _: 0.5 if variant.strategy == "fsdp" else 1.0
+            return super().train(variant=variant, **spec)
 
     worker = Both(4)
     worker.of = {"ddp": [], "fsdp": []}
     plan = law.plan(**KEYS, ranks=Ranks(per_trial=4, strategy=["ddp", "fsdp"]))
-    both = probe().model_copy(update={"other_strategies": {"fsdp": LARGEST // 2}})
+    both = probe().model_copy(update={"other_variants": {"fsdp": LARGEST // 2}})
     made = make_plan(plan.config, GROUP, both, plan.prior)
     tuned = TuneStudy(made, FakeCrew(worker), optuna.storages.InMemoryStorage(), Observer())
     tuned.run()
@@ -204,7 +205,7 @@ def test_a_strategy_is_searched_as_a_precision_is_and_the_first_is_the_baselines
     assert {trial.strategy for trial in records if trial.role == "baseline"} == {"ddp"}
     assert max(worker.of["fsdp"]) <= LARGEST // 2
     whole = tuned.parts.space.baseline | {"batch_size": 4 * LARGEST}
-    sizes = [tuned.trials.spec(whole | {STRATEGY: each}, "search", 0).micro_batch_size for each in ("ddp", "fsdp")]
+    sizes = [tuned.trials.spec(whole | {VARIANT: each}, "search", 0).micro_batch_size for each in ("ddp", "fsdp")]
     assert sizes[1] <= LARGEST // 2 < sizes[0] <= LARGEST
     found, baseline = tuned.recommendation()
     assert baseline.strategy == "ddp"
@@ -215,7 +216,7 @@ def test_a_strategy_is_searched_as_a_precision_is_and_the_first_is_the_baselines
 def test_what_one_strategys_steps_take_and_need_tells_nothing_of_the_others(chosen):
     tuned, _ = chosen
     history = tuned.parts.history
-    paces = {name: history.paces("fp32", pace_kind({}, name)) for name in ("ddp", "fsdp")}
+    paces = {name: history.paces("fp32", pace_kind({}, Variant.named(name))) for name in ("ddp", "fsdp")}
     assert all(paces.values())
     for trial in tuned.records():
         steps = trial.gradient_accumulation_steps
@@ -224,8 +225,8 @@ def test_what_one_strategys_steps_take_and_need_tells_nothing_of_the_others(chos
 
 def test_a_strategy_by_which_nothing_fits_is_not_searched():
     plan = law.plan(**KEYS, ranks=Ranks(per_trial=4, strategy=["ddp", "fsdp"]))
-    none = probe().model_copy(update={"other_strategies": {"fsdp": 0}})
-    assert "ranks.strategy" not in Space(make_plan(plan.config, GROUP, none, plan.prior)).distributions
+    none = probe().model_copy(update={"other_variants": {"fsdp": 0}})
+    assert VARIANT not in Space(make_plan(plan.config, GROUP, none, plan.prior)).distributions
 
 
 def test_each_run_says_how_many_ranks_trained_it_and_each_of_them_its_share(finished):
