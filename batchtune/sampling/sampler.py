@@ -24,8 +24,9 @@ class LengthBatchSampler:
     Every batch fits: it has at most as many samples as were measured to train at the longest length of its bucket.
     Every sample comes once in an epoch. Every rank has as many batches as the others, and at each step of the same
     bucket, but for the few samples that are too few for all ranks. Within a bucket samples are shuffled, then put in
-    order of length by some batches at a time, so that little is padded. (Where every batch is of one sample, the ranks
-    can only be made even by repeating some, as torch's DistributedSampler does.)
+    order of length by some batches at a time, so that little is padded. Batches that are not full come last in an
+    epoch: between full ones they may cut up memory that these need. (Where every batch is of one sample, the ranks can
+    only be made even by repeating some, as torch's DistributedSampler does.)
 
         sampler = batchtune.LengthBatchSampler([len(text) for text in texts], ".batchtune/probe-model")
         loader = DataLoader(texts, batch_sampler=sampler, collate_fn=pad)
@@ -59,9 +60,12 @@ class LengthBatchSampler:
         self._ranks, self._rank = _place(num_replicas, rank)
         self._buckets: list[list[int]] = [[] for _ in frontier.batch_sizes]
         self._totals: list[int] = []
+        self._full: list[int] = []  # the batch size of the bucket of each sample
         for index, length in enumerate(lengths):
-            self._buckets[frontier.bucket_of(length, index)].append(index)
+            bucket = frontier.bucket_of(length, index)
+            self._buckets[bucket].append(index)
             self._totals.append(total_of(length))
+            self._full.append(frontier.batch_sizes[bucket])
         if not any(self._buckets):
             raise ValueError("lengths: there are none, so that there is nothing to make batches of")
         self._batch_sizes = frontier.batch_sizes
@@ -93,17 +97,16 @@ class LengthBatchSampler:
             yield step[self._rank]
 
     def _steps(self, epoch: int) -> list[Step[int]]:
-        """All steps of an epoch, the same on every rank."""
+        """All steps of an epoch, the same on every rank: those of full batches, then the others."""
         buckets = [list(each) for each in self._buckets]
-        if not self._shuffle:
-            return sorted(steps_of(buckets, self._batch_sizes, self._ranks))
         shuffled = random.Random(f"{self._seed} {epoch}")
-        for samples, size in zip(buckets, self._batch_sizes, strict=True):
+        for samples, size in zip(buckets, self._batch_sizes, strict=True) if self._shuffle else ():
             shuffled.shuffle(samples)
             self._sort_some(samples, size * self._ranks)
-        steps = steps_of(buckets, self._batch_sizes, self._ranks)
-        shuffled.shuffle(steps)
-        return steps
+        steps = sorted(steps_of(buckets, self._batch_sizes, self._ranks))
+        if self._shuffle:
+            shuffled.shuffle(steps)
+        return sorted(steps, key=lambda step: any(len(batch) < self._full[batch[0]] for batch in step))
 
     def _sort_some(self, samples: list[int], step: int) -> None:
         """Puts the samples of some steps at a time in order of length; of half of them at most, that batches differ."""

@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -129,6 +129,15 @@ class Plain:
         return code == 0
 
 
+def failing(plain: Plain, sizes: Sequence[int], every: Mapping[str, Sequence[int]]) -> list[str]:
+    """The orders in which they do not train; every other one frees gradients before the forward pass."""
+    return [
+        which
+        for number, (which, order) in enumerate(every.items())
+        if not plain.trains(sizes, order, zeroes_before=bool(number % 2))
+    ]
+
+
 def from_nothing(fits: Callable[[int], bool]) -> tuple[int, int, int]:
     """Doubling, or halving where that fails, and then bisection: attempts, OOMs and the size."""
     low, high, size, tried = 0, 0, FIRST_SIZE, []
@@ -189,14 +198,12 @@ def measure(name: str, gib: int) -> Row:
             (estimate,) = batchtune.estimate(spec, lengths=list(lengths), precision=precision, **gpu).estimates
             row.estimated = [(each.max_batch_size, each.alone_max_batch_size) for each in estimate.lengths]
             row.band = estimate.error_share or 0.0
+            row.safe = [each.safe_max_batch_size for each in estimate.lengths]
         plain = Plain(name, found.memory_limit_bytes)
         every = orders(len(lengths), range(RANDOM_ORDERS))
         row.orders = len(every)
-        row.fails = [
-            which
-            for number, (which, order) in enumerate(every.items())
-            if not plain.trains(row.sizes, order, zeroes_before=bool(number % 2))
-        ]
+        row.fails = failing(plain, row.sizes, every)
+        row.safe_fail = len(failing(plain, row.safe, every)) if row.safe else None
         if not row.fails:
             some = list(every.values())
             row.room, row.room_in_few = (room(plain, row.sizes, few) for few in (some, some[:FEW_ORDERS]))

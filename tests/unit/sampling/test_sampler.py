@@ -135,10 +135,23 @@ def test_who_takes_as_many_batches_as_there_are_and_asks_for_no_more_gets_the_ne
         assert list(itertools.islice(sampler, len(sampler))) == list(whole)
 
 
-def test_without_shuffling_batches_follow_the_data():
+@given(LENGTHS, RANKS, st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_batches_that_are_not_full_come_last_in_an_epoch(lengths, ranks, epoch):
+    samplers = everyone(lengths, FRONTIER, ranks)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    full = [
+        [len(batch) == FRONTIER[min(edge for edge in FRONTIER if lengths[batch[0]] <= edge)] for batch in step]
+        for step in zip(*samplers, strict=True)
+    ]
+    assert [all(step) for step in full] == sorted((all(step) for step in full), reverse=True)
+
+
+def test_without_shuffling_batches_follow_the_data_and_those_that_are_not_full_come_last():
     lengths = [1, 100, 2, 3, 60, 61, 4]
     sampler = LengthBatchSampler(lengths, FRONTIER, shuffle=False)
-    assert list(sampler) == [[0, 2, 3, 6], [1], [4, 5]] == list(sampler)
+    assert list(sampler) == [[1], [4, 5], [0, 2, 3, 6]] == list(sampler)
 
 
 def test_an_iteration_that_was_broken_off_starts_anew():
