@@ -211,7 +211,9 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         What befalls an attempt of a probe is its outcome: a rank that takes too much of the host's memory is killed,
         too. Who coordinates ranks runs no code of the user's, so that its own end is no fault of theirs.
         """
-        if self.opened is None or self.opened.world_size == 1 or isinstance(command, TryBatchSize):
+        opened_before = self.settings is not None and bool(self.settings.rank_memory_limits_bytes)  # by another worker
+        has_worked = opened_before if self.opened is None else self.opened.world_size > 1
+        if not has_worked or isinstance(command, TryBatchSize):
             return False
         return died.from_outside or died.outcome == "timeout" or (died.outcome == "crash" and died.rank is None)
 

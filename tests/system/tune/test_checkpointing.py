@@ -87,7 +87,5 @@ def test_a_task_that_does_not_offer_it_is_refused_before_anything_trains(deep_cl
     )
     done = deep_cli("tune", "config.yaml", f"activation_checkpointing={asked}", "--dry-run")
     assert done.code == 2
-    assert (
-        f"activation_checkpointing {'true' if asked == 'true' else 'false'}: deep.py: build_model does not offer"
-        in done.err
-    )
+    assert f"batchtune: activation_checkpointing {'true' if asked == 'true' else 'false'}: " in done.err
+    assert "deep.py: build_model does not offer it; give it a parameter activation_checkpointing=False" in done.err

@@ -182,6 +182,12 @@ class TestAGroupThatIsStruck:
         with pytest.raises(NodeLost):
             worker.call(Train(spec=RUN), timeout=1.0)
 
+    def test_so_it_is_for_another_worker_whose_first_group_is_struck_while_it_begins(self):
+        worker, _ = worker_of(KILLED)
+        worker.settings = worker.settings.but(rank_memory_limits_bytes=(None, None))  # by the first one, which worked
+        with pytest.raises(NodeLost):
+            worker.call(Train(spec=RUN), timeout=1.0)
+
     def test_what_is_no_run_is_retried(self):
         notes = []
         worker, _ = worker_of(GROUP, KILLED, NOTHING, DONE, note=notes.append)

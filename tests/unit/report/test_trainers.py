@@ -317,6 +317,19 @@ def test_what_ranks_have_trained_is_exported_with_how_they_shared_the_work(tuned
         assert "NPROC" not in alone
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_activation_checkpointing_is_exported_where_it_was_asked_for(tuned, again):
+    result = on("cuda", tuned, activation_checkpointing=again)
+    assert hf(result)["gradient_checkpointing"] is again
+    assert lightning(result)["model"]["activation_checkpointing"] is again
+    assert f"ACTIVATION_CHECKPOINTING={int(again)}" in EXPORTS["env"].text(result).splitlines()
+    assert f"activation_checkpointing = {again}" in pytorch(result)
+    told = f"measured with{'' if again else 'out'} activation checkpointing, "
+    assert any(note.startswith(told) for note in EXPORTS["deepspeed"].said_beside(result))
+    for name in OF_ONE_BATCH:
+        assert "checkpointing" not in EXPORTS[name].text(on("cuda", tuned)).lower()
+
+
 @pytest.mark.parametrize(
     ("clipping", "of_hf", "of_lightning", "of_deepspeed", "line"),
     [
