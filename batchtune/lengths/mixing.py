@@ -192,7 +192,8 @@ def check_lengths(
 
     Where that fails, all batches are made smaller, to near the largest share of them that passes, and until that passes
     in three times as many orders: what one length leaves is what another one fails on. A replay says where to begin;
-    where it is not right about each check, or there is none, a share 3 % above the answer has to pass, too.
+    where it is not right about each check, or there is none, a share 3 % above the answer has to pass, too. Of the one
+    order on a CPU, the first share that passes is the answer: it passes in several processes.
 
     Args:
         tried: every attempt at each length, the longest first; what the checks come to is added.
@@ -229,7 +230,7 @@ def check_lengths(
 def _largest_that_passes(checks: _Checks, steps: list[Sizes]) -> Sizes:
     """Nearly the largest of them, and one that passes in more orders where a larger one failed."""
     passed, failed = _end(checks, steps)
-    if failed is None:
+    if failed is None or (checks.orders == 1 and checks.passed):
         return steps[passed]
     checks.orders = max(checks.orders, ALL_ORDERS) if checks.orders > 1 else checks.orders
     passes_above = False
@@ -239,6 +240,11 @@ def _largest_that_passes(checks: _Checks, steps: list[Sizes]) -> Sizes:
             return sizes
         passes_above = passes
     raise checks.refuse()
+
+
+def _near(checks: _Checks) -> int:
+    """How many steps below one that failed the end is found; the one order of a CPU is no matter of luck."""
+    return _NEXT if checks.orders == 1 else _NEAR if checks.surprises else 1
 
 
 def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
@@ -253,7 +259,7 @@ def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
             passed = at
         else:
             failed = at
-        if not passed or passed - failed <= (1 if not checks.surprises else _NEAR):
+        if not passed or passed - failed <= _near(checks):
             return passed, failed if failed >= 0 else None
         if passed > last:
             if at == last or len(checks.failed) >= _MOST_CHECKS:

@@ -204,6 +204,17 @@ class TestTheFinalCheck:
         assert 190 < points[128].first_failing_batch_size <= 200
         assert (points[512].max_batch_size, points[512].first_failing_batch_size) == (sizes[512], None)
 
+    def test_of_one_order_which_takes_long_the_first_share_that_passes_is_the_answer(self):
+        tried, checked = {512: [fit(512, 400)], 128: [fit(128, 3000)]}, []
+
+        def check(sizes, _order):
+            checked.append(sizes[512] <= 0.72 * 400)
+            return fit(512, sizes[512], "verify", steps=200) if checked[-1] else failed(512, sizes[512])
+
+        found, sizes = check_all(tried, check)
+        assert checked == [*[False] * found.failures, True]
+        assert 0.66 * 400 <= sizes[512] <= 0.72 * 400
+
     @pytest.mark.parametrize("end", [1.0, 0.97, 0.9, 0.83, 0.5])
     def test_in_several_orders_all_batches_shrink_to_the_largest_share_that_passes_in_each(self, end):
         tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
