@@ -230,7 +230,7 @@ def _offers(function: Callable[..., object], name: str) -> bool:
         return False
 
 
-def _switch(model: Any, *, on: bool) -> Callable[[], object] | None:
+def _switch(model: object, *, on: bool) -> Callable[[], object] | None:
     """What switches a Hugging Face model's own activation checkpointing on or off; None: it has none."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         return None
