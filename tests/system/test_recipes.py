@@ -77,7 +77,9 @@ def test_the_lengths_of_a_result_are_trained_with(tmp_path):
     recipe, points = ROOT / "recipes" / "lengths", {128: 16, 512: 3}
     assert "batchtune" not in (recipe / "model.py").read_text(encoding="utf-8")
     lengths = [{"length": length, "max_batch_size": batch} for length, batch in points.items()]
-    result = documents.document("probe", probe=documents.probed() | {"lengths": lengths})
+    result = documents.document(
+        "probe", probe=documents.probed() | {"lengths": lengths, "length_check": {"steps": 200}}
+    )
     (tmp_path / "result.json").write_text(json.dumps(result))
     command = [sys.executable, str(recipe / "train.py"), "result.json", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
