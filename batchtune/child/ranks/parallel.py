@@ -195,9 +195,8 @@ def _unused(model: nn.Module, told: str) -> UsageError | None:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     which = f" ({', '.join(names[:_NAMED])}{more})" if names else ""
     return UsageError(
-        f"strategy ddp: some parameters of the model get no gradient{which}, for which ranks would "
-        "wait; have the loss use them, set their requires_grad to "
-        "False, or use fsdp"
+        f"strategy ddp: some parameters of the model get no gradient{which}, for which ranks would wait; "
+        "have the loss use them, set their requires_grad to False, or use fsdp"
     )
 
 
