@@ -44,6 +44,7 @@ HEARTBEAT_SECONDS, GRACE_SECONDS = 10, 150
 PATIENCE_SECONDS = 120.0
 """How long a database may be away."""
 _RETRY_SECONDS = 1.0
+_OPENINGS = 5  # of tables and of versions, which Optuna writes one after the other
 STARTING_SECONDS = 10.0  # in which a run's parameters and attributes are written; it is not read again before its end
 Returned = TypeVar("Returned")
 
@@ -179,7 +180,7 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             return optuna.storages.get_storage(storage)
         if storage.startswith(_GRPC):
             return _proxy(storage)
-        return SharedStorage(PatientStorage(storage))
+        return SharedStorage(_first_opened(storage))
     except Exception as error:  # noqa: BLE001 - drivers raise what they like
         missing = getattr(error.__cause__ or error, "name", None) if isinstance(error, ImportError) else None
         if missing:
@@ -187,6 +188,20 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
+
+
+def _first_opened(url: str) -> PatientStorage:
+    """Opens a database; where another machine makes its tables at the same moment, finds them there the next time."""
+    from sqlalchemy.exc import DBAPIError
+
+    for _ in range(_OPENINGS):
+        try:
+            return PatientStorage(url)
+        except DBAPIError as error:
+            if "already exists" not in str(error.orig):
+                raise
+            time.sleep(_RETRY_SECONDS)
+    return PatientStorage(url)
 
 
 class SharedStorage(_CachedStorage):

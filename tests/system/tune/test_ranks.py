@@ -7,7 +7,16 @@ import time
 from collections import Counter
 
 import pytest
-from fixtures.strikes import PATIENT, STRUCK, interrupt, of_these_tests, outcomes_of, searched, strike_until_it_ends
+from fixtures.strikes import (
+    PATIENT,
+    STRUCK,
+    interrupt,
+    of_these_tests,
+    outcomes_of,
+    retries,
+    searched,
+    strike_until_it_ends,
+)
 from fixtures.waiting import wait_until
 
 from batchtune.tune.study import trials
@@ -156,14 +165,11 @@ def test_what_befalls_one_rank_is_the_outcome_of_its_run_or_has_it_done_again_an
         told_of = done.document["trials"]
         failed = [each for each in told_of if each["state"] == "fail" and each.get("outcome") == outcome]
         (struck,) = [each for each in failed if told in each["message"]]
-        ended = [
-            each for each in told_of if each["number"] > struck["number"] and each["state"] in {"complete", "pruned"}
-        ]
-        assert ended
-        again = [
-            each for each in ended if all(each[key] == struck[key] for key in ("batch_size", "learning_rate", "seed"))
-        ]
+        runs = {each["number"]: each for each in told_of}
+        assert [each for each in told_of if each["number"] > struck["number"] and each["state"] in {"complete", "pruned"}]
+        again = [runs[number] for number, done_again in retries(quick_cli).items() if done_again == struck["number"]]
         assert len(again) == (outcome is None)
+        assert all(each[key] == struck[key] for each in again for key in ("batch_size", "learning_rate", "seed"))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ changed = [f"storage={sys.argv[1]}", *sys.argv[2:]]
 result = batchtune.tune("config.yaml", overrides=changed, observer=Listener(), run_folders=".runs")
 Path("found.json").write_text(result.to_json())
 """
+OPENING = """
+import sys
+from pathlib import Path
+from batchtune.tune.study.storage import open_storage
+
+print("ready", flush=True)
+input()
+print(open_storage(sys.argv[1], Path()).get_all_studies())
+"""
 SLOW = """
 import time
 at_once = compute_loss
@@ -164,6 +173,18 @@ def test_groups_of_ranks_on_two_machines_share_a_study(server, machine, tmp_path
     started = [int(line.split()[1]) for said in told for line in said.splitlines() if line.startswith("started")]
     assert len(started) == len(set(started))  # no run on both
     assert all("started" in said for said in told)
+
+
+def test_machines_that_open_an_empty_database_at_the_same_moment_all_get_in(server):
+    opening = [sys.executable, "-c", OPENING, server.new_database("at_once")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    machines = [subprocess.Popen(opening, **pipes) for _ in range(4)]
+    for each in machines:
+        assert each.stdout.readline() == "ready\n"
+    for each in machines:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    assert [each.communicate()[0] for each in machines] == ["[]\n"] * len(machines)
 
 
 def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
