@@ -41,10 +41,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fixtures.postgresql import own_server
 
 from batchtune.observer import Observer
+from batchtune.tune.optuna_parts import storages as tune_storages
+from batchtune.tune.optuna_parts.storages import HEARTBEAT_SECONDS
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.study import storage as tune_storage
 from batchtune.tune.study.phases import TuneStudy
-from batchtune.tune.study.storage import HEARTBEAT_SECONDS, open_storage
+from batchtune.tune.study.storage import open_storage
 
 RESULT = Path(__file__).parent / "results" / "workers_storage.md"
 TASK, SEED, ENDED = "charlm", 0, 6
@@ -180,7 +181,7 @@ class Replay:
 def cost_of_a_run(replay: Replay, url: str, postmaster: int, others: int, runs: int, waited: list[float]) -> Cost:
     """What a run asks of the server beside so many others; the mean over some."""
     storage: Any = open_storage(url, Path())
-    with simulated_time(replay.clock, tune_storage):
+    with simulated_time(replay.clock, tune_storages):
         plan = replay.plan(others + ENDED + runs + 1)
         fill(storage, plan, replay.trials, others)
         seen = Evaluations()

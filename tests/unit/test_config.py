@@ -6,8 +6,8 @@ import yaml
 from pydantic import ValidationError
 
 from batchtune.config.checks import parse_bytes, parse_seconds
-from batchtune.config.load import parse_yaml
 from batchtune.config.schema import Baseline, Config, config_schema, known_keys
+from batchtune.config.yaml_values import parse_yaml
 from batchtune.tune.plan.open_task import multiple_of
 
 EXAMPLE = """

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from batchtune.config.load import MAX_CHARACTERS, MAX_DEPTH, MalformedYamlError, parse_value, parse_yaml
+from batchtune.config.yaml_values import MAX_CHARACTERS, MAX_DEPTH, MalformedYamlError, parse_value, parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, Worker, W
 from batchtune.protocol.commands import TimeInTurn, Train
 from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
+from batchtune.tune.optuna_parts.storages import requeue
 from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import CUT_OFF, Role, curve_attribute, over, to_record
-from batchtune.tune.study.storage import requeue
 from batchtune.tune.study.targets import levelled_off, measured
 from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED

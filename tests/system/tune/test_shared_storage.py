@@ -20,7 +20,7 @@ from fixtures.waiting import wait_until
 from batchtune.document import Prior
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
-from batchtune.tune.study import storage as storage_module
+from batchtune.tune.optuna_parts import storages
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import Agreement, Machines, delete_study, open_storage
 
@@ -34,8 +34,8 @@ import sys
 from pathlib import Path
 import batchtune
 from batchtune.observer import Observer
-from batchtune.tune.study import storage
-storage.HEARTBEAT_SECONDS, storage.GRACE_SECONDS = 1, 3
+from batchtune.tune.optuna_parts import storages
+storages.HEARTBEAT_SECONDS, storages.GRACE_SECONDS = 1, 3
 
 class Listener(Observer):
     def stage(self, title):
@@ -88,23 +88,23 @@ def server():
 @pytest.fixture
 def opened(server):
     """Opens the storage in a database of that name, new the first time; closes its connections afterwards."""
-    storages, urls = [], {}
+    kept, urls = [], {}
 
     def open_new(name: str):
         url = urls[name] = urls.get(name) or server.new_database(name)
-        storages.append(open_storage(url, Path()))
-        return storages[-1]
+        kept.append(open_storage(url, Path()))
+        return kept[-1]
 
     yield open_new
-    for storage in storages:
+    for storage in kept:
         storage._backend.scoped_session.remove()
         storage._backend.engine.dispose()
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(storage_module, "HEARTBEAT_SECONDS", 1)
-    monkeypatch.setattr(storage_module, "GRACE_SECONDS", 2)
+    monkeypatch.setattr(storages, "HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr(storages, "GRACE_SECONDS", 2)
 
 
 @pytest.fixture
@@ -208,8 +208,8 @@ def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
 
 
 def test_how_a_run_of_another_machine_ended_is_seen_though_it_is_not_read_meanwhile(opened, monkeypatch):
-    monkeypatch.setattr(storage_module, "STARTING_SECONDS", 0.0)
-    monkeypatch.setattr(storage_module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(storages, "STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(storages, "PATIENCE_SECONDS", 0.0)
     here = optuna.create_study(study_name="read", storage=opened("read"))
     there = optuna.load_study(study_name="read", storage=opened("read"))
     for number in range(3):

@@ -9,8 +9,10 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from batchtune.errors import UsageError
+from batchtune.tune.optuna_parts import storages
+from batchtune.tune.optuna_parts.storages import Journal, SharedStorage
 from batchtune.tune.study import storage as storage_module
-from batchtune.tune.study.storage import Journal, SharedStorage, open_storage
+from batchtune.tune.study.storage import open_storage
 
 
 def test_a_proxy_that_does_not_answer_is_named(tmp_path, monkeypatch):
@@ -64,7 +66,7 @@ def machines(folder, count=2):
 
 
 def test_what_others_do_in_a_shared_study_is_seen_but_for_evaluations_under_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_module, "STARTING_SECONDS", -1.0)  # each run is read once, and then at its end
+    monkeypatch.setattr(storages, "STARTING_SECONDS", -1.0)  # each run is read once, and then at its end
     own, studies = machines(tmp_path)
     random, under_way, states = np.random.default_rng(0), [], set()
     for number in range(40):
@@ -102,7 +104,7 @@ def test_what_a_run_that_has_just_begun_tries_is_seen_though_it_was_read_before_
 
 
 def test_evaluations_of_others_are_not_read_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_module, "STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(storages, "STARTING_SECONDS", 0.0)
     _, (here, there) = machines(tmp_path)
     trial = there.ask(X)
     for step in range(5):
