@@ -166,7 +166,9 @@ def test_what_befalls_one_rank_is_the_outcome_of_its_run_or_has_it_done_again_an
         failed = [each for each in told_of if each["state"] == "fail" and each.get("outcome") == outcome]
         (struck,) = [each for each in failed if told in each["message"]]
         runs = {each["number"]: each for each in told_of}
-        assert [each for each in told_of if each["number"] > struck["number"] and each["state"] in {"complete", "pruned"}]
+        assert [
+            each for each in told_of if each["number"] > struck["number"] and each["state"] in {"complete", "pruned"}
+        ]
         again = [runs[number] for number, done_again in retries(quick_cli).items() if done_again == struck["number"]]
         assert len(again) == (outcome is None)
         assert all(each[key] == struck[key] for each in again for key in ("batch_size", "learning_rate", "seed"))
