@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from batchtune.protocol.data import LengthsSeen
-from batchtune.vocabulary import AskedLengths, Length, order
+from batchtune.vocabulary import Length, order
 
 _MOST_CHOSEN = 8  # lengths that `auto` cuts a training set by
 _MOST_GROUPS = 256  # of lengths that are told apart; more cost seconds and gain less than a percent
@@ -78,14 +78,16 @@ def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: B
     )
 
 
-def lengths_of(seen: LengthsSeen, asked: AskedLengths | None) -> list[Length]:
-    """The lengths to find batches of, the longest first: all that were asked for, or the best eight of the samples'.
+def lengths_of(seen: LengthsSeen) -> list[Length]:
+    """The lengths to find batches of, the longest first: those that are given, or the best eight of the samples'.
 
     Nothing is known of memory when these are chosen: each sample is taken to need as much as its length.
     """
-    if asked != "auto":
-        return [each.length for each in reversed(seen.groups)]
-    chosen = choose_buckets(dict(seen.counts), lambda length: 1 / order(length)[0], _MOST_CHOSEN)
+    if seen.edges:
+        return [*reversed(seen.edges)]
+    chosen = choose_buckets(
+        {each.length: each.samples for each in seen.groups}, lambda length: 1 / order(length)[0], _MOST_CHOSEN
+    )
     return sorted({*chosen.edges, seen.longest}, key=order, reverse=True)
 
 

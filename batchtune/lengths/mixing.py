@@ -1,4 +1,4 @@
-"""Training lengths one after another: the orders that are checked, and batches that leave memory in one piece.
+"""Training lengths one after another: batches that leave memory in one piece, and how the largest of them are found.
 
 An allocator that caches keeps blocks of the sizes that one length has asked for. Those of the next are a little larger
 or smaller, so that memory is cut up, the more so the less alike lengths are; which order is the worst, nobody knows.
@@ -7,20 +7,15 @@ or smaller, so that memory is cut up, the more so the less alike lengths are; wh
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from batchtune.document import Attempt, LengthCheck
 from batchtune.errors import NothingFitsError
-from batchtune.protocol.commands import TryBatchSize, TryLengths
-from batchtune.vocabulary import Length, dimensions, length_text, order
+from batchtune.lengths.orders import ALL_ORDERS
+from batchtune.vocabulary import Length, dimensions, length_text
+from batchtune.vocabulary import order as order_of
 
-ORDERS = 6  # in which lengths are checked where a caching allocator keeps what they left, each in a fresh process
-ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
-REPLAYED_ORDERS = 300  # in which an estimate replays them, which takes a hundredth of the time
-"""A T5's batches trained in 100 of them and not in one of 100 others, which a long training meets."""
-MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
 ALIKE, ALIKE_AFTER_FAILURE = 0.06, 0.15  # batches that take so nearly as much in all are made to take the same
 _ROUND = 0.02  # of all that a batch takes: so much may be given away for the same total at each length
 _STEPS_DOWN, _LEAST = 100, 10  # steps from each length's batch alone down to nothing; where the search for one ends
@@ -33,44 +28,6 @@ Sizes = dict[Length, int]
 Check = Callable[[Mapping[Length, int], int], Attempt]
 Replay = Callable[[Sizes], int | None]
 """The first order that an estimate's replay of these batches does not train in; None where it trains in all."""
-
-
-def orders_of(device: str, lengths: Collection[Length]) -> int:
-    """In how many orders lengths are checked."""
-    return 1 if device == "cpu" or len(lengths) == 1 else ORDERS
-
-
-def mixed_order(count: int, steps: int, first: int = 0) -> tuple[int, ...]:
-    """Which of so many lengths each step takes: the orders 0 and 1 are long first and short first, others at random.
-
-    Memory is cut up by one batch and must still do for the next: for the longest after the shortest, and the reverse.
-    The optimizer's states stay where the first step leaves them, so that it matters which length that is of.
-    """
-    dice, down = random.Random(first), list(range(count))
-    found = [*down, *down[::-1], *down] if first == 0 else [*down[::-1], *down, *down[::-1]] if first == 1 else []
-    while len(found) < steps - count:
-        found.append(dice.randrange(count))
-    return (*found, *dice.sample(down, count))
-
-
-def late_steps(steps: int, first: int) -> int:
-    """How many of the steps of an order free gradients once the next batch is there, and not at once, as loops do.
-
-    Half of them in the orders that are always checked, all or none of them in others.
-    """
-    return steps // 2 if first < ALL_ORDERS else steps * (first % 2)
-
-
-def mixed(alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: int) -> TryLengths:
-    """One of so many final checks of all lengths together, in place of that of the longest alone."""
-    steps = mixed_order(len(sizes), (MIXED_STEPS if orders == 1 else ORDER_STEPS) * alone.steps, first)
-    return TryLengths(
-        **dict(alone) | {"steps": len(steps)},
-        sizes=tuple(sizes.items()),
-        order=steps,
-        late_steps=late_steps(len(steps), first),
-        evaluate_after=(2 * len(sizes), len(steps) * 3 // 4),
-    )
 
 
 def shared(sizes: Mapping[Length, int], share: float, unit: int = 1, *, alike: float | None = ALIKE) -> Sizes:
@@ -221,7 +178,7 @@ def check_lengths(
         orders=len(checks.passed),
         failures=len(checks.failed),
         peak_reserved_bytes=last.peak_reserved_bytes,
-        lowered=sorted((each for each in sizes if sizes[each] != first[each]), key=order),
+        lowered=sorted((each for each in sizes if sizes[each] != first[each]), key=order_of),
         seconds=round(sum(each.seconds for each in [*checks.failed, *checks.passed]), 3),
     )
     return found, sizes

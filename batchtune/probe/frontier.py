@@ -244,7 +244,7 @@ def length_points(
 
 def length_counts(seen: LengthsSeen | None) -> tuple[LengthCount, ...]:
     """How many samples there are of each length, where that is known."""
-    return tuple(LengthCount(length=length, samples=samples) for length, samples in (seen.counts if seen else ()))
+    return tuple(LengthCount(length=each.length, samples=each.samples) for each in (seen.groups if seen else ()))
 
 
 def unseen_lengths(seen: LengthsSeen | None) -> list[str]:

@@ -8,13 +8,13 @@ from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import UserCodeError
 from batchtune.lengths.buckets import lengths_of
-from batchtune.lengths.mixing import Replay, check_lengths, mixed, orders_of
+from batchtune.lengths.mixing import Replay, check_lengths
+from batchtune.lengths.orders import mixed, orders_of
 from batchtune.observer import Observer
 from batchtune.probe.final_check import steps_to_verify
 from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.tries import Tries
-from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, length_text
 
 
@@ -32,15 +32,19 @@ class LengthSearch:
         self._tries, self._options, self._observer, self._prior = tries, options, observer, prior
         self._found = tries.found
 
-    def run(self, seen: LengthsSeen, ahead: LengthsAhead | None) -> None:
+    def run(self, ahead: LengthsAhead | None) -> None:
         """Searches at each length below the longest, which is known, and checks all together.
 
         Raises:
             UserCodeError: the user's code raises in the check.
         """
-        longest = {seen.longest: self._prior} if self._prior is not None else {}
-        estimates = dict(ahead.peaks() if ahead else {}) | longest
-        self._search(seen, estimates)
+        seen = self._found.opened.lengths
+        assert seen is not None  # noqa: S101 - who asks for none is not here
+        longest, *others = lengths_of(seen)
+        self._found.lengths = {longest: self._found.attempts} | {length: [] for length in others}
+        known = {longest: self._prior} if self._prior is not None else {}
+        estimates = dict(ahead.peaks() if ahead else {}) | known
+        self._search(estimates)
         self._check(self._replay(ahead, estimates))
 
     def _replay(self, ahead: LengthsAhead | None, estimates: Mapping[Length, PeakEstimate]) -> Replay | None:
@@ -50,10 +54,9 @@ class LengthSearch:
             return None
         return lambda sizes: ahead.fails_in(sizes, capacity)
 
-    def _search(self, seen: LengthsSeen, estimates: Mapping[Length, PeakEstimate]) -> None:
+    def _search(self, estimates: Mapping[Length, PeakEstimate]) -> None:
         """Searches at each length below the longest."""
-        found, (longest, *others) = self._found, lengths_of(seen, self._options.lengths)
-        found.lengths = {longest: found.attempts} | {length: [] for length in others}
+        found = self._found
         while True:
             length, choice = next_attempt(found.lengths, found.bounds, found.limit, estimates)
             if choice.batch_size is None:
@@ -89,7 +92,8 @@ class LengthSearch:
     def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
         found, (longest, *_) = self._found, sizes
         steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
-        command = mixed(self._tries.command(sizes[longest], steps, longest, verify=True), sizes, first, orders)
+        alone, seen = self._tries.command(sizes[longest], steps, longest, verify=True), found.opened.lengths
+        command = mixed(alone, sizes, first, orders, seen.groups if seen else ())
         what = f"{command.steps} steps, evaluation, saving"
         self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
         attempt = self._tries.run(command)

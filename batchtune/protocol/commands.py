@@ -193,12 +193,14 @@ class TryLengths(TryBatchSize):
 
     Attributes:
         sizes, order: lengths, each with its batch size, and which of them each step takes.
+        padded_to: of each step, the longest of its inputs: that length, or what samples in their order make it.
         late_steps: the first ones free gradients once the next batch is there, those after them at once.
         evaluate_after: how many steps; a checkpoint is saved then, too.
     """
 
     sizes: tuple[tuple[Length, int], ...]
     order: tuple[int, ...]
+    padded_to: tuple[Length, ...]
     late_steps: int
     evaluate_after: tuple[int, ...]
 

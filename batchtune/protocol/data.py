@@ -25,14 +25,16 @@ class SamplesSeen(Message):
 
 
 class LengthGroup(Message):
-    """Samples that may share a batch: those up to a length that the next shorter group has not.
+    """Samples of neighbouring lengths: those up to a length that the next shorter group has not.
 
     Attributes:
         length: that covers all of them; one of them has it, or several have its numbers.
-        places: of those; none where the task makes the batches.
+        samples: how many there are.
+        places: of those that have it.
     """
 
     length: Length
+    samples: int
     places: tuple[int, ...] = ()
 
 
@@ -40,21 +42,21 @@ class LengthsSeen(Message):
     """The lengths that a probe may be of.
 
     Attributes:
-        groups: ascending.
-        counts: samples by length, ascending and at most 200, each with those since the one before; none: nobody knows.
+        edges: ascending; none: those of the groups to choose from.
+        groups: of the training set, ascending and at most 200, or one for each edge; none: nobody knows its lengths.
         seen: samples that were looked at.
         total: of how many; None for a stream.
     """
 
-    groups: tuple[LengthGroup, ...]
-    counts: tuple[tuple[Length, int], ...] = ()
+    edges: tuple[Length, ...] = ()
+    groups: tuple[LengthGroup, ...] = ()
     seen: int = 0
     total: int | None = None
 
     @property
     def longest(self) -> Length:
         """The longest of all."""
-        return self.groups[-1].length
+        return self.edges[-1] if self.edges else self.groups[-1].length
 
 
 class CurrentSettings(Message):

@@ -19,7 +19,7 @@ from batchtune.task.state import kept_random_numbers
 from batchtune.vocabulary import AskedLengths, Length, covers, dimensions, length_text, order, room_for
 
 LOOK_SECONDS = 30.0
-_MOST_COUNTS = 200
+_MOST_GROUPS = 200
 _MOST_PLACES = 4  # of samples of one length, of which one may be larger in something else
 
 
@@ -77,19 +77,19 @@ class TaskLengths(TaskData):
                 f"--lengths: {self.where} has no make_batch(batch_size, length), and no sample_length(sample) with a "
                 "train_dataset; write one of them"
             )
-        as_given = tuple(LengthGroup(length=each) for each in asked) if asked != "auto" else ()
+        as_given = asked if asked != "auto" else ()
         if not knows:
             if not as_given:
                 raise UsageError(
                     f"--lengths auto: {self.where} has no sample_length(sample) with a train_dataset to choose by; "
                     "write it, or the lengths: --lengths 128,256,512,1024"
                 )
-            return LengthsSeen(groups=as_given)
+            return LengthsSeen(edges=as_given)
         with kept_random_numbers("cpu"):
             samples = self._samples((), ())
             lengths = ((at, checked_length(self.source.sample_length(each), self.where, at)) for at, each in samples)
             found = look_at_lengths(lengths, asked, self.train_size())
-        return found.model_copy(update={"groups": as_given}) if as_given and self._makes_lengths() else found
+        return found.model_copy(update={"edges": as_given}) if as_given and self._makes_lengths() else found
 
     def _makes_lengths(self) -> bool:
         return self.has("make_batch") and takes(self.source.make_batch, 2)
@@ -161,11 +161,16 @@ def look_at_lengths(
             break
     if not counts:
         raise UserCodeError("train_dataset returned a data set of 0 samples")
-    chunks = _chunks(sorted(counts, key=order), _MOST_COUNTS)
-    groups = chunks if asked == "auto" else _by_edge(counts, asked)
+    buckets = [[*counts]] if asked == "auto" else _by_edge(counts, asked)
+    chunks = [each for some in buckets for each in _chunks(sorted(some, key=order), _MOST_GROUPS // len(buckets))]
     return LengthsSeen(
-        groups=tuple(LengthGroup(length=room_for(*chunk), places=_worst(chunk, places)) for chunk in groups),
-        counts=tuple((room_for(*chunk), sum(counts[each] for each in chunk)) for chunk in chunks),
+        edges=() if asked == "auto" else tuple(room_for(*each) for each in buckets),
+        groups=tuple(
+            LengthGroup(
+                length=room_for(*chunk), samples=sum(counts[each] for each in chunk), places=_worst(chunk, places)
+            )
+            for chunk in chunks
+        ),
         seen=sum(counts.values()),
         total=total,
     )

@@ -100,7 +100,7 @@ def report(rows: Sequence[Row]) -> str:
     from length_tasks import CASES
 
     from batchtune import __version__
-    from batchtune.lengths.mixing import REPLAYED_ORDERS
+    from batchtune.lengths.orders import REPLAYED_ORDERS
     from batchtune.vocabulary import length_text
 
     told = [row for row in rows if row.sizes]

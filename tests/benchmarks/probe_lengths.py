@@ -61,7 +61,7 @@ def orders(count: int, seeds: Sequence[int]) -> dict[str, list[int]]:
 
 def checked_orders(count: int) -> list[list[int]]:
     """Those in which final checks train: some larger batches fail in one of them, and in no other that is tried."""
-    from batchtune.lengths.mixing import mixed_order
+    from batchtune.lengths.orders import mixed_order
 
     return [[count - 1 - each for each in mixed_order(count, CHECKED_STEPS, at)] for at in range(CHECKED_ORDERS)]
 

@@ -23,7 +23,8 @@ from batchtune.estimate.memory.fit import (
     repeated_step,
     same_events,
 )
-from batchtune.lengths.mixing import ORDERS, REPLAYED_ORDERS, Sizes, first_replayed, late_steps, mixed_order, steps_down
+from batchtune.lengths.mixing import Sizes, first_replayed, steps_down
+from batchtune.lengths.orders import ORDERS, REPLAYED_ORDERS, late_steps, mixed_order
 from batchtune.vocabulary import Length
 
 _NODES = 3  # lengths through which a polynomial of the second degree goes; one more proves it

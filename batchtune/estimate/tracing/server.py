@@ -59,7 +59,7 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
 
     try:
         tracer = Tracer(asked)
-        lengths = lengths_of(tracer.lengths, asked.lengths) if tracer.lengths else []
+        lengths = lengths_of(tracer.lengths) if tracer.lengths else []
         deadline = started + asked.seconds * _TRACING_SHARE
         traced = TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
         notes = [*tracer.notes, *traced.notes]
@@ -110,7 +110,7 @@ def estimates_of_lengths(asked: ExpectLengths) -> tuple[LengthEstimates, FailsIn
 
     try:
         tracer = Tracer(asked, "cuda" if asked.gpu else "cpu")
-        lengths = lengths_of(tracer.lengths, asked.lengths)[::-1] if tracer.lengths else []
+        lengths = lengths_of(tracer.lengths)[::-1] if tracer.lengths else []
         return expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
     except (CannotTraceError, StepFailedError) as refusal:
         return Refusal(refused=str(refusal))

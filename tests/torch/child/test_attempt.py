@@ -441,7 +441,7 @@ class TestSeveralLengths:
 
     @pytest.fixture
     def mixed(self, fake_device):
-        def mixed(task, sizes, order, *, limit=None, evaluate_after=()):
+        def mixed(task, sizes, order, *, limit=None, evaluate_after=(), padded_to=None):
             command = TryLengths(
                 batch_size=sizes[0][1],
                 length=sizes[0][0],
@@ -450,6 +450,7 @@ class TestSeveralLengths:
                 verify=True,
                 sizes=sizes,
                 order=order,
+                padded_to=padded_to or tuple(sizes[which][0] for which in order),
                 late_steps=len(order) // 2,
                 evaluate_after=evaluate_after,
             )
@@ -465,8 +466,8 @@ class TestSeveralLengths:
             seen.append(tuple(batch.shape[:2]))
             return model(batch).square().mean()
 
-        found = mixed(lengths_task(compute_loss=loss), self.SIZES, (1, 0, 0, 1))
-        assert seen == [(8, 16), (2, 64), (2, 64), (8, 16)]
+        found = mixed(lengths_task(compute_loss=loss), self.SIZES, (1, 0, 0, 1), padded_to=(16, 64, 40, 16))
+        assert seen == [(8, 16), (2, 64), (2, 40), (8, 16)]
         assert (found.outcome, found.steps, found.purpose) == ("fit", 4, "verify")
 
     def test_it_is_of_the_length_that_took_most(self, mixed, lengths_task):

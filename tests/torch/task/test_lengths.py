@@ -36,6 +36,10 @@ def of_samples(*lengths, **functions):
     return task_of(**{"train_dataset": lambda: data, "sample_length": len, "collate": padded} | functions)
 
 
+def counts(seen):
+    return [(group.length, group.samples) for group in seen.groups]
+
+
 class TestMadeBatches:
     def test_they_are_of_the_length_asked_for_or_of_the_longest(self):
         task = task_of(make_batch=made)
@@ -63,7 +67,7 @@ class TestSamples:
     def test_a_batch_is_of_the_longest_samples_up_to_its_length(self):
         task = of_samples(3, 9, 5, 30, 16, 15)
         task.find_lengths((8, 16, 32))
-        assert [group.length for group in task.lengths.groups] == [5, 16, 30]
+        assert task.lengths.edges == (5, 16, 30)
         assert task.worst_batch(3, 16).tolist() == [[4.0] * 16] * 3
         assert task.worst_batch(2, 5).tolist() == [[2.0] * 5] * 2
         assert task.worst_batch(2).shape == (2, 30)
@@ -73,21 +77,28 @@ class TestSamples:
         collate = lambda some: torch.zeros(len(some), *(max(each.shape[at] for each in some) for at in (0, 1)))  # noqa: E731
         task = task_of(train_dataset=lambda: data, sample_length=lambda each: tuple(each.shape), collate=collate)
         task.find_lengths(((2, 2), (8, 8)))
-        assert [group.length for group in task.lengths.groups] == [(2, 2), (6, 5)]
+        assert task.lengths.edges == ((2, 2), (6, 5))
         assert task.worst_batch(4, (6, 5)).shape == (4, 6, 5)
         assert task.worst_batch(4, (2, 2)).shape == (4, 2, 2)
 
     def test_their_distribution_is_told(self):
         task = of_samples(3, 9, 3, 9, 9)
         task.find_lengths("auto")
-        assert task.lengths.counts == ((3, 2), (9, 3))
+        assert counts(task.lengths) == [(3, 2), (9, 3)]
         assert (task.lengths.seen, task.lengths.total) == (5, 5)
 
     def test_of_many_lengths_at_most_200_are_told_and_none_is_lost(self):
         seen = look_at_lengths(enumerate(range(1, 1002)), "auto", 1001)
-        assert len(seen.counts) <= 200
-        assert sum(samples for _, samples in seen.counts) == 1001
-        assert seen.longest == seen.counts[-1][0] == 1001
+        assert len(seen.groups) <= 200
+        assert sum(samples for _, samples in counts(seen)) == 1001
+        assert seen.longest == seen.groups[-1].length == 1001
+
+    @pytest.mark.parametrize("asked", ["auto", (4, 7, 30)])
+    def test_batches_of_lengths_between_those_that_are_probed_are_of_samples_that_have_them(self, asked):
+        task = of_samples(3, 9, 5, 30, 16, 15, 6)
+        task.find_lengths(asked)
+        for length in (3, 5, 6, 9, 15, 16, 30):
+            assert task.worst_batch(2, length).shape == (2, length)
 
     def test_later_children_train_the_same_samples_without_a_look(self):
         first = of_samples(3, 9, 5)
@@ -105,8 +116,8 @@ class TestSamples:
     def test_made_batches_keep_the_lengths_asked_for_beside_a_distribution(self):
         task = of_samples(3, 9, 5, make_batch=made)
         task.find_lengths((4, 16))
-        assert [group.length for group in task.lengths.groups] == [4, 16]
-        assert task.lengths.counts == ((3, 1), (5, 1), (9, 1))
+        assert task.lengths.edges == (4, 16)
+        assert counts(task.lengths) == [(3, 1), (5, 1), (9, 1)]
         assert task.worst_batch(2, 16).shape == (2, 16)
 
 

@@ -10,7 +10,8 @@ from batchtune.config.probe import Bounds
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.buckets import lengths_of
-from batchtune.lengths.mixing import check_lengths, mixed, mixed_order, shared
+from batchtune.lengths.mixing import check_lengths, shared
+from batchtune.lengths.orders import mixed, mixed_order, padded_to
 from batchtune.lengths.surface import PeakPoint, fit_surface
 from batchtune.probe.frontier import largest_batches, length_points, next_attempt
 from batchtune.probe.search import bracket, next_size
@@ -185,6 +186,33 @@ class TestTheFinalCheck:
         assert (command.steps, len(command.order), command.batch_size) == (steps, steps, 4)
         assert command.sizes == ((512, 4), (128, 16))
         assert command.evaluate_after == (4, steps * 3 // 4)
+
+    def test_without_samples_every_batch_is_as_long_as_its_bucket(self):
+        assert padded_to((0, 1, 1, 0, 1, 1), [512, 128], (), 3) == [512, 128, 128, 512, 128, 128]
+
+    def test_every_other_batch_is_as_long_as_samples_of_its_bucket_from_the_first_step_on(self):
+        groups = [LengthGroup(length=length, samples=length) for length in (16, 100, 128, 300, 512)]
+        order = mixed_order(2, 200, 3)
+        found = padded_to(order, [512, 128], groups, 3)
+        assert found == padded_to(order, [512, 128], groups, 3)
+        assert found != padded_to(order, [512, 128], groups, 4)
+        edges = [(512, 128)[which] for which in order]
+        assert found[1::2] == edges[1::2]
+        between = list(zip(edges[::2], found[::2], strict=True))
+        assert {length for edge, length in between if edge == 128} == {16, 100, 128}
+        assert {length for edge, length in between if edge == 512} == {300, 512}
+        long = [length for _, length in between]
+        assert long.count(100) > long.count(16)  # of which there are more samples
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_long_first_and_short_first_begin_with_the_buckets_own_lengths(self, first):
+        groups, order = (
+            [LengthGroup(length=100, samples=1), LengthGroup(length=300, samples=1)],
+            mixed_order(2, 60, first),
+        )
+        found = padded_to(order, [512, 128], groups, first)
+        assert found[:4] == [(512, 128)[which] for which in order[:4]]
+        assert {100, 300} <= set(found)
 
     def test_orders_beyond_those_that_are_always_checked_free_gradients_late_or_at_once_all_along(self):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
@@ -369,14 +397,11 @@ def failed(length, size, outcome="oom"):
 
 
 def test_lengths_that_were_asked_for_are_probed_the_longest_first():
-    seen = LengthsSeen(groups=tuple(LengthGroup(length=each) for each in (128, 256, 512)))
-    assert lengths_of(seen, None) == [512, 256, 128]
+    assert lengths_of(LengthsSeen(edges=(128, 256, 512))) == [512, 256, 128]
 
 
 def test_of_many_lengths_few_are_chosen_and_the_longest_among_them():
-    lengths = range(10, 110)
-    counts = tuple((length, 200 - length) for length in lengths)
-    seen = LengthsSeen(groups=tuple(LengthGroup(length=each) for each in lengths), counts=counts)
-    chosen = lengths_of(seen, "auto")
+    groups = tuple(LengthGroup(length=length, samples=200 - length) for length in range(10, 110))
+    chosen = lengths_of(LengthsSeen(groups=groups))
     assert (len(chosen), chosen[0]) == (8, 109)
     assert chosen == sorted(chosen, reverse=True)

@@ -11,7 +11,7 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
 from batchtune.processes.worker import WorkerDied
-from batchtune.protocol.data import LengthGroup, LengthsSeen
+from batchtune.protocol.data import LengthsSeen
 
 LOST = {
     "crash": "the process died by SIGSEGV",
@@ -111,7 +111,7 @@ class OneLength(ScriptedWorker):
     """A child whose inputs have one length."""
 
     def start(self):
-        return super().start().model_copy(update={"lengths": LengthsSeen(groups=(LengthGroup(length=512),))})
+        return super().start().model_copy(update={"lengths": LengthsSeen(edges=(512,))})
 
 
 def on_a_cpu(worker):
