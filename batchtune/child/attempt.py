@@ -70,7 +70,10 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: R
     if before is not None and after is not None and after - before > _LEFT_BYTES:
         usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
     return Tried(
-        attempt=steps.found(ended, round(time.perf_counter() - started, 4)), usable=usable, frames=ended.frames
+        attempt=steps.found(ended, round(time.perf_counter() - started, 4)),
+        usable=usable,
+        frames=ended.frames,
+        batches_differ=steps.batches_differ,
     )
 
 
@@ -104,6 +107,7 @@ class _Steps:
         self._most = command.steps if command.verify else _MOST_STRAINED * command.steps
         self.tracker, self._times = PeakTracker(memory), StepTimes()
         self.batch_size, self._length = command.batch_size, command.length
+        self.batches_differ = False
         self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
 
     def found(self, ended: _Ended, seconds: float) -> Attempt:
@@ -139,19 +143,31 @@ class _Steps:
     def _train(self) -> None:
         """Optimizer steps; where memory is full, it is cut up anew in each, and the end may come in one of the next."""
         command, tracker, trainer, task = self._command, self.tracker, self._trainer(), self._task
-        free_late, copies = not command.shaken % 2, self._memory.device.type != "cpu"  # a loader's batch to the device
-        for number in range(1, self._most + 1):
-            if number == 1 or not (copies or task.has("train_loader")):
-                rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
-                batch = task.worst_batch(rest or command.batch_size, command.length)  # beside the last one
+        free_late = not command.process % 2
+        for number, batch in enumerate(self._batches(), 1):
             self._step(trainer, batch, free_late=free_late)
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
         if command.verify:
+            self.batches_differ = task.batches_differ()
             tracker.start_phase()
             self._evaluate(trainer)
             _save(trainer)
             self._train_on(trainer, batch, free_late=free_late)
+
+    def _batches(self) -> Iterator[object]:
+        """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones."""
+        command, task = self._command, self._task
+        stays = self._memory.device.type != "cpu" or task.has("train_loader")  # copied there; takes long to find
+        drawn = task.drawn_batches(command.batch_size, command.process) if command.process else iter(())
+        worst = batch = None
+        for number in range(1, self._most + 1):
+            other = next(drawn, None) if number % (2 + (command.process - 1) % 4) else None
+            if other is None and (worst is None or not stays):
+                rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
+                worst = task.worst_batch(rest or command.batch_size, command.length)
+            batch, worst = worst if other is None else other, worst if stays else None
+            yield batch
 
     def train_freeing_early(self, held_bytes: int) -> None:
         """Steps from new as of loops that free gradients after each step, where `run` frees them late.
@@ -161,6 +177,7 @@ class _Steps:
         """
         task = self._task
         has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.has("train_step"))
+        has_habits &= not self._command.process  # of further processes each has one of the two
         self._memory.release()
         if not has_habits or not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
             return
@@ -188,7 +205,7 @@ class _Steps:
             for _ in range(micro_batches):
                 trainer.forward_backward(batch, micro_batches)
             tracker.end_phase(forward_backward=True)
-            if not self._times.seconds:
+            if not (self._times.seconds or self._command.process):  # the first process has said it
                 require_finite(trainer.loss, self.batch_size)
             tracker.start_phase()
             trainer.update(free_late=free_late)

@@ -42,7 +42,7 @@ class Child(Session):
             case commands.OpenTask():
                 return self.open(command)
             case commands.TryBatchSize():
-                shake_heap(command.shaken)
+                shake_heap(command.process)
                 return attempt(self._task, self._memory, command, self._parallel)
             case commands.TimeSteps():
                 with self._memory.timing():

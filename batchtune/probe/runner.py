@@ -11,6 +11,7 @@ from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
+    BY_LUCK,
     larger_with_room,
     leaks_all,
     leaks_soon,
@@ -128,11 +129,23 @@ class Probe:
             self._observer.note("no larger size is looked for: memory grows with every step")
         elif failed is None or (found.opened.device == "cpu" and tells_room(found.checks, found.limit)):
             self._look_above()
+        elif any(each.process for each in found.checks):
+            self._leave_to_luck(size)
         elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
             self._tries.search(replace(found.bounds, minimum=size), verify=True)
             passed = {each.attempt.batch_size for each in found.checks if each.attempt.fits}
             any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
+
+    def _leave_to_luck(self, size: int) -> None:
+        """Where the batches that happened to come ended a check, goes some way below the size that passed, too."""
+        unit = self._options.multiple_of
+        least = -(-max(unit, self._options.minimum) // unit) * unit
+        self._tries.careful = True
+        while size > least:
+            size = max(least, min(size - unit, int((1 - BY_LUCK) * size) // unit * unit))
+            if self._verify_at(size):
+                return
 
     def _look_above(self) -> None:
         """Where the fresh process took much less than expected, goes on above the answer, always in fresh ones."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
+from batchtune.lengths.orders import ALL_ORDERS, ORDERS
 from batchtune.observer import Observer
 from batchtune.probe.final_check import Check, asks_for_another, with_spread
 from batchtune.probe.findings import Findings
@@ -26,6 +27,7 @@ class Tries:
 
     Attributes:
         found: all so far, and what came of them.
+        careful: whether a size whose batches differ has to pass three times as many final checks on a GPU.
 
     Raises:
         UsageError: the data set has too few samples for the smallest size.
@@ -41,6 +43,7 @@ class Tries:
         prior: PeakEstimate | None,
     ) -> None:
         self._worker, self._observer, self._prior = worker, observer, prior
+        self.careful, self._failed_in, self._batches_differ = False, 0, False
         opened = worker.start()
         bounds = _bounds(options, opened)
         self.found = Findings(options=options, opened=opened, precision=precision, bounds=bounds, attempts=list(known))
@@ -64,17 +67,26 @@ class Tries:
         attempt = self.run(self.command(batch_size, steps, longest, verify=verify))
         found.attempts.append(attempt)
         if verify:
-            found.checks.append(Check(attempt, steps))
+            found.checks.append(Check(attempt, steps, self._failed_in))
         self._observer.attempted(attempt)
         return attempt
 
     def run(self, command: TryBatchSize) -> Attempt:
-        """What came of a command; of a final check in as many processes as the device asks for."""
-        device, limit = self.found.opened.device, self.found.limit
-        tries = [self._in_child(command)]
-        while command.verify and tries[-1].fits and asks_for_another(tries, device, limit):
-            tries.append(self._in_child(command.but(shaken=len(tries))))
-        return with_spread(tries, device, limit) if command.verify and tries[-1].fits else tries[-1]
+        """What came of a command; of a final check in as many processes as it takes, that which failed last first."""
+        if not command.verify:
+            return self._in_child(command)
+        device, limit, passed = self.found.opened.device, self.found.limit, list[Attempt]()
+        orders = ALL_ORDERS if self.careful else ORDERS
+        for process in dict.fromkeys((self._failed_in, *range(orders))):
+            attempt = self._in_child(command.but(process=process))
+            if not attempt.fits:
+                self._failed_in = process
+                return attempt
+            passed.append(attempt)
+            differ = self._batches_differ and not isinstance(command, TryLengths)  # which is an order of its own
+            if not asks_for_another(passed, device, limit, orders if differ else 1):
+                break
+        return with_spread(passed, device, limit)
 
     def command(self, batch_size: int, steps: int, length: Length | None = None, *, verify: bool) -> TryBatchSize:
         """What a child is asked for."""
@@ -110,6 +122,7 @@ class Tries:
                 message=str(died),
                 limiting_rank=died.rank,
             )
+        self._batches_differ |= tried.batches_differ
         found.frames = tried.frames if verify else found.frames or tried.frames
         return tried.attempt
 

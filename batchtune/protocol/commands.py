@@ -159,11 +159,13 @@ class Tried(Message):
 
     Attributes:
         frames: of the user's code, where that raised, as Python shows them.
+        batches_differ: in what they take, as where each is padded to its longest sample.
     """
 
     attempt: Attempt
     usable: bool
     frames: str = ""
+    batches_differ: bool = False
 
 
 class TryBatchSize(Command[Tried]):
@@ -174,7 +176,8 @@ class TryBatchSize(Command[Tried]):
         verify: evaluates and saves a checkpoint, too, and trains on for `STEPS_AFTER_EVALUATION` or more.
         length: of the inputs; None: the longest.
         evaluation_batch_size: of the default evaluation, at most; None: `batch_size`, which then has to fit.
-        shaken: another heap for each number, as every process has one of its own; 0: as it is.
+        process: of those that a check takes; each but the first, 0, has a heap of its own, and as its own training
+            would, batches that are drawn at random in turns with the worst.
     """
 
     batch_size: int
@@ -184,7 +187,7 @@ class TryBatchSize(Command[Tried]):
     length: Length | None = None
     evaluation_batch_size: int | None = None
     accumulation_steps: int = 1
-    shaken: int = 0
+    process: int = 0
     variant: Variant = NO_VARIANT
 
 

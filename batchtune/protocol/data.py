@@ -15,6 +15,7 @@ class SamplesSeen(Message):
         total: of how many; None for a stream.
         is_all: nothing is left that may be larger.
         differing: by dimension, the least and greatest size among them where they differ.
+        quantiles: places of some samples, the largest first, each with what share of all is larger.
     """
 
     places: tuple[int, ...]
@@ -22,6 +23,7 @@ class SamplesSeen(Message):
     total: int | None
     is_all: bool
     differing: dict[str, tuple[int, int]]
+    quantiles: tuple[tuple[float, int], ...] = ()
 
 
 class LengthGroup(Message):

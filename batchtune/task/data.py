@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
+_STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
@@ -34,6 +36,7 @@ class TaskData:
     where: str
     _worst_samples: list[object] = field(default_factory=list, init=False)
     _samples_seen: SamplesSeen | None = field(default=None, init=False)
+    _differ: bool | None = field(default=None, init=False)
 
     def has(self, name: str) -> bool:
         """Whether the user's code carries this name."""
@@ -113,6 +116,34 @@ class TaskData:
             self.find_worst_samples()
         return self._repeated(batch_size, self._worst_samples)
 
+    def drawn_batches(self, batch_size: int, number: int) -> Iterator[object]:
+        """Batches without end, as large as a loader's, whose largest sample is one of so many drawn at random.
+
+        They are others for each number from 1 up. Beside the first of all the optimizer's states are put where the next
+        ones might have their room, so that those of the numbers are spread evenly, and that of 1 is among the smallest.
+        There are none where all batches take the same, as those of the user's own `make_batch` are taken to.
+        """
+        if self.has("train_loader") and self.batches_differ():
+            while True:
+                yield from self.loader(batch_size)
+        dice, quantiles = random.Random(number), self._samples_seen.quantiles if self._samples_seen else ()
+        at = ((number - 1) * _STRIDE % _STRATA + dice.random()) / _STRATA
+        while quantiles and self.batches_differ():
+            share, at = 1 - at ** (1 / batch_size), dice.random()
+            place = [place for larger, place in quantiles if larger <= share][-1]
+            with kept_random_numbers("cpu"):
+                samples = [sample for _, sample in self._samples((place,), ())]
+            yield self._repeated(batch_size, samples)
+
+    def batches_differ(self) -> bool:
+        """Whether some batches take less than others of as many samples; those of a loader, as far as was seen."""
+        if self._differ is None and self._samples_seen and self._samples_seen.quantiles:
+            places = [place for _, place in self._samples_seen.quantiles]
+            with kept_random_numbers("cpu"):
+                both = [sample for _, sample in self._samples((places[0], places[-1]), ())]
+            self._differ = len({tensor_bytes(self._repeated(2, [sample])) for sample in both}) > 1
+        return bool(self._differ)
+
     def _repeated(self, batch_size: int, samples: Sequence[object]) -> object:
         """A batch of the largest sample, which is the first, and of each other one once."""
         largest, *others = samples
@@ -125,6 +156,8 @@ class TaskData:
         with kept_random_numbers("cpu"):
             seed_the_cpu(0)
             for batch in self.loader(batch_size):
+                if found is not None and tensor_bytes(batch) != tensor_bytes(found):
+                    self._differ = True
                 if found is None or tensor_bytes(batch) > tensor_bytes(found):
                     found = batch
                 if time.monotonic() >= deadline:

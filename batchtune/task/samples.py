@@ -13,6 +13,7 @@ from batchtune.protocol.data import SamplesSeen
 LOOK_SECONDS = 2.0
 _MOST_NAMED = 4
 _BYTES = ""  # among the sizes of a sample, that of all of it
+_NEXT_QUANTILE = 1.3  # times as many samples are larger
 
 
 def find_largest(
@@ -30,10 +31,13 @@ def find_largest(
     deadline = clock() + seconds
     largest: dict[str, tuple[int, int, object]] = {}  # size, place and sample
     smallest: dict[str, int] = {}
+    every: list[tuple[int, int]] = []  # bytes and place
     seen, is_all = 0, True
     for place, sample in samples:
         seen += 1
-        for name, size in sizes_of(sample).items():
+        sizes = sizes_of(sample)
+        every.append((sizes[_BYTES], place))
+        for name, size in sizes.items():
             if name not in largest or size > largest[name][0]:
                 largest[name] = (size, place, sample)
             smallest[name] = min(size, smallest.get(name, size))
@@ -46,14 +50,26 @@ def find_largest(
         if all(sizes_of(other).get(name, 0) < size for other in chosen.values()):
             chosen[place] = sample
     ranges = {name: (smallest[name], size) for name, (size, _, _) in largest.items() if name != _BYTES}
+    differing = {name: both for name, both in ranges.items() if both[0] != both[1]}
     told = SamplesSeen(
         places=tuple(chosen),
         seen=seen,
         total=total,
         is_all=is_all,
-        differing={name: both for name, both in ranges.items() if both[0] != both[1]},
+        differing=differing,
+        quantiles=_quantiles(every) if differing else (),
     )
     return told, list(chosen.values())
+
+
+def _quantiles(every: list[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
+    """Of all sizes with their places some forty, close to each other near the largest: a batch is as large as that."""
+    every.sort(reverse=True)
+    found, larger = [], 0
+    while larger < len(every):
+        found.append((larger / len(every), every[larger][1]))
+        larger = max(larger + 1, int(larger * _NEXT_QUANTILE))
+    return tuple(found)
 
 
 def in_random_order(size: int) -> Iterator[int]:

@@ -105,3 +105,58 @@ def test_with_expandable_segments_all_lengths_train_nearly_what_each_does_alone(
     for point in found.probe.lengths:
         alone = max(each.batch_size for each in point.attempts if each.fits and each.purpose == "search")
         assert point.max_batch_size >= 0.9 * alone
+
+
+PADDED = """
+import random
+from torch.nn.utils.rnn import pad_sequence
+
+dice = random.Random(3)
+LENGTHS = [min(512, max(8, int(dice.lognormvariate(4.5, 0.8)))) for _ in range(6000)]
+
+def train_dataset():
+    return [torch.full((length,), 5) for length in LENGTHS]
+
+def collate(samples):
+    return pad_sequence(samples, batch_first=True)
+"""
+EPOCHS = """
+import os, sys
+TASK
+size, limit = int(sys.argv[1]), int(sys.argv[2])
+data, ran_out = train_dataset(), []
+for seed in range(20):
+    if not (child := os.fork()):
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+            model, places = build_model().cuda(), [*range(len(data))]
+            random.Random(seed).shuffle(places)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for first in range(0, 20 * size, size):
+                batch = collate([data[place] for place in places[first : first + size]]).cuda()
+                optimizer.zero_grad()
+                loss = compute_loss(model, batch)
+                loss.backward()
+                optimizer.step()
+            code = 0
+        finally:
+            os._exit(code)
+    ran_out += [seed] * (os.waitpid(child, 0)[1] != 0)
+print(ran_out)
+"""
+
+
+@ESTIMATES
+def test_batches_that_are_padded_to_their_longest_sample_train_in_any_order(tmp_path, monkeypatch, script):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = TRANSFORMER.replace("def make_batch", "def made_batch") + PADDED
+    (tmp_path / "model.py").write_text(text)
+    with fake_gpu.machine(fake_gpu.Card("8GiB")):
+        found = batchtune.probe(
+            tmp_path / "model.py", device="cuda", precision="fp32", memory_limit="2GiB", throughput=False
+        ).probe
+        assert script(EPOCHS.replace("TASK", text), found.max_batch_size, found.memory_limit_bytes) == []
+    alone = max(attempt.batch_size for attempt in found.attempts if attempt.fits and attempt.purpose == "search")
+    assert found.max_batch_size >= 0.8 * alone

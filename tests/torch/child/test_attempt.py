@@ -264,8 +264,8 @@ class TestAsInAProcessOfTheUsers:
         found, _ = tried(task, HostMemory(), batch_size=4, steps=6, precision="fp32", verify=True)
         assert (found.outcome, min(sizes), max(sizes)) == ("fit", least, 4)
 
-    @pytest.mark.parametrize(("shaken", "late"), [(0, True), (1, False), (2, True)])
-    def test_every_other_process_frees_gradients_early(self, wide, monkeypatch, shaken, late):
+    @pytest.mark.parametrize(("process", "late"), [(0, True), (1, False), (2, True)])
+    def test_every_other_process_frees_gradients_early(self, wide, monkeypatch, process, late):
         habits, update = [], Trainer.update
 
         def noted(self, *, free_late=False):
@@ -273,9 +273,32 @@ class TestAsInAProcessOfTheUsers:
             update(self, free_late=free_late)
 
         monkeypatch.setattr(Trainer, "update", noted)
-        found, _ = tried(wide(), HostMemory(), batch_size=4, steps=4, precision="fp32", verify=True, shaken=shaken)
+        found, _ = tried(wide(), HostMemory(), batch_size=4, steps=4, precision="fp32", verify=True, process=process)
         assert found.fits
         assert set(habits) == {late}
+
+    def test_further_processes_take_batches_that_are_drawn_in_turns_with_the_worst(self, wide, run):
+        sizes = []
+
+        def loss(model, batch):
+            if torch.is_grad_enabled():
+                sizes.append(len(batch[0]))
+            return model(nn.functional.pad(batch, (0, WIDTH - batch.shape[1]))).square().mean()
+
+        data = [torch.ones(length) for length in range(1, WIDTH + 1)]
+        collate = nn.utils.rnn.pad_sequence
+        functions = {
+            "make_batch": None,
+            "train_dataset": lambda: data,
+            "collate": lambda some: collate(some, batch_first=True),
+        }
+        task = wide(compute_loss=loss, **functions)
+        task.find_worst_samples()
+        for process in range(3):
+            sizes.clear()
+            assert run(task, 2, steps=6, verify=True, process=process)[0].fits
+            worst = [at for at, size in enumerate(sizes[:6], 1) if size == WIDTH]
+            assert worst == {0: [1, 2, 3, 4, 5, 6], 1: [2, 4, 6], 2: [3, 6]}[process]
 
 
 class TestOutOfMemory:

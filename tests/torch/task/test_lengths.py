@@ -1,5 +1,6 @@
 """Lengths of inputs: how long samples are, which of them make a batch of a length, and what does not go together."""
 
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,44 @@ class TestMadeBatches:
         task = task_of(make_batch=made)
         with pytest.raises(UsageError, match="make_batch takes a length, too; say which there are: --lengths 128"):
             task.find_lengths(None)
+
+
+class TestDrawnBatches:
+    """Batches as a loader makes them of samples that differ."""
+
+    def test_their_largest_sample_is_one_of_so_many_drawn(self):
+        task = of_samples(*range(1, 201))
+        task.find_worst_samples()
+        one, many = ([len(next(task.drawn_batches(size, number))[0]) for number in range(1, 19)] for size in (1, 20))
+        assert min(one) < 40
+        assert max(one) > 160
+        assert one[0] == min(one)
+        assert min(many) > 100
+        assert next(task.drawn_batches(20, 3)).shape[0] == 20
+
+    def test_they_are_the_same_for_a_number_in_another_process(self):
+        first, later = of_samples(*range(1, 50)), of_samples(*range(1, 50))
+        later.find_worst_samples(first.find_worst_samples())
+        for number in (1, 2):
+            some = [[len(batch[0]) for batch in islice(task.drawn_batches(4, number), 9)] for task in (first, later)]
+            assert some[0] == some[1]
+            assert len(set(some[0])) > 3
+
+    def test_there_are_none_where_samples_or_batches_are_all_alike(self):
+        alike = of_samples(7, 7, 7)
+        padded_to_one_length = of_samples(3, 9, collate=lambda some: torch.zeros(len(some), 16))
+        for task in (alike, padded_to_one_length, task_of(make_batch=made_alike)):
+            task.find_worst_samples()
+            assert list(task.drawn_batches(4, 1)) == []
+            assert not task.batches_differ()
+
+    def test_a_loaders_own_come_as_they_are(self):
+        task = task_of(train_loader=lambda size: [torch.zeros(size, length) for length in (3, 8, 5)])
+        task.worst_batch(4)
+        assert [batch.shape for batch in islice(task.drawn_batches(4, 1), 4)] == [(4, 3), (4, 8), (4, 5), (4, 3)]
+        alike = task_of(train_loader=lambda size: [torch.zeros(size, 8)] * 3)
+        alike.worst_batch(4)
+        assert list(alike.drawn_batches(4, 1)) == []
 
 
 class TestSamples:

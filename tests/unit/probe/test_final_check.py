@@ -1,5 +1,7 @@
 """Which size comes next when a final check does not pass, how long a check is, and when to give up."""
 
+from dataclasses import replace
+
 import pytest
 
 from batchtune.config.probe import ProbeOptions
@@ -113,8 +115,20 @@ def test_a_size_passes_where_19_of_20_processes_would_stay_within_the_limit(peak
     ids=["far below", "near", "once near", "what is beyond with the least spread", "four of five", "all"],
 )
 def test_a_cpus_check_is_made_in_five_processes_where_that_may_matter(peaks, asks):
-    assert asks_for_another([passed(peak) for peak in peaks], "cpu", 1000) is asks
-    assert not asks_for_another([passed(peak) for peak in peaks], "cuda:0", 1000)
+    assert asks_for_another([passed(peak) for peak in peaks], "cpu", 1000, 1) is asks
+    assert not asks_for_another([passed(peak) for peak in peaks], "cuda:0", 1000, 1)
+
+
+def test_a_gpus_check_is_made_in_as_many_processes_as_batches_have_orders_where_the_limit_is_near():
+    assert asks_for_another([passed(999)] * 5, "cuda:0", 1000, 6)
+    assert not asks_for_another([passed(999)] * 6, "cuda:0", 1000, 6)
+    assert not asks_for_another([passed(700)], "cuda:0", 1000, 6)
+    assert not asks_for_another([passed(999)], "cuda:0", None, 6)
+
+
+def test_after_other_batches_failed_the_next_size_is_clearly_smaller():
+    assert size_below([check(1000)], ProbeOptions()) == 995
+    assert size_below([replace(check(1000), process=3)], ProbeOptions()) == 985
 
 
 def test_the_room_that_a_check_leaves_is_used_up_to_what_has_failed():

@@ -1,5 +1,6 @@
 """A probe from first attempt to certificate, on a scripted worker: final checks that fail, children that die."""
 
+import itertools
 import re
 
 import pytest
@@ -105,6 +106,30 @@ class Listener(Observer):
 
     def note(self, text):
         self.notes.append(text)
+
+
+class DrawnBatches(ScriptedWorker):
+    """A child whose batches differ in size; in its process 3 fewer samples train than in the others.
+
+    Args:
+        fits: the largest size there.
+    """
+
+    def __init__(self, fits):
+        super().__init__(up_to(1000))
+        self._fits = fits
+
+    def answer(self, command, *, batch_size, process=0, **arguments):
+        known, self.checked = self.checked, up_to(self._fits if process == 3 else 1000)
+        found = super().answer(command, batch_size=batch_size, process=process, **arguments)
+        self.checked = known
+        return found | {"batches_differ": True} if "attempt" in found else found
+
+    def processes(self):
+        """Of each check: its size, and the numbers of its processes."""
+        every = zip(self.log, self.arguments, strict=True)
+        checks = [(size, each["process"]) for (_, size, *_), each in every if each.get("verify")]
+        return [(size, [at for _, at in some]) for size, some in itertools.groupby(checks, key=lambda each: each[0])]
 
 
 class OneLength(ScriptedWorker):
@@ -392,8 +417,24 @@ class TestFailures:
         worker = on_a_cpu(ScriptedWorker(up_to(1000)))
         found = probe(worker, throughput=False).run()
         assert [size for _, size, steps, _, _ in worker.log if steps == 20] == [952] * 5 + [989] * 5
-        assert [each.get("shaken") for each in worker.arguments if each.get("verify")] == [*range(5), *range(5)]
+        assert [each.get("process") for each in worker.arguments if each.get("verify")] == [*range(5), *range(5)]
         assert (found.max_batch_size, found.attempts[-1].kept_back_bytes) == (989, 10)
+
+    def test_batches_that_differ_are_checked_in_six_orders(self):
+        worker = DrawnBatches(1000)
+        assert probe(worker, throughput=False, tolerance=0).run().max_batch_size == 1000
+        assert worker.processes() == [(1000, [*range(6)])]
+
+    def test_where_an_order_failed_the_answer_is_smaller_than_what_passed_and_passes_in_three_times_as_many(self):
+        worker = DrawnBatches(980)
+        found = probe(worker, throughput=False, tolerance=0).run()
+        assert worker.processes() == [
+            (1000, [0, 1, 2, 3]),
+            (985, [3]),
+            (971, [3, 0, 1, 2, 4, 5]),
+            (941, [3, 0, 1, 2, *range(4, 18)]),
+        ]
+        assert found.max_batch_size == 941
 
     def test_on_a_cpu_what_fresh_processes_leave_is_used(self):
         worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(1000), worn_bytes=300))

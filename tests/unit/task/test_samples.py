@@ -1,7 +1,7 @@
 """Which samples make the worst batch, and what is said where not all could be looked at."""
 
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +38,16 @@ def test_one_sample_stands_for_all_of_one_size():
     seen, samples = looked([(3, 8)] * 5)
     assert (seen.places, len(samples)) == ((0,), 1)
     assert seen.differing == {}
+
+
+def test_of_samples_that_differ_some_forty_are_kept_by_what_share_is_larger():
+    seen, _ = looked([(size,) for size in range(1, 10_001)])
+    shares, places = zip(*seen.quantiles, strict=True)
+    assert shares[:4] == (0, 1 / 10_000, 2 / 10_000, 3 / 10_000)
+    assert [9_999 - place for place in places] == [round(share * 10_000) for share in shares]
+    assert len(places) < 45
+    assert max(after - before for before, after in pairwise(shares)) < 0.25
+    assert looked([(3, 8)] * 5)[0].quantiles == ()
 
 
 def test_a_look_ends_with_its_time_and_says_how_many_were_seen():
