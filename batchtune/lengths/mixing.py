@@ -23,6 +23,7 @@ _NEXT, _NEAR = 6, 2  # steps: how much less is tried after a failure, and how ne
 _MARGIN = 3  # steps: by so much larger batches have to pass, too, where an order failed and no replay had foreseen it
 """A U-Net's batches passed 18 orders and failed in 3 of 14 more; 3 % smaller ones failed in 5 of the 18."""
 _MOST_CHECKS = 16
+REMEDY = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is cut up less: set it, and probe again"
 
 Sizes = dict[Length, int]
 Check = Callable[[Mapping[Length, int], int], Attempt]
@@ -228,11 +229,10 @@ def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
             at = (passed + failed) // 2
 
 
-def order_warnings(check: LengthCheck | None, device: str) -> list[str]:
+def length_warnings(check: LengthCheck | None, device: str) -> list[str]:
     """One where batches of other lengths left too little memory for one that fits alone."""
     if check is None or not check.failures or not device.startswith("cuda"):
         return []
     which = ", ".join(map(length_text, check.lowered))
     text = f"batches of different lengths cut memory up: at {which} less fits among the others than alone"
-    remedy = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return [f"{text}, and an order that was not tried may need more; {remedy}"]
+    return [f"{text}, and an order that was not tried may need more. {REMEDY}"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import NothingFitsError
+from batchtune.lengths.mixing import REMEDY
 from batchtune.probe.memory_model import measured_points
 from batchtune.probe.search import bracket
 from batchtune.units import size
@@ -157,18 +158,20 @@ def size_below(
 
     By halves where training passes and evaluation does not (nobody knows how much more it needs), where the check fell
     silent, or where memory ended late twice, as it does by a leak; as far as a leak needs where it was seen, or a peak
-    that was measured beyond the limit; else by little at first. The search's attempts tell how much a sample takes.
+    that was measured beyond the limit; by 3 % where it was batches that differ; else by little at first. The search's
+    attempts tell how much a sample takes.
     """
     unit, failed = options.multiple_of, checks[-1].attempt
     least = -(-max(unit, options.minimum) // unit) * unit
     if failed.batch_size <= least:
         return None
+    excess = _excess(checks[-1], limit_bytes)
+    if checks[-1].process and not excess:
+        return max(least, min(failed.batch_size - unit, int((1 - BY_LUCK) * failed.batch_size)) // unit * unit)
     share = max(options.tolerance / 2, _BACKOFF) * 2 ** max(0, len(checks) - _EVEN_BACKOFFS)
     if failed.outcome == "timeout" or len(out_in_evaluation(checks[-2:], limit_bytes)) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
-    if checks[-1].process:
-        share = max(share, BY_LUCK / 2)
-    if excess := _excess(checks[-1], limit_bytes):
+    if excess:
         told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
         is_whole = failed.steps == checks[-1].steps  # else it ended where it met the limit, and would have taken more
         share = max(share, told, 0 if is_whole else _STEP_DOWN)
@@ -187,6 +190,17 @@ def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
     if len(points) > 1 and points[-1].reserved > points[0].reserved:
         return (points[-1].reserved - points[0].reserved) / (points[-1].size - points[0].size)
     return (failed.peak_reserved_bytes or 1) / failed.batch_size
+
+
+def order_warnings(checks: Sequence[Check], device: str) -> list[str]:
+    """One where batches that differ in size left too little memory for one that trains among its like."""
+    failed = [each.attempt.batch_size for each in checks if each.process and not each.attempt.fits]
+    if not failed or not device.startswith("cuda"):
+        return []
+    text = (
+        f"samples differ in size, and batches padded to their longest one cut memory up: {max(failed):,} did not train"
+    )
+    return [f"{text} in every order; one that was not tried may need more than was found. {REMEDY}"]
 
 
 def leaks_all(check: Check, limit_bytes: int | None) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from batchtune.config.probe import Bounds, ProbeOptions
 from batchtune.document import Attempt, LengthCheck, LimitedBy, ProbeResult, ThroughputPoint
 from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
-from batchtune.lengths.mixing import order_warnings
-from batchtune.probe.final_check import Check, cut_short, out_in_evaluation
+from batchtune.lengths.mixing import length_warnings
+from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
 from batchtune.probe.search import bracket
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
@@ -139,7 +139,11 @@ class Findings:
         found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
-        found += [*order_warnings(self.length_check, self.opened.device), *self.opened.notes]
+        found += [
+            *length_warnings(self.length_check, self.opened.device),
+            *order_warnings(self.checks, self.opened.device),
+        ]
+        found += self.opened.notes
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")
         if slow is not None and low + self.bounds.multiple_of > slow:

@@ -62,7 +62,7 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
         lengths = lengths_of(tracer.lengths) if tracer.lengths else []
         deadline = started + asked.seconds * _TRACING_SHARE
         traced = TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
-        notes = [*tracer.notes, *traced.notes]
+        notes = [*tracer.notes, *tracer.padding(), *traced.notes]
         is_aligned, searches_on = not traced.notes, cache(traced.searches_on)
         rows: list[Row] = []
         for gpu in asked.gpus:

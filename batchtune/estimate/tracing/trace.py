@@ -72,6 +72,18 @@ class Tracer:
         self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
 
+    def padding(self) -> list[Assumption]:
+        """What is assumed of batches that are padded to their longest sample: that each is as long as the longest.
+
+        Shorter ones cut memory up: a probe then found up to a quarter less, and between the lengths of buckets a tenth.
+        """
+        text = "samples differ in size: batches padded to their own longest one cut memory up, so that less may train"
+        if self._asked.inference:
+            return []
+        if self.lengths:
+            return [Assumption(text)] if len(self.lengths.groups) > len(self.lengths.edges) else []
+        return [Assumption(text, depends_on_data=True)] if self._task.batches_differ() else []
+
     def trace(self, batch_size: int, length: Length | None = None) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""
         with compilation_ignored(self.notes):
