@@ -144,7 +144,7 @@ class _Steps:
         """Optimizer steps; where memory is full, it is cut up anew in each, and the end may come in one of the next."""
         command, tracker, trainer, task = self._command, self.tracker, self._trainer(), self._task
         free_late = not command.process % 2
-        for number, batch in enumerate(self._batches(), 1):
+        for number, batch in enumerate(_batches(task, command, self._memory.device, self._most), 1):
             self._step(trainer, batch, free_late=free_late)
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
@@ -154,20 +154,6 @@ class _Steps:
             self._evaluate(trainer)
             _save(trainer)
             self._train_on(trainer, batch, free_late=free_late)
-
-    def _batches(self) -> Iterator[object]:
-        """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones."""
-        command, task = self._command, self._task
-        stays = self._memory.device.type != "cpu" or task.has("train_loader")  # copied there; takes long to find
-        drawn = task.drawn_batches(command.batch_size, command.process) if command.process else iter(())
-        worst = batch = None
-        for number in range(1, self._most + 1):
-            other = next(drawn, None) if number % (2 + (command.process - 1) % 4) else None
-            if other is None and (worst is None or not stays):
-                rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
-                worst = task.worst_batch(rest or command.batch_size, command.length)
-            batch, worst = worst if other is None else other, worst if stays else None
-            yield batch
 
     def train_freeing_early(self, held_bytes: int) -> None:
         """Steps from new as of loops that free gradients after each step, where `run` frees them late.
@@ -274,6 +260,20 @@ class _Steps:
 
         self.tracker.end_phase(forward_backward=False)
         _to_rest(step, self.tracker, self._agree, range(STEPS_AFTER_EVALUATION, self._command.steps))
+
+
+def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int) -> Iterator[object]:
+    """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones."""
+    stays = device.type != "cpu" or task.has("train_loader")  # copied there; takes long to find
+    drawn = task.drawn_batches(command.batch_size, command.process) if command.process else iter(())
+    worst = batch = None
+    for number in range(1, most + 1):
+        other = next(drawn, None) if number % (2 + (command.process - 1) % 4) else None
+        if other is None and (worst is None or not stays):
+            rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
+            worst = task.worst_batch(rest or command.batch_size, command.length)
+        batch, worst = worst if other is None else other, worst if stays else None
+        yield batch
 
 
 def _to_rest(step: Callable[[], None], tracker: PeakTracker, agree: Callable[[bool], bool], steps: range) -> None:
