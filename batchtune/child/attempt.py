@@ -266,13 +266,14 @@ def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int)
     """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones."""
     stays = device.type != "cpu" or task.has("train_loader")  # copied there; takes long to find
     drawn = task.drawn_batches(command.batch_size, command.process) if command.process else iter(())
-    worst = batch = None
+    worst = None
     for number in range(1, most + 1):
         other = next(drawn, None) if number % (2 + (command.process - 1) % 4) else None
-        if other is None and (worst is None or not stays):
+        batch = worst if other is None else other
+        if batch is None:
             rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
-            worst = task.worst_batch(rest or command.batch_size, command.length)
-        batch, worst = worst if other is None else other, worst if stays else None
+            batch = task.worst_batch(rest or command.batch_size, command.length)
+            worst = batch if stays else None
         yield batch
 
 

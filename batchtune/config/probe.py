@@ -28,6 +28,11 @@ class Bounds:
     tolerance: float = TOLERANCE
     no_oom: bool = False
 
+    @property
+    def least(self) -> int:
+        """The smallest size that may be tried."""
+        return -(-self.minimum // self.multiple_of) * self.multiple_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(Bounds):

@@ -19,7 +19,7 @@ _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # the next size is so much smaller, then ev
 _MOST_SILENCES = 2  # in a row, the second at half the size: then it is not the size that takes long
 _HALF = 0.5
 _PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
-BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
+_BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
 _STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
 _LEAST_SPREAD, _USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
 _WORTH_A_CHECK = 0.025  # by so much a size has to be larger
@@ -35,12 +35,12 @@ class Check:
     Attributes:
         attempt: what came of it.
         steps: optimizer steps that were asked of it, before evaluation and saving.
-        process: the number of that in which it failed, of those that a size has to pass in.
+        by_luck: it was out of memory on a GPU by the batches that happened to come, of those that differ.
     """
 
     attempt: Attempt
     steps: int
-    process: int = 0
+    by_luck: bool = False
 
 
 def steps_to_verify(attempts: Sequence[Attempt], options: ProbeOptions) -> int:
@@ -84,8 +84,7 @@ def _roomy(fit: Attempt, attempts: Sequence[Attempt], limit_bytes: int, options:
     peak = fit.peak_reserved_bytes or 0
     spread = _USUAL_SPREAD if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, peak)
     unit, room = options.multiple_of, limit_bytes / (1 + spread) - peak
-    least = -(-max(unit, options.minimum) // unit) * unit
-    return max(least, (fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))) // unit * unit)
+    return max(options.least, (fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))) // unit * unit)
 
 
 def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | None, orders: int) -> bool:
@@ -162,16 +161,14 @@ def size_below(
     attempts tell how much a sample takes.
     """
     unit, failed = options.multiple_of, checks[-1].attempt
-    least = -(-max(unit, options.minimum) // unit) * unit
-    if failed.batch_size <= least:
+    if failed.batch_size <= options.least:
         return None
-    excess = _excess(checks[-1], limit_bytes)
-    if checks[-1].process and not excess:
-        return max(least, min(failed.batch_size - unit, int((1 - BY_LUCK) * failed.batch_size)) // unit * unit)
+    if checks[-1].by_luck:
+        return below_by_luck(failed.batch_size, options)
     share = max(options.tolerance / 2, _BACKOFF) * 2 ** max(0, len(checks) - _EVEN_BACKOFFS)
     if failed.outcome == "timeout" or len(out_in_evaluation(checks[-2:], limit_bytes)) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
-    if excess:
+    if excess := _excess(checks[-1], limit_bytes):
         told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
         is_whole = failed.steps == checks[-1].steps  # else it ended where it met the limit, and would have taken more
         share = max(share, told, 0 if is_whole else _STEP_DOWN)
@@ -181,7 +178,13 @@ def size_below(
     elif len(late) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
     smaller = failed.batch_size - max(unit, int(min(_HALF, share) * failed.batch_size))
-    return max(least, smaller // unit * unit)
+    return max(options.least, smaller // unit * unit)
+
+
+def below_by_luck(batch_size: int, options: ProbeOptions) -> int:
+    """The size to check below one, or to keep below one that passed, where batches come by luck."""
+    unit = options.multiple_of
+    return max(options.least, min(batch_size - unit, int((1 - _BY_LUCK) * batch_size)) // unit * unit)
 
 
 def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
@@ -194,7 +197,7 @@ def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
 
 def order_warnings(checks: Sequence[Check], device: str) -> list[str]:
     """One where batches that differ in size left too little memory for one that trains among its like."""
-    failed = [each.attempt.batch_size for each in checks if each.process and not each.attempt.fits]
+    failed = [each.attempt.batch_size for each in checks if each.by_luck]
     if not failed or not device.startswith("cuda"):
         return []
     text = (

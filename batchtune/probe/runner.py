@@ -11,7 +11,7 @@ from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
-    BY_LUCK,
+    below_by_luck,
     larger_with_room,
     leaks_all,
     leaks_soon,
@@ -129,7 +129,7 @@ class Probe:
             self._observer.note("no larger size is looked for: memory grows with every step")
         elif failed is None or (found.opened.device == "cpu" and tells_room(found.checks, found.limit)):
             self._look_above()
-        elif any(each.process for each in found.checks):
+        elif any(each.by_luck for each in found.checks):
             self._leave_to_luck(size)
         elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
@@ -139,13 +139,9 @@ class Probe:
 
     def _leave_to_luck(self, size: int) -> None:
         """Where the batches that happened to come ended a check, goes some way below the size that passed, too."""
-        unit = self._options.multiple_of
-        least = -(-max(unit, self._options.minimum) // unit) * unit
         self._tries.careful = True
-        while size > least:
-            size = max(least, min(size - unit, int((1 - BY_LUCK) * size) // unit * unit))
-            if self._verify_at(size):
-                return
+        while (smaller := below_by_luck(size, self._options)) < size and not self._verify_at(smaller):
+            size = smaller
 
     def _look_above(self) -> None:
         """Where the fresh process took much less than expected, goes on above the answer, always in fresh ones."""

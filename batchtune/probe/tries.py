@@ -67,7 +67,8 @@ class Tries:
         attempt = self.run(self.command(batch_size, steps, longest, verify=verify))
         found.attempts.append(attempt)
         if verify:
-            found.checks.append(Check(attempt, steps, self._failed_in))
+            on_gpu, out = found.opened.device != "cpu", attempt.outcome == "oom"
+            found.checks.append(Check(attempt, steps, by_luck=on_gpu and out and self._failed_in > 0))
         self._observer.attempted(attempt)
         return attempt
 
@@ -136,11 +137,10 @@ def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
     world_size, samples, unit = opened.world_size, opened.train_size, options.multiple_of
     data_size = samples // world_size if samples is not None else None
     cap = min((each for each in (options.maximum, data_size) if each is not None), default=None)
-    smallest = -(-options.minimum // unit) * unit
-    if cap is not None and smallest > cap:
+    if cap is not None and (least := options.least) > cap:
         each = f" for each of {world_size} ranks" if world_size > 1 else ""
         why = f"train_dataset has {cap} samples{each}" if cap == data_size else f"the maximum is {cap}"
         raise UsageError(
-            f"no batch size to try: {smallest} is the least multiple of {unit} from {options.minimum} up, but {why}"
+            f"no batch size to try: {least} is the least multiple of {unit} from {options.minimum} up, but {why}"
         )
     return replace(options, maximum=cap)

@@ -128,8 +128,8 @@ def test_a_gpus_check_is_made_in_as_many_processes_as_batches_have_orders_where_
 
 def test_after_other_batches_failed_the_next_size_is_clearly_smaller():
     assert size_below([check(1000)], ProbeOptions()) == 995
-    assert size_below([replace(check(1000), process=3)], ProbeOptions()) == 970
-    late = [replace(check(size, steps=8), process=3) for size in (1000, 970, 940, 910)]  # no leak, for all that
+    assert size_below([replace(check(1000), by_luck=True)], ProbeOptions()) == 970
+    late = [replace(check(size, steps=8), by_luck=True) for size in (1000, 970, 940, 910)]  # no leak, for all that
     assert size_below(late, ProbeOptions()) == 882
 
 
