@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+import textwrap
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ _KERNEL_LIMIT = re.compile(
 )
 _NO_ENGINE = re.compile("was unable to find an engine to execute this computation")
 _OF_LIBRARY = re.compile(r"(CUBLAS|CUDNN|CUSOLVER)_STATUS_|CUFFT_|when calling .cusparse|NCCL error")
+_MOST_CHARACTERS = 300  # of an error's message
 _POISONED = re.compile(
     r"\b(CUDA|HIP)( driver)? error\b|CUBLAS|NCCL|Triton Error|CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR\b)"
     r"|could not create a primitive(?! descriptor)"  # once oneDNN had no memory for one, it makes none at any size
@@ -66,7 +68,8 @@ def classify(error: BaseException) -> Literal["oom", "kernel_limit", "user_error
 def message_of(error: BaseException) -> str:
     """What the error that decides the outcome says, in one line."""
     link, _ = _deciding(error)
-    return str(link).strip().split("\n")[0][:300] or type(link).__name__
+    first = str(link).strip().split("\n")[0]
+    return textwrap.shorten(first, _MOST_CHARACTERS, placeholder=" …") or type(link).__name__
 
 
 def maps_file(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
-from batchtune.document import Attempt, LengthCheck
+from batchtune.document import Attempt, Environment, LengthCheck
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.orders import ALL_ORDERS
 from batchtune.vocabulary import Length, dimensions, length_text
@@ -23,7 +23,7 @@ _NEXT, _NEAR = 6, 2  # steps: how much less is tried after a failure, and how ne
 _MARGIN = 3  # steps: by so much larger batches have to pass, too, where an order failed and no replay had foreseen it
 """A U-Net's batches passed 18 orders and failed in 3 of 14 more; 3 % smaller ones failed in 5 of the 18."""
 _MOST_CHECKS = 16
-REMEDY = "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is cut up less: set it, and probe again"
+_GROWING = "expandable_segments:True"  # of an allocator's settings
 
 Sizes = dict[Length, int]
 Check = Callable[[Mapping[Length, int], int], Attempt]
@@ -167,7 +167,7 @@ def check_lengths(
     Raises:
         NothingFitsError: they do not pass.
     """
-    cuts = orders > 1 and "expandable_segments:True" not in (allocator or "")
+    cuts = orders > 1 and _GROWING not in (allocator or "")
     checks = _Checks(tried, check, orders, replay if cuts else None)
     sizes = _largest_that_passes(checks, steps_down(first, unit, minimum, align=cuts))
     last = max(checks.passed, key=lambda each: each.peak_reserved_bytes or 0)
@@ -229,10 +229,17 @@ def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
             at = (passed + failed) // 2
 
 
-def length_warnings(check: LengthCheck | None, device: str) -> list[str]:
+def length_warnings(check: LengthCheck | None, environment: Environment) -> list[str]:
     """One where batches of other lengths left too little memory for one that fits alone."""
-    if check is None or not check.failures or not device.startswith("cuda"):
+    if check is None or not check.failures or environment.device_type != "cuda":
         return []
     which = ", ".join(map(length_text, check.lowered))
     text = f"batches of different lengths cut memory up: at {which} less fits among the others than alone"
-    return [f"{text}, and an order that was not tried may need more. {REMEDY}"]
+    return [f"{text}, and an order that was not tried may need more{remedy(environment.allocator_conf)}"]
+
+
+def remedy(allocator: str | None) -> str:
+    """The end of a warning: what has memory cut up less, unless these settings of the allocator have it already."""
+    if _GROWING in (allocator or ""):
+        return ""
+    return f". With PYTORCH_CUDA_ALLOC_CONF={_GROWING} it is cut up less: set it, and probe again"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchtune.config.probe import ProbeOptions
-from batchtune.document import Attempt
+from batchtune.document import Attempt, Environment
 from batchtune.errors import NothingFitsError
-from batchtune.lengths.mixing import REMEDY
+from batchtune.lengths.mixing import remedy
 from batchtune.probe.memory_model import measured_points
 from batchtune.probe.search import bracket
 from batchtune.units import size
@@ -195,15 +195,16 @@ def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
     return (failed.peak_reserved_bytes or 1) / failed.batch_size
 
 
-def order_warnings(checks: Sequence[Check], device: str) -> list[str]:
+def order_warnings(checks: Sequence[Check], environment: Environment) -> list[str]:
     """One where batches that differ in size left too little memory for one that trains among its like."""
     failed = [each.attempt.batch_size for each in checks if each.by_luck]
-    if not failed or not device.startswith("cuda"):
+    if not failed or environment.device_type != "cuda":
         return []
     text = (
-        f"samples differ in size, and batches padded to their longest one cut memory up: {max(failed):,} did not train"
+        "samples differ in size, and batches padded to their longest one cut memory up: "
+        f"{max(failed):,} did not train in every order; one that was not tried may need more than was found"
     )
-    return [f"{text} in every order; one that was not tried may need more than was found. {REMEDY}"]
+    return [text + remedy(environment.allocator_conf)]
 
 
 def leaks_all(check: Check, limit_bytes: int | None) -> bool:

@@ -140,8 +140,8 @@ class Findings:
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
         found += [
-            *length_warnings(self.length_check, self.opened.device),
-            *order_warnings(self.checks, self.opened.device),
+            *length_warnings(self.length_check, self.opened.environment),
+            *order_warnings(self.checks, self.opened.environment),
         ]
         found += self.opened.notes
         if self.verified is not None and self.verified.evaluation_batch_size is not None:

@@ -32,6 +32,7 @@ from batchtune.report.view.words import (
     tone,
 )
 from batchtune.units import LEAST_PEAK, bytes_unit, counted, duration, number, size
+from batchtune.vocabulary import length_text
 
 _BATCH = "micro-batch size"
 _CURVE_POINTS = 80
@@ -58,7 +59,8 @@ def headline(probe: ProbeResult) -> Headline:
         choice += [Fact("within 5% of it", f"from batch {near:,}")] if near not in {None, best.batch_size} else []
     what = "inference batch size, not one to train with" if probe.inference else "micro-batch size that trains"
     so_far = "" if probe.verified_in_fresh_process else " so far"
-    return Headline(largest_batch(probe), f"is the largest {what}{so_far}", choice, certificate(probe))
+    where = f" at length {length_text(probe.lengths[-1].length)}" if probe.lengths else ""
+    return Headline(largest_batch(probe), f"is the largest {what}{where}{so_far}", choice, certificate(probe))
 
 
 def _why_nothing(probe: ProbeResult) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from batchtune.document import Document, Recommendation
+from batchtune.document import Document, LengthBatch, ProbeResult, Recommendation
 from batchtune.errors import UsageError
 
 Values = dict[str, object]
@@ -44,7 +44,12 @@ def to_train_with(result: Document) -> Recommendation | None:
         global_batch_size=probe.max_batch_size * steps * ranks,
         precision=probe.precision,
         reason="the largest batch that trains" if is_checked(result) else UNCHECKED,
+        length_batches=() if probe.lacks_length_check else _length_batches(probe),
     )
+
+
+def _length_batches(probe: ProbeResult) -> tuple[LengthBatch, ...]:
+    return tuple(LengthBatch(length=point.length, samples=point.max_batch_size) for point in probe.lengths)
 
 
 @dataclass(frozen=True)
@@ -191,21 +196,21 @@ def pytorch(result: Document) -> str:
 
 
 def _batch_lines(found: Recommendation, result: Document) -> list[str]:
-    """The size of a micro-batch, or how those are made that count tokens."""
-    if found.batch_unit == "samples":
-        largest = f"  # {found.reason}" if result.recommendation is None else ""
-        line = f"batch_size = {found.micro_batch_size}{largest}"
-        several = found.world_size > 1
-        return [f"# {launched(found, 'torchrun --nproc-per-node')}", f"{line}  # of each rank"] if several else [line]
-    mean = f"{found.micro_batch_size:,} tokens in the mean"
-    if not found.length_batches:
-        return [f"# batches of any samples, as today: {mean}"]
-    batches = ", ".join(f"{each.length}: {each.samples}" for each in found.length_batches)
-    lengths = "[sample_length(each) for each in train_data]"
-    return [
-        f"length_batches = {{{batches}}}  # samples by their length, {mean}",
-        f"sampler = batchtune.LengthBatchSampler({lengths}, length_batches)  # a DataLoader's batch_sampler",
-    ]
+    """The size of a micro-batch, or how those of many lengths are made."""
+    tokens = f"{found.micro_batch_size:,} tokens in the mean" if found.batch_unit == "tokens" else ""
+    several = [f"# {launched(found, 'torchrun --nproc-per-node')}"] if found.world_size > 1 else []
+    if found.length_batches:
+        batches = ", ".join(f"{each.length}: {each.samples}" for each in found.length_batches)
+        lengths = "[sample_length(each) for each in train_data]"
+        return [
+            *several,
+            f"length_batches = {{{batches}}}  # samples by their length{tokens and ', '}{tokens}",
+            f"sampler = batchtune.LengthBatchSampler({lengths}, length_batches)  # a DataLoader's batch_sampler",
+        ]
+    if tokens:
+        return [f"# batches of any samples, as today: {tokens}"]
+    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    return [*several, f"batch_size = {found.micro_batch_size}{largest}{'  # of each rank' if several else ''}"]
 
 
 def launched(found: Recommendation, command: str) -> str:

@@ -9,6 +9,7 @@ from batchtune.report.formats import to_json, to_markdown
 from batchtune.report.terminal import render
 from batchtune.report.view import estimate
 from batchtune.report.view.read import plots_of, view_of
+from batchtune.report.view.settings import pytorch
 from batchtune.report.view.trainers import EXPORTS
 from batchtune.result import Result
 
@@ -100,12 +101,22 @@ def test_lengths_of_several_numbers_have_no_tokens(probed):
     assert "tokens/s" not in [column.name for column in table.columns]
 
 
+def test_the_lines_of_pytorch_make_batches_of_every_length(probed):
+    lines, found = pytorch(probed()), {}
+    exec(next(line for line in lines.splitlines() if line.startswith("length_batches")), found)  # noqa: S102 - ours
+    assert found["length_batches"] == {128: 80, 512: 20, 1024: 10}
+    assert "batch_size =" not in lines
+    assert batchtune.LengthBatchSampler([100, 700], found["length_batches"])
+    assert "is the largest micro-batch size that trains at length 1024" in view_of(probed()).headline.words
+
+
 def test_what_was_not_checked_together_is_told_and_exported_to_nobody(probed):
     document = probed().model_dump()
     document["probe"]["length_check"] = None
     result = Result.model_validate(document)
     told = {line.name: line.text for line in view_of(result).lines}
     assert told["all lengths"].startswith("not checked together yet")
+    assert "length_batches" not in pytorch(result)
     assert "gain" not in told
     with pytest.raises(UsageError, match="ended before its lengths were checked together"):
         EXPORTS["lhotse"].text(result)
