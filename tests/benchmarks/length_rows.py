@@ -12,7 +12,7 @@ from pathlib import Path
 CLOSE, MOST_ATTEMPTS, MOST_OOMS = 0.97, 2.5, 0.6
 RANDOM_ORDERS = 24  # of the loop that the answers have to train in, and so have larger batches
 CHECKED_ORDERS = 18  # in which the answers have passed their final check
-MANY_ORDERS = 320  # in all of them, those among them, where larger batches train in those above
+MANY_ORDERS = 300  # those among them, in which the answers were replayed, where larger batches train in those above
 FEW_ORDERS = 14  # of them, that larger ones had to train in until 2026-11: some do by luck, and not in the others
 FIRST_SIZE, NEAR = 32, 0.05  # of the search that begins at each length anew, as NeMo's OOMptimizer, to 5 %
 
@@ -26,8 +26,8 @@ class Row:
         room: by how much the loop could train larger batches at all lengths, in the gradient habits that the answers
             train in; 1: by less than 3 %.
         room_in_few: the same where larger ones need not train in all of the orders.
-        room_in_many: and where they have to train in many orders, those of final checks among them, measured where
-            `room` is above 3 %.
+        room_in_many: and where they have to train in many orders, those of final checks among them, in both gradient
+            habits, measured where `room` is above 3 %.
         many_fail: of those, how many the answers do not train in.
         fails: orders of the plain loop that the answers do not train in.
         attempts: of the search, and those that tell of a final check, one a length.
@@ -84,7 +84,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
                 f"{where}: safe batches of the estimate do not train in {row.safe_fail} of {row.orders} orders"
             )
         if row.many_fail:
-            found.append(f"{where}: does not train {row.many_fail} of {MANY_ORDERS} orders")
+            found.append(f"{where}: does not train {row.many_fail} of {2 * MANY_ORDERS} in many orders")
         if (largest := row.room if row.room_in_many is None else row.room_in_many) * CLOSE > 1:
             found.append(f"{where}: batches {largest - 1:.1%} larger train, too")
     told = [row for row in rows if row.sizes]
@@ -100,7 +100,6 @@ def report(rows: Sequence[Row]) -> str:
     from length_tasks import CASES
 
     from batchtune import __version__
-    from batchtune.lengths.orders import REPLAYED_ORDERS
     from batchtune.vocabulary import length_text
 
     told = [row for row in rows if row.sizes]
@@ -119,9 +118,9 @@ def report(rows: Sequence[Row]) -> str:
         "at random that no probe has seen. Room: by how much larger batches train in all of these orders, too;",
         f"1 where they could not be {1 / CLOSE - 1:.0%} larger. In brackets: where those need to train in the first",
         f"{FEW_ORDERS} orders only, which some do by luck; where there is room, and last, where they need to train in",
-        f"{MANY_ORDERS} orders, of which the final checks had {CHECKED_ORDERS}; {REPLAYED_ORDERS} were replayed of the",
-        "answers. In every other order gradients are freed before the forward pass, of larger batches and of the",
-        "answers, in the others after the step. Alone, without the others, a length trains batches of",
+        f"those {MANY_ORDERS} orders that were replayed of the answers, {CHECKED_ORDERS} of which final checks had,",
+        "each with gradients freed before the forward pass and after the step. In the other orders they are freed in",
+        "the one way and the other in turns. Alone, without the others, a length trains batches of",
         f"{1 / statistics.fmean(alone):.2f} times the size, in the mean.",
         "",
         "| search | attempts a length | OOMs a length |",
@@ -154,7 +153,7 @@ def _others(row: Row) -> str:
     """Room by the other orders."""
     if row.room_in_many is None:
         return f"{row.room_in_few:g}"
-    return f"{row.room_in_few:g}, {row.room_in_many:g}; {row.many_fail} of {MANY_ORDERS} fail"
+    return f"{row.room_in_few:g}, {row.room_in_many:g}; {row.many_fail} of {2 * MANY_ORDERS} fail"
 
 
 def estimates(rows: Sequence[Row]) -> list[str]:

@@ -4,9 +4,10 @@
 
 writes tests/benchmarks/results/probe_lengths.md, and ends with 1 where a goal is missed: no batch that a plain loop
 over all lengths cannot train in any of its 26 orders, none below 97 % of the largest that one trains in all of them
-(and, where that seems so, in 320); 2.5 attempts and 0.6 OOMs a length. Every other order frees gradients before the
-forward pass, the others after the step. It needs torch's CUDA build on the fake card. A part (--only) is printed and
-kept, and the table made of all that is kept with --table.
+(and, where that seems so, in 300 others, each with gradients freed before the forward pass and after the step); 2.5
+attempts and 0.6 OOMs a length. Every other one of the 26 orders frees gradients before the forward pass. It needs
+torch's CUDA build on the fake card. A part (--only) is printed and kept, and the table made of all that is kept with
+--table.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +28,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 from length_rows import (  # noqa: E402 - beside this file
-    CHECKED_ORDERS,
     CLOSE,
     FEW_ORDERS,
     FIRST_SIZE,
@@ -45,7 +45,8 @@ RANDOM_STEPS, CHECKED_STEPS = 64, 60
 RESOLUTION = 0.005  # of the largest batch, where it is bisected
 NAMES = {24: "NVIDIA RTX A5000", 80: "NVIDIA A100-SXM4-80GB"}
 
-Orders = Sequence[Sequence[int]]
+Ways = Sequence[tuple[Sequence[int], bool]]
+"""Orders of the lengths, and whether gradients are freed before the forward pass."""
 
 
 def orders(count: int, seeds: Sequence[int]) -> dict[str, list[int]]:
@@ -59,11 +60,17 @@ def orders(count: int, seeds: Sequence[int]) -> dict[str, list[int]]:
     return found
 
 
-def checked_orders(count: int) -> list[list[int]]:
-    """Those in which final checks train: some larger batches fail in one of them, and in no other that is tried."""
+def in_turns(orders: Iterable[Sequence[int]]) -> Ways:
+    """Every other one frees gradients before the forward pass."""
+    return [(order, bool(number % 2)) for number, order in enumerate(orders)]
+
+
+def many_ways(count: int) -> Ways:
+    """Those that answers have passed, in checks or a replay: some larger batches fail in one, and in no other."""
     from batchtune.lengths.orders import mixed_order
 
-    return [[count - 1 - each for each in mixed_order(count, CHECKED_STEPS, at)] for at in range(CHECKED_ORDERS)]
+    orders = [[count - 1 - each for each in mixed_order(count, CHECKED_STEPS, at)] for at in range(MANY_ORDERS)]
+    return [(order, zeroes_before) for order in orders for zeroes_before in (False, True)]
 
 
 def loop(source: object, precision: str, steps: Sequence[tuple[object, int]], *, zeroes_before: bool) -> None:
@@ -129,12 +136,12 @@ class Plain:
         return code == 0
 
 
-def failing(plain: Plain, sizes: Sequence[int], every: Mapping[str, Sequence[int]]) -> list[str]:
-    """The orders in which they do not train; every other one frees gradients before the forward pass."""
+def failing(plain: Plain, sizes: Sequence[int], ways: Ways) -> list[int]:
+    """The places of those in which they do not train."""
     return [
-        which
-        for number, (which, order) in enumerate(every.items())
-        if not plain.trains(sizes, order, zeroes_before=bool(number % 2))
+        place
+        for place, (order, zeroes_before) in enumerate(ways)
+        if not plain.trains(sizes, order, zeroes_before=zeroes_before)
     ]
 
 
@@ -150,12 +157,12 @@ def from_nothing(fits: Callable[[int], bool]) -> tuple[int, int, int]:
     return len(tried), tried.count(False), low
 
 
-def room(plain: Plain, sizes: Sequence[int], every: Orders) -> float:
-    """By how much all batches could be larger and still train in all orders: at least 1 where they do."""
+def room(plain: Plain, sizes: Sequence[int], ways: Ways) -> float:
+    """By how much all batches could be larger and still train in all ways: at least 1 where they do."""
 
     def fits(factor: float) -> bool:
         larger = [max(1, int(factor * size)) for size in sizes]
-        return all(plain.trains(larger, order, zeroes_before=bool(at % 2)) for at, order in enumerate(every))
+        return all(plain.trains(larger, order, zeroes_before=zeroes_before) for order, zeroes_before in ways)
 
     low, high = 1.0, 1.001 / CLOSE
     while fits(high):
@@ -201,18 +208,15 @@ def measure(name: str, gib: int) -> Row:
             row.safe = [each.safe_max_batch_size for each in estimate.lengths]
         plain = Plain(name, found.memory_limit_bytes)
         every = orders(len(lengths), range(RANDOM_ORDERS))
+        some, names = in_turns(every.values()), [*every]
         row.orders = len(every)
-        row.fails = failing(plain, row.sizes, every)
-        row.safe_fail = len(failing(plain, row.safe, every)) if row.safe else None
+        row.fails = [names[place] for place in failing(plain, row.sizes, some)]
+        row.safe_fail = len(failing(plain, row.safe, some)) if row.safe else None
         if not row.fails:
-            some = list(every.values())
             row.room, row.room_in_few = (room(plain, row.sizes, few) for few in (some, some[:FEW_ORDERS]))
             if row.room * CLOSE > 1:
-                unseen = orders(len(lengths), range(MANY_ORDERS - CHECKED_ORDERS - 2)).values()
-                many = [*checked_orders(len(lengths)), *unseen]
-                row.many_fail = sum(
-                    not plain.trains(row.sizes, order, zeroes_before=bool(at % 2)) for at, order in enumerate(many)
-                )
+                many = many_ways(len(lengths))
+                row.many_fail = len(failing(plain, row.sizes, many))
                 row.room_in_many = room(plain, row.sizes, many)
         searched = [from_nothing(lambda size, at=at: plain.alone(at, size)) for at in range(len(lengths))]
         attempts, ooms, sizes = zip(*searched, strict=True)
