@@ -201,8 +201,7 @@ class _Steps:
     def _train_over(self, command: TryLengths) -> None:
         """Optimizer steps over batches of several lengths; each is made anew, as by a loader."""
         trainer, fullest, most = self._trainer(), (self.batch_size, self._length), 0
-        for number, (which, longest) in enumerate(zip(command.order, command.padded_to, strict=True)):
-            self._length, self.batch_size = command.sizes[which]
+        for number, (self._length, self.batch_size), longest in command.turns():
             batch = self._task.worst_batch(self.batch_size, longest)
             self._step(trainer, batch, free_late=number < command.late_steps)
             if (self.tracker.highest.reserved_bytes or 0) > most:

@@ -21,7 +21,7 @@ _HALF = 0.5
 _PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
 _BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
 _STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
-_LEAST_SPREAD, _USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
+_LEAST_SPREAD, USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
 _WORTH_A_CHECK = 0.025  # by so much a size has to be larger
 _STEP_DOWN, _SURE = 0.05, 1.25  # at least, where the whole peak is not known; times the excess that was measured
 _LIKE = 0.8  # of the largest fit: sizes whose peaks tell of its own
@@ -82,7 +82,7 @@ def larger_with_room(
 def _roomy(fit: Attempt, attempts: Sequence[Attempt], limit_bytes: int, options: ProbeOptions) -> int:
     """The size whose peak leaves what processes differ by, by that of a fit and what a sample takes."""
     peak = fit.peak_reserved_bytes or 0
-    spread = _USUAL_SPREAD if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, peak)
+    spread = USUAL_SPREAD if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, peak)
     unit, room = options.multiple_of, limit_bytes / (1 + spread) - peak
     return max(options.least, (fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))) // unit * unit)
 
@@ -107,6 +107,7 @@ def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None)
     What is kept back above its peak is what 19 of 20 further processes stay within, by Student's t.
     """
     largest = max(passed, key=lambda each: each.peak_reserved_bytes or 0)
+    largest = largest.model_copy(update={"steps": max(each.steps for each in passed)})
     peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
     if device != "cpu" or limit_bytes is None or not peaks:
         return largest
@@ -204,7 +205,7 @@ def order_warnings(checks: Sequence[Check], environment: Environment) -> list[st
         "samples differ in size, and batches padded to their longest one cut memory up: "
         f"{max(failed):,} did not train in every order; one that was not tried may need more than was found"
     )
-    return [text + remedy(environment.allocator_conf)]
+    return [text + remedy(environment)]
 
 
 def leaks_all(check: Check, limit_bytes: int | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from batchtune.document import (
@@ -206,6 +206,14 @@ class TryLengths(TryBatchSize):
     padded_to: tuple[Length, ...]
     late_steps: int
     evaluate_after: tuple[int, ...]
+
+    def turns(self) -> Iterator[tuple[int, tuple[Length, int], Length]]:
+        """Of each step its number, its length and batch size, and its longest input.
+
+        Of further processes, which show by how much their peaks differ, only of the last third of the steps.
+        """
+        for number in range(len(self.order) * 2 // 3 if self.process else 0, len(self.order)):
+            yield number, self.sizes[self.order[number]], self.padded_to[number]
 
 
 class TimeSteps(Command[ThroughputPoint]):

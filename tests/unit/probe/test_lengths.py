@@ -7,10 +7,10 @@ from statistics import mean
 import pytest
 
 from batchtune.config.probe import Bounds
-from batchtune.document import Attempt
+from batchtune.document import Attempt, Environment, LengthCheck
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.buckets import lengths_of
-from batchtune.lengths.mixing import check_lengths, shared
+from batchtune.lengths.mixing import check_lengths, length_warnings, shared
 from batchtune.lengths.orders import mixed, mixed_order, padded_to
 from batchtune.lengths.surface import PeakPoint, fit_surface
 from batchtune.probe.frontier import largest_batches, length_points, next_attempt
@@ -218,6 +218,15 @@ class TestTheFinalCheck:
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
         assert [mixed(alone, {512: 4, 128: 16}, first, 6).late_steps for first in (0, 17, 18, 19)] == [30, 30, 0, 60]
 
+    def test_further_processes_take_the_last_third_of_the_steps_with_each_length(self):
+        alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
+        command = mixed(alone, {512: 4, 128: 16}, 0, 1)
+        turns, further = list(command.turns()), list(command.but(process=3).turns())
+        assert [number for number, *_ in turns] == list(range(200))
+        assert further == turns[133:]
+        assert {at for _, at, _ in further} == {(512, 4), (128, 16)}
+        assert any(number + 1 in command.evaluate_after for number, *_ in further)
+
     def test_what_fails_makes_all_smaller_and_is_checked_again(self):
         tried = {512: [fit(512, 40)], 128: [fit(128, 200)]}
 
@@ -232,7 +241,7 @@ class TestTheFinalCheck:
         assert 190 < points[128].first_failing_batch_size <= 200
         assert (points[512].max_batch_size, points[512].first_failing_batch_size) == (sizes[512], None)
 
-    def test_of_one_order_which_takes_long_the_first_share_that_passes_is_the_answer(self):
+    def test_of_one_order_which_takes_long_a_share_near_the_end_is_the_answer(self):
         tried, checked = {512: [fit(512, 400)], 128: [fit(128, 3000)]}, []
 
         def check(sizes, _order):
@@ -240,7 +249,8 @@ class TestTheFinalCheck:
             return fit(512, sizes[512], "verify", steps=200) if checked[-1] else failed(512, sizes[512])
 
         found, sizes = check_all(tried, check)
-        assert checked == [*[False] * found.failures, True]
+        assert len(checked) <= 7
+        assert checked.count(False) == found.failures
         assert 0.66 * 400 <= sizes[512] <= 0.72 * 400
 
     @pytest.mark.parametrize("end", [1.0, 0.97, 0.9, 0.83, 0.5])
@@ -331,8 +341,8 @@ class TestTheFinalCheck:
     def test_a_replay_of_segments_that_do_not_grow_says_nothing_of_those_that_do(self):
         tried = {512: [fit(512, 400)], 128: [fit(128, 3000)]}
         check = lambda sizes, _: fit(512, sizes[512], "verify", steps=60)  # noqa: E731
-        allocator = "expandable_segments:True"
-        _, sizes = check_all(tried, check, orders=6, allocator=allocator, replay=lambda _: pytest.fail("asked"))
+        growing = GPU.model_copy(update={"allocator_conf": "expandable_segments:True"})
+        _, sizes = check_all(tried, check, orders=6, environment=growing, replay=lambda _: pytest.fail("asked"))
         assert sizes == {512: 400, 128: 3000}
 
     def test_nothing_shrinks_below_the_minimum_and_all_stay_multiples(self):
@@ -353,14 +363,40 @@ class TestTheFinalCheck:
     def test_it_gives_up_where_nothing_passes(self):
         tried = {512: [fit(512, 4)], 128: [fit(128, 8)]}
         with pytest.raises(
-            NothingFitsError, match="the last of 11 final checks ended in oom at length 128, batch size 1"
+            NothingFitsError, match="the last of 4 final checks ended in oom at length 128, batch size 1"
         ):
             check_all(tried, lambda sizes, _seed: failed(128, sizes[128]))
+
+    def test_sizes_far_below_those_alone_are_found_in_few_checks(self):
+        tried = {512: [fit(512, 400)], 128: [fit(128, 1600)]}
+        check = lambda sizes, _: fit(512, sizes[512]) if sizes[512] <= 100 else failed(512, sizes[512])  # noqa: E731
+        found, sizes = check_all(tried, check)
+        assert 76 <= sizes[512] <= 100
+        assert found.failures <= 7
 
     def test_a_length_at_which_nothing_was_found_takes_the_next_longer_one_s(self):
         tried = {512: [fit(512, 4)], 128: [failed(128, 9, "crash")]}
         check_all(tried, lambda sizes, _seed: fit(512, sizes[512], "verify", steps=200))
         assert bracket(tried[128])[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("device_type", "allocator", "says"),
+    [
+        ("cuda", None, "cut memory up: at 128 less fits among the others than alone"),
+        ("cuda", None, "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is cut up less"),
+        ("cuda", "expandable_segments:True", "may need more"),  # and that is all
+        ("cpu", None, "leave memory behind: at 128 less fits"),
+        ("cpu", None, "or set ONEDNN_PRIMITIVE_CACHE_CAPACITY=16"),
+    ],
+)
+def test_a_warning_of_lengths_says_what_helps_there(device_type, allocator, says):
+    environment = Environment(device="it", device_type=device_type, allocator_conf=allocator)
+    check = LengthCheck(steps=200, orders=1, failures=1, lowered=[128], seconds=1.0)
+    (warning,) = length_warnings(check, environment)
+    assert says in warning
+    assert ("set it, and probe again" in warning) == (device_type == "cuda" and allocator is None)
+    assert length_warnings(check.model_copy(update={"failures": 0}), environment) == []
 
 
 class TestSharesOfAllBatches:
@@ -384,8 +420,11 @@ class TestSharesOfAllBatches:
         assert all(size % 8 == 0 for size in shared({128: 80, 512: 24}, 0.7, 8).values())
 
 
+GPU = Environment(device="a GPU", device_type="cuda")
+
+
 def check_all(tried, check, **settings):
-    return check_lengths(tried, largest_batches(tried), check, **settings)
+    return check_lengths(tried, largest_batches(tried), check, **({"environment": GPU} | settings))
 
 
 def fit(length, size, purpose="search", steps=3):
