@@ -153,8 +153,8 @@ def check_lengths(
 
     Where that fails, all batches are made smaller, to near the largest share of them that passes, and until that passes
     in three times as many orders: what one length leaves is what another one fails on. A replay says where to begin;
-    where it is not right about each check, or there is none, a share 3 % above the answer has to pass, too. The one order
-    on a CPU passes in several processes, and its end is found to 6 %.
+    where it is not right about each check, or there is none, a share 3 % above the answer has to pass, too. The one
+    order on a CPU passes in several processes, and its end is found to 6 %.
 
     Args:
         tried: every attempt at each length, the longest first; what the checks come to is added.
