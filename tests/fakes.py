@@ -9,6 +9,7 @@ from batchtune.protocol.messages import RunEnd
 
 WORDS = {
     commands.TryBatchSize: "attempt",
+    commands.TryLengths: "attempt",
     commands.TimeSteps: "time_steps",
     commands.CountFlops: "count_flops",
     commands.TimeLoader: "time_loader",

@@ -204,9 +204,11 @@ def _largest_that_passes(checks: _Checks, steps: list[Sizes]) -> Sizes:
     raise checks.refuse()
 
 
-def _near(checks: _Checks) -> int:
+def _near(checks: _Checks, passed: int) -> int:
     """How many steps below one that failed the end is found; the one order of a CPU is no matter of luck."""
-    return _NEXT if checks.orders == 1 else _NEAR if checks.surprises else 1
+    if checks.orders == 1:
+        return max(1, _NEXT * (_STEPS_DOWN - passed) // _STEPS_DOWN)
+    return _NEAR if checks.surprises else 1
 
 
 def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
@@ -221,7 +223,7 @@ def _end(checks: _Checks, steps: list[Sizes]) -> tuple[int, int | None]:
             passed = at
         else:
             failed = at
-        if not passed or passed - failed <= _near(checks):
+        if not passed or passed - failed <= _near(checks, passed):
             return passed, failed if failed >= 0 else None
         if passed > last:
             if at == last or len(checks.failed) >= _MOST_CHECKS:

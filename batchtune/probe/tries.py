@@ -78,14 +78,15 @@ class Tries:
             return self._in_child(command)
         device, limit, passed = self.found.opened.device, self.found.limit, list[Attempt]()
         orders = ALL_ORDERS if self.careful else ORDERS
-        for process in dict.fromkeys((self._failed_in, *range(orders))):
+        is_order = isinstance(command, TryLengths) and device != "cpu"  # of several, each in one process
+        for process in (0,) if is_order else dict.fromkeys((self._failed_in, *range(orders))):
             attempt = self._in_child(command.but(process=process))
             if not attempt.fits:
                 self._failed_in = process
                 return attempt
             passed.append(attempt)
-            differ = self._batches_differ and not isinstance(command, TryLengths)  # which is an order of its own
-            if not asks_for_another(passed, device, limit, orders if differ else 1):
+            has_worst = process == 0 or len(passed) > 1  # the first process trains the most of them
+            if has_worst and not asks_for_another(passed, device, limit, orders if self._batches_differ else 1):
                 break
         return with_spread(passed, device, limit)
 

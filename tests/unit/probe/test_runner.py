@@ -9,8 +9,10 @@ from fakes import FakeChild, opened
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ThroughputPoint
 from batchtune.errors import NothingFitsError, UsageError, UserCodeError
+from batchtune.lengths.orders import mixed
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
+from batchtune.probe.tries import Tries
 from batchtune.processes.worker import WorkerDied
 from batchtune.protocol.data import LengthsSeen
 
@@ -434,6 +436,16 @@ class TestFailures:
             (940, [3, 0, 1, 2, *range(4, 18)]),
         ]
         assert found.max_batch_size == 940
+
+    @pytest.mark.parametrize(("device", "processes"), [("cuda:0", [0]), ("cpu", [3, 0])])
+    def test_after_a_failure_in_a_further_process_all_lengths_still_train_in_the_first(self, device, processes):
+        worker = DrawnBatches(600)
+        worker.device, worker.limit = device, 910
+        tries = Tries(worker, ProbeOptions(), "fp32", Observer(), [], None)
+        assert tries.run(tries.command(900, 20, verify=True)).outcome == "oom"
+        worker.log.clear(), worker.arguments.clear()
+        assert tries.run(mixed(tries.command(500, 20, verify=True), {512: 500, 128: 600}, 0, 6)).fits
+        assert [at for _, some in worker.processes() for at in some] == processes
 
     def test_on_a_cpu_what_fresh_processes_leave_is_used(self):
         worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(1000), worn_bytes=300))
