@@ -74,10 +74,13 @@ class LengthSearch:
         found = self._found
         assert found.verified is not None  # noqa: S101 - the longest has passed its own
         longest, *others = found.lengths
-        first = largest_batches(found.lengths) | {longest: found.verified.batch_size}
+        passed = {longest: found.verified.batch_size}
         if not others:
-            found.length_sizes = first
+            found.length_sizes = passed
             return
+        first = largest_batches(found.lengths)
+        if found.opened.device != "cpu":  # where its check keeps back what processes differ by, and so will that of all
+            first |= passed
         made, sizes = check_lengths(
             found.lengths,
             first,
@@ -89,7 +92,7 @@ class LengthSearch:
             replay=replay,
         )
         found.length_check, found.length_sizes = made, sizes
-        if longest in made.lowered:
+        if sizes[longest] != found.verified.batch_size:
             found.verified = [each for each in found.attempts if each.fits and each.batch_size == sizes[longest]][-1]
 
     def _try_mixed(self, sizes: Mapping[Length, int], first: int) -> Attempt:
