@@ -18,6 +18,7 @@ _LONGEST_STRIDE = 64  # of the size: blocks fall into place at some sizes and no
 _HOLE = 16  # sizes, that may not fit between two that do
 _NEAR = 256  # of the size: so far above an end another one is looked for
 _STEPS_PER_DOUBLING = 4
+_FIRST_TRACED = 8, 16  # samples: before a large size, that it be known how long that takes and how much grows
 
 
 class Search:
@@ -151,15 +152,21 @@ class TracedGrid:
     def nearest(self, batch_size: int) -> Trace:
         """The trace of the nearest size below that is on the grid, or of the largest traced one below that."""
         size = _on_the_grid(batch_size)
+        if not self._traces and size > _FIRST_TRACED[-1]:
+            for first in _FIRST_TRACED:
+                self._trace(first)
         smaller = [traced for traced in self._traces if traced <= size]
         if len(smaller) > 1 and size not in smaller and self._seconds_per_sample * size > self._left:
             size, self._is_cut = max(smaller), True
         if size not in self._traces:
-            started = self._clock()
-            self._traces[size] = self._trace_at(size)
-            spent = self._clock() - started
-            self._left, self._seconds_per_sample = self._left - spent, spent / size
+            self._trace(size)
         return self._traces[size]
+
+    def _trace(self, size: int) -> None:
+        started = self._clock()
+        self._traces[size] = self._trace_at(size)
+        spent = self._clock() - started
+        self._left, self._seconds_per_sample = self._left - spent, spent / size
 
     def growth(self, batch_size: int) -> float:
         """By which what grows with the batch is larger than in the nearest trace.

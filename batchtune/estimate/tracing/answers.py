@@ -22,6 +22,7 @@ _HOLDERS = 12
 _START = 1 / 1.01  # of what is expected: where a probe to 1 % begins, so that a failure right above ends it
 _LOST_TO_PAGES = 0.003  # of the capacity: a check of DINOv2 had to map 0.23 % more pages than its replay
 _IN_TURNS = "lengths: what each leaves to the next is replayed in turns; a probe may find a fifth more or less"
+_ALONE = "lengths: steps differ between them, so that what each leaves to the next is not known; less may train"
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
@@ -104,10 +105,9 @@ def with_lengths(row: Row, mixture: Mixture, capacity: int) -> Row:
         for length, step in mixture.steps.items()
         if length is not None
     )
+    said = [_IN_TURNS if mixture.is_known else _ALONE] if len(lengths) > 1 else []
     longest = lengths[-1].model_dump(include={"max_batch_size", "safe_max_batch_size", "peak_bytes"})
-    return row.model_copy(
-        update=longest | {"work": lengths[-1].work, "lengths": lengths, "notes": [*row.notes, _IN_TURNS]}
-    )
+    return row.model_copy(update=longest | {"work": lengths[-1].work, "lengths": lengths, "notes": [*row.notes, *said]})
 
 
 def _rounded_down(capacity: int) -> int:

@@ -75,14 +75,14 @@ class Tracer:
     def padding(self) -> list[Assumption]:
         """What is assumed of batches that are padded to their longest sample: that each is as long as the longest.
 
-        Shorter ones cut memory up: a probe then found up to a quarter less, and between the lengths of buckets a tenth.
+        Shorter ones cut memory up: probes found up to a quarter less, between lengths of buckets up to a third.
         """
-        text = "samples differ in size: batches padded to their own longest one cut memory up, so that less may train"
-        if self._asked.inference:
+        known = self.lengths
+        differ = len(known.groups) > len(known.edges) if known else self._task.batches_differ()
+        if self._asked.inference or not differ:
             return []
-        if self.lengths:
-            return [Assumption(text)] if len(self.lengths.groups) > len(self.lengths.edges) else []
-        return [Assumption(text, depends_on_data=True)] if self._task.batches_differ() else []
+        text = "samples differ in size: batches padded to their own longest one cut memory up, so that less may train"
+        return [Assumption(text, depends_on_data=True)]
 
     def trace(self, batch_size: int, length: Length | None = None) -> Trace:
         """The step at one micro-batch size; see `trace_step`."""

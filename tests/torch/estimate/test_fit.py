@@ -172,6 +172,9 @@ def test_sizes_that_would_take_too_long_to_trace_are_extrapolated_from_those_tha
     assert 900 < Search(TracedStep(grid))(1000 * MIB) < 960
     assert sum(traced) <= 60
     assert grid.notes == [f"above {max(traced)} samples scaled: larger sizes take long to trace"]
+    traced.clear()
+    assert TracedGrid(trace, 60.0, lambda: clock[0]).nearest(7000).batch_size == 16
+    assert traced == [8, 16]  # at once, it would have taken 7000 s
     alone = TracedGrid(trace)
     assert largest_allocated(TracedStep(alone), 1000 * MIB) > 900
     assert alone.notes == []
