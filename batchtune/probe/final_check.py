@@ -197,13 +197,20 @@ def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
 
 
 def order_warnings(checks: Sequence[Check], environment: Environment) -> list[str]:
-    """One where batches that differ in size left too little memory for one that trains among its like."""
-    failed = [each.attempt.batch_size for each in checks if each.by_luck]
-    if not failed or environment.device_type != "cuda":
+    """One where batches that differ in size left too little memory for one that trains among its like.
+
+    On a CPU: where that is more than what processes differ by.
+    """
+    failed, does = [each.attempt.batch_size for each in checks if each.by_luck], "cut memory up"
+    if environment.device_type == "cpu":
+        least = (1 + _MOST_SPREAD) * max((each.attempt.batch_size for each in checks if each.attempt.fits), default=0)
+        out, does = [each.attempt for each in checks if each.attempt.outcome == "oom"], "leave memory behind"
+        failed = [each.batch_size for each in out if each.batch_size > least]
+    if not failed:
         return []
     text = (
-        "samples differ in size, and batches padded to their longest one cut memory up: "
-        f"{max(failed):,} did not train in every order; one that was not tried may need more than was found"
+        f"samples differ in size, and batches padded to their longest one {does}: {max(failed):,} did not train in "
+        "every order; one that was not tried may need more than was found"
     )
     return [text + remedy(environment)]
 

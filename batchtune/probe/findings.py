@@ -41,6 +41,7 @@ class Findings:
         attempts: all, in order.
         frames: of the user's code, where that raised in the first attempt.
         checks: those of them that evaluated and saved, too.
+        batches_differ: in what they take, as where each is padded to its longest sample.
         verified: the final check that passed at the largest size.
         too_slow_above: the size above which a step takes longer than is of use; None: none does.
         throughput: the step times.
@@ -57,6 +58,7 @@ class Findings:
     attempts: list[Attempt]
     frames: str = ""
     checks: list[Check] = field(default_factory=list)
+    batches_differ: bool = False
     verified: Attempt | None = None
     too_slow_above: int | None = None
     throughput: list[ThroughputPoint] = field(default_factory=list)
@@ -139,10 +141,8 @@ class Findings:
         found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
-        found += [
-            *length_warnings(self.length_check, self.opened.environment),
-            *order_warnings(self.checks, self.opened.environment),
-        ]
+        found += length_warnings(self.length_check, self.opened.environment)
+        found += order_warnings(self.checks, self.opened.environment) if self.batches_differ else []
         found += self.opened.notes
         if self.verified is not None and self.verified.evaluation_batch_size is not None:
             found.append(f"runs evaluate {self.verified.evaluation_batch_size:,} samples at a time: more do not fit")

@@ -43,7 +43,7 @@ class Tries:
         prior: PeakEstimate | None,
     ) -> None:
         self._worker, self._observer, self._prior = worker, observer, prior
-        self.careful, self._failed_in, self._batches_differ = False, 0, False
+        self.careful, self._failed_in = False, 0
         opened = worker.start()
         bounds = _bounds(options, opened)
         self.found = Findings(options=options, opened=opened, precision=precision, bounds=bounds, attempts=list(known))
@@ -86,7 +86,7 @@ class Tries:
                 return attempt
             passed.append(attempt)
             has_worst = process == 0 or len(passed) > 1  # the first process trains the most of them
-            if has_worst and not asks_for_another(passed, device, limit, orders if self._batches_differ else 1):
+            if has_worst and not asks_for_another(passed, device, limit, orders if self.found.batches_differ else 1):
                 break
         return with_spread(passed, device, limit)
 
@@ -124,7 +124,7 @@ class Tries:
                 message=str(died),
                 limiting_rank=died.rank,
             )
-        self._batches_differ |= tried.batches_differ
+        found.batches_differ |= tried.batches_differ
         found.frames = tried.frames if verify else found.frames or tried.frames
         return tried.attempt
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from batchtune.config.probe import ProbeOptions
-from batchtune.document import Attempt
+from batchtune.document import Attempt, Environment
 from batchtune.probe.final_check import (
     Check,
     asks_for_another,
     cut_short,
     larger_with_room,
+    order_warnings,
     out_in_evaluation,
     size_below,
     steps_to_verify,
@@ -131,6 +132,18 @@ def test_after_other_batches_failed_the_next_size_is_clearly_smaller():
     assert size_below([replace(check(1000), by_luck=True)], ProbeOptions()) == 970
     late = [replace(check(size, steps=8), by_luck=True) for size in (1000, 970, 940, 910)]  # no leak, for all that
     assert size_below(late, ProbeOptions()) == 882
+
+
+def test_on_a_cpu_a_warning_says_what_helps_where_batches_that_differ_take_far_more(monkeypatch):
+    cpu = Environment(device="a CPU", device_type="cpu")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    (warning,) = order_warnings([check(26), check(15), check(14, "fit")], cpu)
+    assert "leave memory behind: 26 did not train in every order" in warning
+    assert "or set ONEDNN_PRIMITIVE_CACHE_CAPACITY=16, and probe again" in warning
+    assert order_warnings([check(26), check(21, "fit")], cpu) == []
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+    (warning,) = order_warnings([check(26), check(14, "fit")], cpu)
+    assert warning.endswith("may need more than was found")
 
 
 def test_the_room_that_a_check_leaves_is_used_up_to_what_has_failed():
