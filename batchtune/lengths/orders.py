@@ -15,7 +15,7 @@ ORDERS = 6  # in which lengths are checked where a caching allocator keeps what 
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
 REPLAYED_ORDERS = 300  # in which an estimate replays them, which takes a hundredth of the time
 """A T5's batches trained in 100 of them and not in one of 100 others, which a long training meets."""
-MIXED_STEPS, ORDER_STEPS = 10, 3  # times those of the final check of one length: in all, and in each of several orders
+ORDER_STEPS, LEAST_STEPS = 3, 200  # of an order: times those of the final check of one length; and of all orders together
 
 
 def orders_of(device: str, lengths: Collection[Length]) -> int:
@@ -81,7 +81,7 @@ def mixed(
         orders: how many there are.
         seen: the samples that batches are of.
     """
-    steps = mixed_order(len(sizes), (MIXED_STEPS if orders == 1 else ORDER_STEPS) * alone.steps, first)
+    steps = mixed_order(len(sizes), max(-(-LEAST_STEPS // orders), ORDER_STEPS * alone.steps), first)
     return TryLengths(
         **dict(alone) | {"steps": len(steps)},
         sizes=tuple(sizes.items()),

@@ -177,11 +177,13 @@ class TestTheFinalCheck:
         assert all(len(order) >= 60 and set(order) == set(down) for order in orders)
         assert orders == [mixed_order(count, 60, first) for first in range(4)]
 
-    @pytest.mark.parametrize(("orders", "steps"), [(1, 200), (6, 60)])
-    def test_it_takes_ten_times_the_steps_of_one_length_s_and_three_times_in_each_of_several_orders(
-        self, orders, steps
+    @pytest.mark.parametrize(
+        ("of_one_length", "orders", "steps"), [(20, 1, 200), (6, 1, 200), (100, 1, 300), (20, 6, 60), (6, 6, 34)]
+    )
+    def test_each_order_takes_three_times_the_steps_of_one_length_and_all_at_least_200(
+        self, of_one_length, orders, steps
     ):
-        alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
+        alone = TryBatchSize(batch_size=4, steps=of_one_length, precision="fp32", verify=True, length=512)
         command = mixed(alone, {512: 4, 128: 16}, 0, orders)
         assert (command.steps, len(command.order), command.batch_size) == (steps, steps, 4)
         assert command.sizes == ((512, 4), (128, 16))
