@@ -15,7 +15,7 @@ ORDERS = 6  # in which lengths are checked where a caching allocator keeps what 
 ALL_ORDERS = 18  # in which they are checked where one of those failed: others may fail where it does not
 REPLAYED_ORDERS = 300  # in which an estimate replays them, which takes a hundredth of the time
 """A T5's batches trained in 100 of them and not in one of 100 others, which a long training meets."""
-ORDER_STEPS, LEAST_STEPS = 3, 200  # of an order: times those of the final check of one length; and of all orders together
+ORDER_STEPS, MIXED_STEPS = 3, 10  # times those of the final check of one length: of an order, and of all together
 
 
 def orders_of(device: str, lengths: Collection[Length]) -> int:
@@ -70,7 +70,13 @@ def padded_to(order: Sequence[int], edges: Sequence[Length], seen: Sequence[Leng
 
 
 def mixed(
-    alone: TryBatchSize, sizes: Mapping[Length, int], first: int, orders: int, seen: Sequence[LengthGroup] = ()
+    alone: TryBatchSize,
+    sizes: Mapping[Length, int],
+    first: int,
+    orders: int,
+    seen: Sequence[LengthGroup] = (),
+    *,
+    asked: int,
 ) -> TryLengths:
     """One of so many final checks of all lengths together, in place of that of the longest alone.
 
@@ -80,8 +86,10 @@ def mixed(
         first: the number of the order.
         orders: how many there are.
         seen: the samples that batches are of.
+        asked: steps of the final check of one length, for which a study may leave time for fewer; of all, ten times so
+            many are taken whatever the time.
     """
-    steps = mixed_order(len(sizes), max(-(-LEAST_STEPS // orders), ORDER_STEPS * alone.steps), first)
+    steps = mixed_order(len(sizes), max(-(-MIXED_STEPS * asked // orders), ORDER_STEPS * alone.steps), first)
     return TryLengths(
         **dict(alone) | {"steps": len(steps)},
         sizes=tuple(sizes.items()),

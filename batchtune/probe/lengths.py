@@ -99,7 +99,8 @@ class LengthSearch:
         found, (longest, *_) = self._found, sizes
         steps, orders = steps_to_verify(found.attempts, self._options), orders_of(found.opened.device, sizes)
         alone, seen = self._tries.command(sizes[longest], steps, longest, verify=True), found.opened.lengths
-        command = mixed(alone, sizes, first, orders, seen.groups if seen else ())
+        groups = seen.groups if seen else ()
+        command = mixed(alone, sizes, first, orders, groups, asked=self._options.verify_steps)
         what = f"{command.steps} steps, evaluation, saving"
         self._observer.attempting(sizes[longest], f"final check of all lengths in a fresh process: {what}")
         attempt = self._tries.run(command)

@@ -178,13 +178,14 @@ class TestTheFinalCheck:
         assert orders == [mixed_order(count, 60, first) for first in range(4)]
 
     @pytest.mark.parametrize(
-        ("of_one_length", "orders", "steps"), [(20, 1, 200), (6, 1, 200), (100, 1, 300), (20, 6, 60), (6, 6, 34)]
+        ("of_one_length", "orders", "asked", "steps"),
+        [(20, 1, 20, 200), (6, 1, 20, 200), (1, 1, 1, 10), (100, 1, 100, 1000), (20, 6, 20, 60), (6, 6, 20, 34)],
     )
-    def test_each_order_takes_three_times_the_steps_of_one_length_and_all_at_least_200(
-        self, of_one_length, orders, steps
+    def test_each_order_takes_three_times_the_steps_of_one_length_and_all_ten_times_those_asked_for(
+        self, of_one_length, orders, asked, steps
     ):
         alone = TryBatchSize(batch_size=4, steps=of_one_length, precision="fp32", verify=True, length=512)
-        command = mixed(alone, {512: 4, 128: 16}, 0, orders)
+        command = mixed(alone, {512: 4, 128: 16}, 0, orders, asked=asked)
         assert (command.steps, len(command.order), command.batch_size) == (steps, steps, 4)
         assert command.sizes == ((512, 4), (128, 16))
         assert command.evaluate_after == (4, steps * 3 // 4)
@@ -218,11 +219,16 @@ class TestTheFinalCheck:
 
     def test_orders_beyond_those_that_are_always_checked_free_gradients_late_or_at_once_all_along(self):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
-        assert [mixed(alone, {512: 4, 128: 16}, first, 6).late_steps for first in (0, 17, 18, 19)] == [30, 30, 0, 60]
+        assert [mixed(alone, {512: 4, 128: 16}, first, 6, asked=20).late_steps for first in (0, 17, 18, 19)] == [
+            30,
+            30,
+            0,
+            60,
+        ]
 
     def test_further_processes_take_the_last_third_of_the_steps_with_each_length(self):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
-        command = mixed(alone, {512: 4, 128: 16}, 0, 1)
+        command = mixed(alone, {512: 4, 128: 16}, 0, 1, asked=20)
         turns, further = list(command.turns()), list(command.but(process=3).turns())
         assert [number for number, *_ in turns] == list(range(200))
         assert further == turns[133:]

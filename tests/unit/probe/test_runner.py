@@ -444,7 +444,7 @@ class TestFailures:
         tries = Tries(worker, ProbeOptions(), "fp32", Observer(), [], None)
         assert tries.run(tries.command(900, 20, verify=True)).outcome == "oom"
         worker.log.clear(), worker.arguments.clear()
-        assert tries.run(mixed(tries.command(500, 20, verify=True), {512: 500, 128: 600}, 0, 6)).fits
+        assert tries.run(mixed(tries.command(500, 20, verify=True), {512: 500, 128: 600}, 0, 6, asked=20)).fits
         assert [at for _, some in worker.processes() for at in some] == processes
 
     def test_on_a_cpu_what_fresh_processes_leave_is_used(self):
