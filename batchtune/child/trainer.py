@@ -218,8 +218,8 @@ class Trainer:
         is a part of what training takes. Who keeps what is returned holds it longer than a loop does; see `loss`.
         """
         self._batch = move(batch, self.device)
-        if self._has_old_gradients:
-            self._free_gradients()
+        if not self.task.frees_between:
+            self._free_old_gradients()
         self._gradients(self._batch, accumulation_steps, synchronize=synchronize)
         heartbeat.beat()
         return self.loss
@@ -248,13 +248,15 @@ class Trainer:
                 "(is it under torch.no_grad, detached, or made by .item()?)"
             )
         self._last_loss = loss
+        self._free_old_gradients()
         self.precision.scaler.scale(loss / accumulation_steps).backward()
 
     def update(self, *, free_late: bool = False) -> None:
         """The optimizers' and schedulers' steps; gradients are freed afterwards.
 
         With `free_late` once the next batch is there, as in loops that call `zero_grad` before the forward pass, which
-        cuts the memory up in another way. A task's own train_step always leaves them so long.
+        cuts the memory up in another way, or after it, where the task `frees_between`. A task's own train_step always
+        leaves them so long.
         """
         if self._context is None:
             self._clipper.clip(self.optimizers)
@@ -263,7 +265,7 @@ class Trainer:
         self.precision.scaler.update()
         self._has_old_gradients = free_late or self._context is not None
         if not self._has_old_gradients:
-            self._free_gradients()
+            self.optimizers.zero_grad()
         if self.schedulers and self.scheduled_steps > 0:  # some raise when stepped past their horizon
             self.scheduled_steps -= 1
             for scheduler in self.schedulers:
@@ -277,15 +279,16 @@ class Trainer:
             if not optimizer.state:
                 self._context.step_without_loss(optimizer)
 
-    def _free_gradients(self) -> None:
-        self.optimizers.zero_grad()
-        self._has_old_gradients = False
+    def _free_old_gradients(self) -> None:
+        if self._has_old_gradients:
+            self.optimizers.zero_grad()
+            self._has_old_gradients = False
 
     def step(self, batches: Iterator[object], accumulation_steps: int = 1) -> Tensor:
         """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
         for batch in itertools.islice(batches, accumulation_steps):
             self.forward_backward(batch, accumulation_steps)
-        self.update()
+        self.update(free_late=self.task.frees_between)
         return self.loss
 
 

@@ -47,6 +47,11 @@ class TaskData:
         """Another library's objects, where the task was made from such; None: it is plain PyTorch."""
         return self.source if isinstance(self.source, Adapted) else None
 
+    @property
+    def frees_between(self) -> bool:
+        """Whether a step's gradients live until the next one's forward pass is over, as in Lightning's loop."""
+        return bool(self.adapted and self.adapted.frees_between)
+
     @cached_property
     def train_data(self) -> Dataset[object]:
         """The training set, built once."""

@@ -209,6 +209,38 @@ def test_what_a_library_trains_is_probed_on_the_card(folder, text, name):
     assert found.peak_reserved_bytes <= 64 << 20
 
 
+DEEP = LIT.replace("nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)", "*[nn.Linear(1024, 1024) for _ in range(8)]")
+FITTED = """
+import sys, torch
+import pytorch_lightning as L
+from theirs import Lit
+from torch.utils.data import DataLoader, TensorDataset
+torch.cuda.set_per_process_memory_fraction(int(sys.argv[1]) / torch.cuda.mem_get_info()[1])
+loader = DataLoader(TensorDataset(torch.ones(5 * int(sys.argv[2]), 1024)), batch_size=int(sys.argv[2]))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(accelerator="gpu", devices=1, max_epochs=1, **quiet)
+try:
+    trainer.fit(Lit(), loader)
+    print(trainer.global_step == 5)
+except torch.OutOfMemoryError:
+    print(False)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_with_the_answer_though_it_keeps_gradients_through_the_forward_pass(folder):
+    (folder / "theirs.py").write_text(DEEP.replace("ones(4096, 64)", "ones(99999, 1024)"))
+    (folder / "fitted.py").write_text(FITTED)
+    limit = 256 << 20
+    with fake_gpu.machine(fake_gpu.Card("4GiB")):
+        options = {"precision": "fp32", "memory_limit": limit, "verify_steps": 5, "throughput": False}
+        found = batchtune.probe(f"{folder / 'theirs.py'}:Lit", device="cuda", **options).probe
+        for share, trains in ((1, True), (1.1, False)):
+            command = [sys.executable, "fitted.py", str(limit), str(int(share * found.max_batch_size))]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+            assert done.stdout.splitlines()[-1:] == [str(trains)], done.stderr
+
+
 APPLIED = """
 import json, sys
 from batchtune.task.{module} import ApplyResult

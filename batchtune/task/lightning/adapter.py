@@ -97,6 +97,7 @@ class LightningTask(FromLoader):
         vars(view).update(clip_arguments(self.gradient_clipping))
         if module.automatic_optimization:
             self.lacks("train_step")
+            self.frees_between = True
         view.datamodule = self._data.module
         module.setup("fit")
         module.configure_model()
