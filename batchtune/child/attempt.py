@@ -162,8 +162,8 @@ class _Steps:
         out where the user's code keeps more alive than was held before.
         """
         task = self._task
-        has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.has("train_step"))
-        has_habits &= not (self._command.process or task.frees_between)  # of further processes each has one of the two
+        has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.always_frees_late)
+        has_habits &= not self._command.process  # of further processes each has one of the two
         self._memory.release()
         if not has_habits or not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
             return
@@ -194,7 +194,7 @@ class _Steps:
             if not (self._times.seconds or self._command.process):  # the first process has said it
                 require_finite(trainer.loss, self.batch_size)
             tracker.start_phase()
-            trainer.update(free_late=free_late or self._task.frees_between)
+            trainer.update(free_late=free_late)
             self._memory.synchronize()
             tracker.end_phase(forward_backward=False)
 
@@ -253,7 +253,7 @@ class _Steps:
         def step() -> None:
             for _ in range(self._command.accumulation_steps):
                 trainer.forward_backward(batch, self._command.accumulation_steps)
-            trainer.update(free_late=free_late or self._task.frees_between)
+            trainer.update(free_late=free_late)
             self._memory.synchronize()
             self.tracker.end_phase(forward_backward=False)
 

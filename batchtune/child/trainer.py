@@ -255,15 +255,14 @@ class Trainer:
         """The optimizers' and schedulers' steps; gradients are freed afterwards.
 
         With `free_late` once the next batch is there, as in loops that call `zero_grad` before the forward pass, which
-        cuts the memory up in another way, or after it, where the task `frees_between`. A task's own train_step always
-        leaves them so long.
+        cuts the memory up in another way; so always where the task's own code or library does.
         """
         if self._context is None:
             self._clipper.clip(self.optimizers)
             for optimizer in self.optimizers:
                 self.precision.scaler.step(optimizer)
         self.precision.scaler.update()
-        self._has_old_gradients = free_late or self._context is not None
+        self._has_old_gradients = free_late or self.task.always_frees_late
         if not self._has_old_gradients:
             self.optimizers.zero_grad()
         if self.schedulers and self.scheduled_steps > 0:  # some raise when stepped past their horizon
@@ -288,7 +287,7 @@ class Trainer:
         """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
         for batch in itertools.islice(batches, accumulation_steps):
             self.forward_backward(batch, accumulation_steps)
-        self.update(free_late=self.task.frees_between)
+        self.update()
         return self.loss
 
 

@@ -49,8 +49,13 @@ class TaskData:
 
     @property
     def frees_between(self) -> bool:
-        """Whether a step's gradients live until the next one's forward pass is over, as in Lightning's loop."""
+        """Whether a step's gradients live through the next one's forward pass, as in Lightning's loop."""
         return bool(self.adapted and self.adapted.frees_between)
+
+    @property
+    def always_frees_late(self) -> bool:
+        """Whether a step's gradients live into the next step whatever is asked, as they do with a train_step."""
+        return self.frees_between or self.has("train_step")
 
     @cached_property
     def train_data(self) -> Dataset[object]:

@@ -231,8 +231,13 @@ class Repeated:
 
 
 def repeated_step(second: list[int], sizes: list[int], births: list[Birth]) -> Repeated | None:
-    """A second step, to be repeated; None where it left more or other storages than it found, or there was none."""
+    """A second step, to be repeated; None where it left more or other storages than it found, or there was none.
+
+    Gradients that it leaves, as a task does that always frees them late, are freed at its end.
+    """
     born = {event for event in second if event > 0}
+    outlived = sorted(born - {-event for event in second})
+    second = second + [-each for each in outlived if births[each - 1].category == "gradients"]
     died = {-event for event in second if event < 0}
     gradients = {event for event in died if births[event - 1].category == "gradients"}
     old = sorted(gradients - born)

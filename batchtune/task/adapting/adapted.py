@@ -37,7 +37,7 @@ class Adapted:
         gradient_clipping: what the library's own trainer would do.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
-        frees_between: the library frees the last step's gradients between the forward pass and backward.
+        frees_between: the last step's gradients are freed between forward pass and backward, or by a train_step itself.
     """
 
     samples_per_step: int | None = None

@@ -70,6 +70,7 @@ class LightningTask(FromLoader):
     """
 
     keeps_modes = True
+    frees_between = True  # Lightning's loop; in manual optimization training_step does, wherever it wants
 
     def __init__(self, make: object, namespace: ModuleType, where: str) -> None:
         super().__init__(where)
@@ -97,7 +98,6 @@ class LightningTask(FromLoader):
         vars(view).update(clip_arguments(self.gradient_clipping))
         if module.automatic_optimization:
             self.lacks("train_step")
-            self.frees_between = True
         view.datamodule = self._data.module
         module.setup("fit")
         module.configure_model()

@@ -285,6 +285,30 @@ class TestManualOptimization:
             assert torch.allclose(mine, other)
 
 
+@pytest.mark.parametrize("methods", ["", MANUAL], ids=["automatic", "manual"])
+def test_gradients_live_through_the_next_forward_pass_as_in_lightnings_loop(load, methods):
+    import lightning
+
+    noted = """
+    def forward(self, x):
+        self.seen.append(self.head.weight.grad is not None)
+        return super().forward(x)
+"""
+    text = (MODULE + OWN_LOADERS + methods).replace("class Lit(", "class Plain(") + "\nclass Lit(Plain):" + noted
+    task = load(text, "Lit", "noted.py")
+    task.require("probe")
+    ours, batches = Trainer(task, CPU, "fp32"), TrainingBatches(task, 4, 0)
+    for _ in range(3):
+        ours.step(batches)
+    theirs = sys.modules["noted"].Lit()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        max_epochs=1, limit_train_batches=3, limit_val_batches=0, accelerator="cpu", logger=False, **quiet
+    )
+    trainer.fit(theirs)
+    assert ours.model.seen == theirs.seen == [False, True, True]
+
+
 class TestClipping:
     TRAINER = "\ntrainer = L.Trainer({}, accelerator='cpu', logger=False, accumulate_grad_batches=3)\n"
 

@@ -24,9 +24,9 @@ def own(model, batches):
     trainer = Trainer(linear_task(build_model=lambda: model), torch.device("cpu"), "fp32")
     waits = trainer.update
 
-    def update(**how):
+    def update():
         time.sleep(SLEEP_SECONDS)  # as for the others
-        waits(**how)
+        waits()
 
     trainer.update = update
     found = own_seconds(trainer.model, trainer.step, batches, FakeDevice().synchronize)

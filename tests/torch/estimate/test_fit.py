@@ -194,7 +194,7 @@ def test_a_sum_whose_terms_live_on_keeps_its_own_memory():
 
 
 def stepped(late):
-    """Two steps of a batch, a gradient that arrives in two parts, and its end: late in the first step, or never so."""
+    """Two steps of a batch, a gradient that arrives in two parts, and its end: late in so many of the steps."""
     births, events = [Birth(MIB, "empty", category="parameters")], [1]
 
     def born(size, moment, category="temporaries", replaces=None):
@@ -209,19 +209,20 @@ def stepped(late):
         first = born(40 * MIB, f"backward {step}")
         gradient = born(40 * MIB, f"backward {step}", "gradients", replaces=first - 1)
         events.append(-first)
-        left = [batch, gradient] if late and step == 1 else [batch]
+        left = [batch, gradient] if step <= late else [batch]
         if gradient not in left:
             events.append(-gradient)
     return Trace(3, events, births)
 
 
-@pytest.mark.parametrize(("late", "held"), [(True, 71 * MIB), (False, 31 * MIB)], ids=["late", "early"])
+@pytest.mark.parametrize(("late", "held"), [(2, 71 * MIB), (1, 71 * MIB), (0, 31 * MIB)])
 def test_a_third_step_frees_its_gradients_late_where_the_first_did(late, held):
     trace = normalized(stepped(late=late))
     step = fit(lambda size: Trace(size, trace.events, trace.births))
     allocator = replay(step, 3, CachingAllocator())
     assert allocator.allocated_bytes == held  # the parameter, the last batch, and the last gradient or none
     assert allocator.peak_allocated_bytes == (101 if late else 71) * MIB  # with the next batch, and without it
+    assert replay(step, 3, CachingAllocator(), free_late=False).allocated_bytes == 31 * MIB
 
 
 def test_what_trains_where_gradients_are_freed_early_but_not_where_they_are_freed_late_is_too_large():
@@ -252,7 +253,7 @@ def test_what_trains_where_gradients_are_freed_early_but_not_where_they_are_free
 
 
 def test_a_gradient_in_two_parts_is_one_gradient():
-    (part,) = [birth for birth in normalized(stepped(late=False)).births if birth.moment == "backward 1"]
+    (part,) = [birth for birth in normalized(stepped(late=0)).births if birth.moment == "backward 1"]
     assert part.category == "gradients"
 
 

@@ -219,12 +219,8 @@ class TestTheFinalCheck:
 
     def test_orders_beyond_those_that_are_always_checked_free_gradients_late_or_at_once_all_along(self):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
-        assert [mixed(alone, {512: 4, 128: 16}, first, 6, asked=20).late_steps for first in (0, 17, 18, 19)] == [
-            30,
-            30,
-            0,
-            60,
-        ]
+        late = [mixed(alone, {512: 4, 128: 16}, first, 6, asked=20).late_steps for first in (0, 17, 18, 19)]
+        assert late == [30, 30, 0, 60]
 
     def test_further_processes_take_the_last_third_of_the_steps_with_each_length(self):
         alone = TryBatchSize(batch_size=4, steps=20, precision="fp32", verify=True, length=512)
