@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -16,7 +15,14 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 from batchtune.errors import UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
 from batchtune.task.adapting.adapted import Adapted
-from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
+from batchtune.task.samples import (
+    LOOK_SECONDS,
+    find_largest,
+    is_stream,
+    longest_by_column,
+    samples_at,
+    tensor_bytes,
+)
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
@@ -142,7 +148,7 @@ class TaskData:
             share, at = 1 - at ** (1 / batch_size), dice.random()
             place = [place for larger, place in quantiles if larger <= share][-1]
             with kept_random_numbers("cpu"):
-                samples = [sample for _, sample in self._samples((place,), ())]
+                samples = [sample for _, sample in samples_at(self.train_data, (place,))]
             yield self._repeated(batch_size, samples)
 
     def batches_differ(self) -> bool:
@@ -150,7 +156,7 @@ class TaskData:
         if self._differ is None and self._samples_seen and self._samples_seen.quantiles:
             places = [place for _, place in self._samples_seen.quantiles]
             with kept_random_numbers("cpu"):
-                both = [sample for _, sample in self._samples((places[0], places[-1]), ())]
+                both = [sample for _, sample in samples_at(self.train_data, (places[0], places[-1]))]
             self._differ = len({tensor_bytes(self._repeated(2, [sample])) for sample in both}) > 1
         return bool(self._differ)
 
@@ -191,27 +197,12 @@ class TaskData:
             return None
         if self._worst_samples:
             return self._samples_seen
-        longest = [] if known or self._is_stream() else longest_by_column(self.train_data)
+        longest = [] if known or is_stream(self.train_data) else longest_by_column(self.train_data)
         seconds, total = (math.inf, None) if known else (LOOK_SECONDS, self.train_size())
         with kept_random_numbers("cpu"):
-            samples = self._samples(known.places if known else (), longest)
+            samples = samples_at(self.train_data, known.places if known else (), longest)
             seen, self._worst_samples = find_largest(samples, total, seconds=seconds)
         if not self._worst_samples:
             raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
         self._samples_seen = known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
         return self._samples_seen
-
-    def _is_stream(self) -> bool:
-        return isinstance(self.train_data, IterableDataset) or not isinstance(self.train_data, Sized)
-
-    def _samples(self, places: Sequence[int], first: Sequence[int]) -> Iterator[tuple[int, object]]:
-        """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
-        data: Any = self.train_data
-        if self._is_stream():
-            seed_the_cpu(0)
-            some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
-            yield from (each for each in some if each[0] in places or not places)
-            return
-        for place in places or itertools.chain(first, in_random_order(len(data))):
-            seed_the_cpu(place % 2**32)
-            yield place, data[place]

@@ -14,7 +14,7 @@ from typing import Any
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.protocol.data import LengthGroup, LengthsSeen, SamplesSeen
 from batchtune.task.data import TaskData
-from batchtune.task.samples import find_largest
+from batchtune.task.samples import find_largest, samples_at
 from batchtune.task.state import kept_random_numbers
 from batchtune.vocabulary import AskedLengths, Length, covers, dimensions, length_text, order, room_for
 
@@ -86,7 +86,7 @@ class TaskLengths(TaskData):
                 )
             return LengthsSeen(edges=as_given)
         with kept_random_numbers("cpu"):
-            samples = self._samples((), ())
+            samples = samples_at(self.train_data)
             lengths = ((at, checked_length(self.source.sample_length(each), self.where, at)) for at, each in samples)
             found = look_at_lengths(lengths, asked, self.train_size())
         return found.model_copy(update={"edges": as_given}) if as_given and self._makes_lengths() else found
@@ -101,7 +101,9 @@ class TaskLengths(TaskData):
             covered = {each.length: list(each.places) for each in self.lengths.groups if covers(length, each.length)}
             places = _worst(list(covered), covered)
             with kept_random_numbers("cpu"):
-                self._longest_samples[length] = find_largest(self._samples(places, ()), None, seconds=math.inf)[1]
+                self._longest_samples[length] = find_largest(
+                    samples_at(self.train_data, places), None, seconds=math.inf
+                )[1]
         return self._longest_samples[length]
 
 
