@@ -6,21 +6,19 @@ import time
 import warnings
 
 import optuna
-from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 
 from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
-from batchtune.tune.optuna_parts.pruner import TimeToValuePruner
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.study.budget import Clock, StudyParts
-from batchtune.tune.study.limits import CAP_FACTOR
-from batchtune.tune.study.search import Belief, Confirmation, Search, make_sampler
+from batchtune.tune.study.confirmation import Confirmation
+from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import recommend
-from batchtune.tune.verdict.scores import SECONDS, cost_of
+from batchtune.tune.verdict.scores import cost_of
 
 
 class TuneStudy:
@@ -47,7 +45,7 @@ class TuneStudy:
         study = optuna.create_study(
             study_name=config.name,
             storage=storage,
-            pruner=_pruner(plan),
+            pruner=make_pruner(plan),
             direction="minimize" if cost else config.objective.goal,
             load_if_exists=True,
         )
@@ -164,12 +162,3 @@ class TuneStudy:
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""
         return self.parts.targets.unmet(self.parts.budget.enough())
-
-
-def _pruner(plan: Plan) -> BasePruner:
-    objective, cost = plan.config.objective, cost_of(plan.config.objective.kind)
-    if cost is None:
-        return NopPruner()
-    target = None if objective.target == "auto" else objective.target
-    longest = plan.config.budget.run if cost is SECONDS else None
-    return TimeToValuePruner(objective.goal, target=target, longest=longest, cap=CAP_FACTOR, step=cost.step)
