@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -18,9 +19,8 @@ from batchtune.task.adapting.adapted import Adapted
 from batchtune.task.samples import (
     LOOK_SECONDS,
     find_largest,
-    is_stream,
+    in_random_order,
     longest_by_column,
-    samples_at,
     tensor_bytes,
 )
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
@@ -206,3 +206,20 @@ class TaskData:
             raise UserCodeError(f"{self.where}: train_dataset returned a data set of 0 samples")
         self._samples_seen = known or seen.model_copy(update={"is_all": seen.is_all or bool(longest)})
         return self._samples_seen
+
+
+def is_stream(data: object) -> bool:
+    """Whether samples of a set come one after the other only, or nobody knows how many there are."""
+    return isinstance(data, IterableDataset) or not isinstance(data, Sized)
+
+
+def samples_at(data: Any, places: Sequence[int] = (), first: Sequence[int] = ()) -> Iterator[tuple[int, object]]:
+    """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
+    if is_stream(data):
+        seed_the_cpu(0)
+        some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
+        yield from (each for each in some if each[0] in places or not places)
+        return
+    for place in places or itertools.chain(first, in_random_order(len(data))):
+        seed_the_cpu(place % 2**32)
+        yield place, data[place]

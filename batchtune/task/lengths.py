@@ -13,8 +13,8 @@ from typing import Any
 
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.protocol.data import LengthGroup, LengthsSeen, SamplesSeen
-from batchtune.task.data import TaskData
-from batchtune.task.samples import find_largest, samples_at
+from batchtune.task.data import TaskData, samples_at
+from batchtune.task.samples import find_largest
 from batchtune.task.state import kept_random_numbers
 from batchtune.vocabulary import AskedLengths, Length, covers, dimensions, length_text, order, room_for
 

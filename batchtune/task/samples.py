@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from batchtune.protocol.data import SamplesSeen
-from batchtune.task.state import seed_the_cpu
 
 LOOK_SECONDS = 2.0
 _MOST_NAMED = 4
@@ -158,20 +154,3 @@ def _parts(value: object) -> Mapping[Any, Any] | None:
     to_dict = None if hasattr(value, "shape") else getattr(value, "to_dict", None)
     made = to_dict() if callable(to_dict) else None
     return made if isinstance(made, Mapping) else None
-
-
-def is_stream(data: object) -> bool:
-    """Whether samples of a set come one after the other only, or nobody knows how many there are."""
-    return isinstance(data, IterableDataset) or not isinstance(data, Sized)
-
-
-def samples_at(data: Any, places: Sequence[int] = (), first: Sequence[int] = ()) -> Iterator[tuple[int, object]]:
-    """The samples at these places, or all at random, each with its place, from which its random numbers follow."""
-    if is_stream(data):
-        seed_the_cpu(0)
-        some = zip(range(max(places) + 1), data, strict=False) if places else enumerate(data)
-        yield from (each for each in some if each[0] in places or not places)
-        return
-    for place in places or itertools.chain(first, in_random_order(len(data))):
-        seed_the_cpu(place % 2**32)
-        yield place, data[place]

@@ -110,6 +110,12 @@ def test_help_loads_no_heavy_library(cli, arguments):
     assert finished.out.splitlines()[-1] == "loaded []"
 
 
+@pytest.mark.parametrize("module", ["probe.run", "tune.run", "estimate.run"])
+def test_a_command_starts_its_child_without_waiting_for_torch_to_load_twice(cli, module):
+    loaded = cli(python=("-c", f"import sys, batchtune.{module}; print('torch' in sys.modules)"))
+    assert loaded.out.splitlines()[-1] == "False"
+
+
 def test_help_takes_little_longer_than_its_libraries(cli):
     told = "\nimport time; print(time.process_time())"
     help_of_ours = (
