@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from batchtune.document import Trial, Value
@@ -33,15 +34,43 @@ class Confirmation:
         seeds = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + config.confirm.seeds)
         missing = [(params, seed) for seed in seeds for params in planned if (params, seed) not in done]
         at_once = len(parts.pool)
-        for first in range(0, len(missing), at_once):
+        while missing:
             if parts.budget.seconds_left() <= 0:
                 parts.observer.note("the confirmation ends: budget.total was used up")
                 return
-            for params, seed in missing[first : first + at_once]:
+            missing = self._affordable(missing, planned)
+            for params, seed in missing[:at_once]:
                 if not parts.machines.several or not self._is_taken(params, seed):
                     self._trials.add(params, "confirm", seed)
+            missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
         self._time_in_turn(planned)
+
+    def _affordable(
+        self, missing: list[tuple[dict[str, Value], int]], planned: list[dict[str, Value]]
+    ) -> list[tuple[dict[str, Value], int]]:
+        """What there is time for: where it is too little for all, the best contender goes on alone.
+
+        It is then compared with the baseline on all seeds, in place of several contenders on too few. What runs take
+        is known once each has run on a fresh seed.
+        """
+        parts = self._parts
+        known = [each for params, _ in missing if (each := self._seconds(params)) is not None]
+        is_enough = sum(known) / len(parts.pool) <= parts.budget.seconds_left()
+        if is_enough or len(known) < len(missing) or parts.machines.several:
+            return missing
+        best = next(params for params in self._ranked() if params in planned)
+        left = [each for each in missing if each[0] in (best, parts.space.baseline)]
+        if len(left) < len(missing):
+            parts.observer.note("one contender on fresh seeds from here on: budget.total has room for no more")
+        return left
+
+    def _seconds(self, params: dict[str, Value]) -> float | None:
+        """What a run of a configuration takes on a fresh seed, by those so far; None where there were none."""
+        history = self._parts.history
+        ran = [trial.user_attrs for trial in history.finished("confirm") if trial.params == params]
+        took = [each.get("measured_training_seconds", each.get("training_seconds", 0.0)) for each in ran]
+        return statistics.mean(took) + history.seconds_beside_training() if took else None
 
     def _time_in_turn(self, planned: list[dict[str, Value]]) -> None:
         """Where others had a part in how long runs took, times the steps of all in turn: a slow spell then hits all.
@@ -89,14 +118,18 @@ class Confirmation:
         stored = parts.study.user_attrs.get("finalists")
         if stored and stored["chosen_from"] == chosen_from:
             return list(stored["params"])
-        count, objective = parts.budget.affordable_contenders(), config.objective
+        count = parts.budget.affordable_contenders()
         if count < config.confirm.top:
             parts.observer.note(
                 f"{count} of {config.confirm.top} contenders on fresh seeds: budget.total has room for no more"
             )
-        chosen = finalists(
-            parts.history.records(), count, kind=objective.kind, goal=objective.goal, expected=self._belief.expected()
-        )
-        planned = [parts.space.of(trial) for trial in chosen] + [parts.space.baseline]
+        planned = [*self._ranked()[:count], parts.space.baseline]
         parts.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
         return planned
+
+    def _ranked(self) -> list[dict[str, Value]]:
+        """The configurations of the search by all runs so far, the best first; see `finalists`."""
+        parts, objective, records = self._parts, self._parts.plan.config.objective, self._parts.history.records()
+        kind, goal, expected = objective.kind, objective.goal, self._belief.expected()
+        chosen = finalists(records, len(records), kind=kind, goal=goal, expected=expected)
+        return [parts.space.of(trial) for trial in chosen]

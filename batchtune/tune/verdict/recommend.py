@@ -39,7 +39,8 @@ def recommend(
     has that, since three seeds cannot tell two good ones apart, and otherwise by the median of the fresh seeds. Of
     those that are level the one with the smallest batch is taken. One that beats the baseline beyond noise goes before
     one that does not, one that came to a result on all of its fresh seeds before one that did not, and one that did so
-    on half of them or fewer is out. Where none beats the baseline, that is recommended, and the reason says so.
+    on half of them or fewer is out; so is one that ran on fewer seeds than the baseline, if another did not. Where none
+    beats the baseline, that is recommended, and the reason says so.
 
     Returns:
         (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
@@ -52,6 +53,8 @@ def recommend(
         return _unconfirmed(trials, scoring), None
     ours = _baseline_scores(groups[base], scoring)
     contenders = {config: group for config, group in groups.items() if config != base}
+    enough = min(len(groups[base]), max(len(group) for group in contenders.values()))
+    contenders = {config: group for config, group in contenders.items() if len(group) >= enough}
     usable = {config: each for config, group in contenders.items() if (each := _scores(group, ours, scoring))}
     if not usable and not ours:
         return _unconfirmed(trials, scoring), None

@@ -1,3 +1,4 @@
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -629,6 +630,48 @@ def test_a_confirmation_cut_off_by_the_budget_is_made_up_for_with_a_larger_one(t
         trial for trial in again.records() if trial.role == "confirm" and trial.state in {"complete", "pruned"}
     ]
     assert len(confirmed) >= 9
+
+
+class Timed(law.LawWorker):
+    """Training moves a clock."""
+
+    now = 0.0
+
+    def train(self, *, timeout, on_event, **spec):
+        points = []
+
+        def told(point):
+            points.append(point)
+            return on_event(point)
+
+        end = super().train(timeout=timeout, on_event=told, **spec)
+        self.now += points[-1].seconds
+        return end
+
+
+@pytest.mark.parametrize(("share", "seeds_of_the_other"), [(1.05, 3), (0.9, 1)])
+def test_where_time_runs_short_the_best_contender_is_confirmed_alone(tmp_path, monkeypatch, share, seeds_of_the_other):
+    def run(total):
+        worker = Timed(noise=0.05)
+        changes = {"budget": Budget(run=10.0, total=total, trials=4), "confirm": Confirm(seeds=3, top=2)}
+        tuned = study(tmp_path / str(total), worker, clock=lambda: worker.now, **changes)
+        monkeypatch.setattr(tuned.parts.budget, "reserve", lambda: 0.0)
+        tuned.run()
+        return tuned
+
+    took = {True: 0.0, False: law.plan().probe.seconds + law.plan().prior.seconds}
+    for each in run(1e6).records():
+        took[each.role == "confirm"] += each.training_seconds
+    tuned = run(took[False] + share * took[True])
+    groups = collections.Counter(
+        (each.batch_size, each.learning_rate) for each in tuned.records() if each.role == "confirm"
+    )
+    assert sorted(groups.values()) == [seeds_of_the_other, 3, 3]
+    found, base = tuned.recommendation()
+    assert groups[found.global_batch_size, found.learning_rate] == 3
+    assert found.seeds_to_confirm is None
+    assert found.speedup_over_baseline.low > 1
+    assert base.global_batch_size == 16
 
 
 def test_a_baseline_that_takes_all_of_the_longest_run_leaves_time_to_search(tmp_path):
