@@ -143,11 +143,9 @@ def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask, limit: int 
     if task.is_for_inference:
         return {"optimizer": "", "notes": notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
-    settings = optimizers.settings()
+    settings = optimizers.settings().model_copy(update=task.adapted.optimizer_settings if task.adapted else {})
     if command.purpose == "tune":  # what is wrong with its schedulers is to be said now
-        schedulers = task.schedulers(optimizers, _SOME_STEPS)
-        names = " + ".join(dict.fromkeys(type(each).__name__ for each in schedulers))
-        settings = settings.model_copy(update={"scheduler": names or None})
+        settings = settings.model_copy(update={"scheduler": task.scheduler_names(optimizers, _SOME_STEPS)})
     today = {"current_settings": current_settings(task)} if command.asks_for_current_settings else {}
     return today | {
         "optimizer": optimizers.name,

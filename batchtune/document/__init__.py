@@ -153,6 +153,16 @@ class OptimizerSettings(Record):
     values: dict[Text, Value | list[float]] = Field(default={}, description="Of all groups of parameters alike.")
     differing: list[Text] = Field(default=[], description="What some groups of parameters have otherwise than others.")
     scheduler: Text | None = Field(default=None, description="Class of what build_scheduler makes; absent without one.")
+    made_by: Text | None = Field(
+        default=None,
+        description="'configure_optimizers' or 'Trainer' of an adapted object; absent for the user's build_optimizer.",
+    )
+    arguments: dict[Text, Value] = Field(
+        default={}, description="TrainingArguments that make optimizer and schedule, of a Hugging Face Trainer."
+    )
+    lr_ratio: float | None = Field(
+        default=None, description="The learning rate over the hyperparameter 'lr' of a LightningModule, if it has one."
+    )
 
 
 class TaskInfo(Record):

@@ -23,8 +23,8 @@ class Optimizers(Sequence[Optimizer]):
     """The optimizers of a run, in the user's order; `given` is what their build_optimizer returned."""
 
     def __init__(self, given: object) -> None:
-        self.given = given
-        self._each: list[Optimizer] = list(several(given))
+        self.given = _unwrapped(given)
+        self._each: list[Optimizer] = list(several(self.given))
 
     @overload
     def __getitem__(self, index: int) -> Optimizer: ...
@@ -77,6 +77,15 @@ class Optimizers(Sequence[Optimizer]):
     def state_dict(self) -> list[dict[str, object]]:
         """As a checkpoint keeps them."""
         return [each.state_dict() for each in self]
+
+
+def _unwrapped(given: Any) -> Any:
+    """The same without what Accelerate's `prepare` has wrapped optimizers in: batchtune steps them itself."""
+    if type(given).__module__.startswith("accelerate."):
+        return given.optimizer
+    if isinstance(given, dict):
+        return type(given)((name, _unwrapped(each)) for name, each in given.items())
+    return type(given)(_unwrapped(each) for each in given) if type(given) in {list, tuple} else given
 
 
 def _plain(value: object) -> Value | list[float] | None:
@@ -157,6 +166,12 @@ class TaskOptimizers(TaskLengths):
                 why = "which waits for a metric at the end of an epoch; use a schedule by steps, or none"
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
+
+    def scheduler_names(self, optimizers: Optimizers, total_steps: int) -> str | None:
+        """Classes of the user's schedulers; None where there are none."""
+        made = self.schedulers(optimizers, total_steps)
+        names = [name for each in made for name in getattr(each, "names", [type(each).__name__])]
+        return " + ".join(dict.fromkeys(names)) or None
 
     def accumulates(self, optimizers: Optimizers) -> bool:
         """Whether a step may be made of several micro-batches."""

@@ -92,7 +92,7 @@ def run_and_save(tuning: Tuning, progress: Progress) -> Result:
     except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):
-            keeps = f"{where} keeps the trials, and 'batchtune report' shows them"
+            keeps = f"{where} keeps the trials, and 'batchtune report {where.name} -v' shows them"
             stopped = RunInterrupted(f"interrupted; the same command goes on from here ({keeps})")
         elif isinstance(error, OSError | RuntimeError) and (unwritten := _behind(error, OSError)):  # of the journal
             stopped = UsageError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
 from batchtune.errors import DeviceError
@@ -177,6 +177,7 @@ def _replaced() -> Iterator[None]:
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
         (nn.Module, "_apply", apply_to_fakes),
+        (Tensor, "__deepcopy__", _deep_copied),
         (optimizers, "_foreach_supported_types", tensors),
         (foreach, "_foreach_supported_types", tensors),
     ]
@@ -188,6 +189,15 @@ def _replaced() -> Iterator[None]:
     finally:
         for owner, name, value in saved:
             setattr(owner, name, value)
+
+
+_deep_copy: Callable[[Tensor, dict[int, object]], Tensor] = Tensor.__deepcopy__
+
+
+def _deep_copied(tensor: Tensor, copies: dict[int, object]) -> Tensor:
+    """Of a tensor with data, with its data, as a buffer's: it becomes fake when it is moved to the device."""
+    with contextlib.nullcontext() if isinstance(tensor, FakeTensor) else unset_fake_temporarily():
+        return _deep_copy(tensor, copies)
 
 
 class _NobodysTensor(Tensor):

@@ -33,8 +33,9 @@ def _schedule_notes(found: Recommendation, result: Document, field: str) -> list
     """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose."""
     if found.total_steps is None:
         return []
-    name = result.task.optimizer_settings.scheduler if result.task.optimizer_settings else None
-    made = f" ({name} of your build_scheduler)" if name else ""
+    known = result.task.optimizer_settings
+    maker = known.made_by if known and known.made_by else "build_scheduler"
+    made = f" ({known.scheduler} of your {maker})" if known and known.scheduler else ""
     return [f"measured with a learning-rate schedule over {found.total_steps} steps{made}; {field} would say so"]
 
 
@@ -73,7 +74,7 @@ def optimizer_notes(found: Recommendation, result: Document) -> list[str]:
     if not known.differing:
         return []
     names = ", ".join(known.differing)
-    return [f"groups of parameters differ in {names} here: set those as your build_optimizer does"]
+    return [f"groups of parameters differ in {names} here: set those as your {known.made_by or 'build_optimizer'} does"]
 
 
 def hf_optimizer(found: Recommendation, result: Document) -> Values:
@@ -85,6 +86,9 @@ def hf_optimizer(found: Recommendation, result: Document) -> Values:
     if found.learning_rate is None:
         return {}
     optimizer, known = optimizer_of(found, result), result.task.optimizer_settings
+    own = known.arguments if known else {}
+    if "optim" in own:  # a Trainer makes it by these very fields
+        return dict(own)
     if optimizer is not None and optimizer not in _HF_OPTIMIZERS:
         raise UsageError(
             f"the learning rate is one for {optimizer}, which TrainingArguments cannot name; take --format env, and "
@@ -101,11 +105,15 @@ def hf_optimizer(found: Recommendation, result: Document) -> Values:
         "adam_beta2": second,
         "optim_args": ",".join(f"{each}={made[each]}" for each in arguments if each in made) or None,
         "lr_scheduler_type": "constant" if known and not known.scheduler and found.total_steps is None else None,
+        **own,
     }
 
 
 def hf_optimizer_notes(found: Recommendation, result: Document) -> list[str]:
     """What the Trainer does otherwise than it was measured, or cannot be told."""
+    known = result.task.optimizer_settings
+    if known and "optim" in known.arguments:
+        return []
     notes = optimizer_notes(found, result)
     _, fields, arguments = _HF_OPTIMIZERS.get(optimizer_of(found, result) or "AdamW", ("", {}, ()))
     made = made_with(found, result)
@@ -155,13 +163,23 @@ def _lightning(found: Recommendation, result: Document) -> Values:
         "trainer.strategy": found.strategy,
         "trainer.precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(found.precision, "32-true"),
         "trainer.accumulate_grad_batches": found.gradient_accumulation_steps,
-        "trainer.gradient_clip_val": _clipped(found)["norm"] or _clipped(found)["value"],
+        "trainer.gradient_clip_val": _clipped(found)["norm"] or _clipped(found)["value"] or None,
         "trainer.gradient_clip_algorithm": "value" if _clipped(found)["value"] else None,
         "data.batch_size": found.micro_batch_size,
-        "model.lr": found.learning_rate,
+        "model.lr": _module_rate(found, result),
         "model.activation_checkpointing": found.activation_checkpointing,
         **{f"model.{name}": value for name, value in found.optimizer_arguments.items()},
     }
+
+
+def _module_rate(found: Recommendation, result: Document) -> float | None:
+    """The module's own `lr`: the highest of its learning rates is so many times as much; None where nobody knows."""
+    known = result.task.optimizer_settings
+    if found.learning_rate is None or not known or not known.made_by:
+        return found.learning_rate
+    if known.lr_ratio is None:
+        return None if "lr" in known.differing else found.learning_rate
+    return float(f"{found.learning_rate / known.lr_ratio:.6g}")
 
 
 def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
@@ -171,6 +189,8 @@ def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
     if optimizer and found.learning_rate is not None:
         arguments = ", ".join(["lr", *(f"{name}={value!r}" for name, value in made.items())])
         notes.append(f"measured with {optimizer}({arguments}), as your configure_optimizers should make it")
+        if _module_rate(found, result) != found.learning_rate:
+            notes.append(f"{found.learning_rate:g} is the highest learning rate of its groups; ApplyResult sets all")
     return notes + _schedule_notes(found, result, "trainer.max_steps")
 
 

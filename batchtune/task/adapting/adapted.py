@@ -34,6 +34,7 @@ class Adapted:
         samples_per_step: of an optimizer step of the model that is built next; None where that is not known.
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
+        optimizer_settings: what else is known of how it makes its optimizers, once it has.
         gradient_clipping: what the library's own trainer would do.
         notes: sentences on what of the user's own training is not taken over, or had to be assumed.
         keeps_modes: the library trains with each module in the mode, training or eval, in which it was built.
@@ -43,6 +44,7 @@ class Adapted:
     samples_per_step: int | None = None
     total_steps: int | None = None
     accumulation_steps = 1
+    optimizer_settings: Mapping[str, object] = {}
     gradient_clipping: GradientClipping | None = None
     keeps_modes = False
     frees_between = False

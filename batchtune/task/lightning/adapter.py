@@ -171,6 +171,9 @@ class LightningTask(FromLoader):
         view: TrainerView = module.trainer
         view.total_steps = self.total_steps
         optimizers, schedulers = configured(module, self)
+        own = module.hparams.get("lr")
+        ratio = highest_rate(optimizers) / own if isinstance(own, float) and own > 0 else None
+        self.optimizer_settings = {"made_by": "configure_optimizers", "lr_ratio": ratio}
         set_learning_rate(optimizers, lr, (config.scheduler for config in schedulers), where=self.where)
         if self.total_steps is None:
             for group in (group for each in optimizers for group in each.param_groups):

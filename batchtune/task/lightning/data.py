@@ -68,11 +68,14 @@ class LightningData:
                 f"{self._where}: no training data; write a train_dataloader(), put one LightningDataModule into the "
                 "file, or name a function that returns (module, datamodule)"
             )
-        loader = owner.train_dataloader()
-        single = loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
-        self.train = loader_parts(single, f"{self._where}: train_dataloader()")
-        found = owner.val_dataloader() if overrides(owner, "val_dataloader") else None
-        self.val_loaders = list(found) if isinstance(found, list | tuple) else [found] if found is not None else []
+        loaders = _each(owner.train_dataloader(), module)
+        if len(loaders) > 1:
+            raise UsageError(
+                f"{self._where}: train_dataloader() returned {len(loaders)} data loaders; batchtune takes one: join "
+                "their data sets, or write the functions of a task with train_loader(batch_size) instead of the module"
+            )
+        self.train = loader_parts(loaders[0] if loaders else None, f"{self._where}: train_dataloader()")
+        self.val_loaders = _each(owner.val_dataloader() if overrides(owner, "val_dataloader") else None, module)
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -125,6 +128,12 @@ def library_of(owner: object) -> str:
     ]
     roots = {each.__module__.partition(".")[0] for each in bases}
     return "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
+
+
+def _each(loaders: object, module: LightningModule) -> list[Any]:
+    """The data loaders in whatever a hook returned, as Lightning counts them."""
+    combined = importlib.import_module(f"{library_of(module)}.utilities.combined_loader").CombinedLoader
+    return list((loaders if isinstance(loaders, combined) else combined(loaders, "sequential")).flattened)
 
 
 def overrides(owner: object, name: str) -> bool:

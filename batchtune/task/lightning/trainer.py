@@ -96,6 +96,11 @@ class TrainerView:
         return max(1, self.samples_per_epoch // (self.samples_per_step or 1))
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the epoch ends with this batch."""
+        return self.batch_idx + 1 >= self.num_training_batches
+
+    @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the run, as predicted from its time limit."""
         return self.total_steps if self.total_steps is not None else self.num_training_batches
@@ -228,6 +233,7 @@ class Schedule:
 
     def __init__(self, configs: Sequence[SchedulerConfig], view: TrainerView) -> None:
         self._configs, self._view = configs, view
+        self.names = [type(config.scheduler).__name__ for config in configs]
         self._epoch = view.current_epoch
 
     def step(self) -> None:

@@ -31,6 +31,8 @@ from batchtune.task.adapting.adapted import (
 )
 
 Arguments = TypeVar("Arguments")
+_OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "warmup_ratio")
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
 _WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")
 
@@ -59,6 +61,11 @@ class TrainerTask(FromLoader):
         rate = highest_rate([trainer.optimizer]) if trainer.optimizer is not None else float(self._args.learning_rate)
         self._current_rate = rate, "optimizers of the Trainer" if trainer.optimizer is not None else "learning_rate"
         self._has_scheduler = trainer.lr_scheduler is not None
+        fields = _OF_SCHEDULES if trainer.optimizer is not None else (*_OF_OPTIMIZERS, *_OF_SCHEDULES)
+        given = {name: getattr(self._args, name, None) for name in fields}
+        plain = {name: getattr(each, "value", each) for name, each in given.items()}
+        known = {name: each for name, each in plain.items() if isinstance(each, bool | int | float | str)}
+        self.optimizer_settings = {"made_by": "Trainer", "arguments": known}
         self._optimizer: Optimizer | None = None
         self._let_go()
 

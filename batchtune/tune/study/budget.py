@@ -103,6 +103,7 @@ class StudyBudget:
     ) -> None:
         self._config, self._history, self._at_once, self._clock = config, history, at_once, clock
         self._measured_seconds, self._slower, self._is_told = measured_seconds, 1.0, False
+        self._first_look: tuple[float, float] | None = None  # training seconds, and seconds, of the very first run
         self._began, self._study = clock() - measured_seconds - history.wall_seconds(), study
         self._cost = cost_of(config.objective.kind)
         self.total: float = config.budget.given_total or study.user_attrs.get("total", config.budget.total)
@@ -128,14 +129,18 @@ class StudyBudget:
     def foresees(self, training_seconds: float, seconds: float) -> bool:
         """Takes in how long the very first run has taken so far; returns whether it is time to tell what that means.
 
-        That is once, when it has taken 5 % of a given budget.total: evaluation, and other programs, may make a second
-        of training take several.
+        That is once, at the evaluation after it has taken 5 % of a given budget.total: evaluation, and other programs,
+        may make a second of training take several. What happens only once, such as the first evaluation's imports, is
+        left out.
         """
         is_first = not self._is_told and not self._history.wall_seconds()
         given = self._config.budget.given_total
         if given is None or not is_first or not training_seconds or seconds < TOLD_SHARE * given:
             return False
-        self._is_told, self._slower = True, max(1.0, seconds / training_seconds)
+        before, self._first_look = self._first_look, self._first_look or (training_seconds, seconds)
+        if before is None or training_seconds <= before[0]:
+            return False
+        self._is_told, self._slower = True, max(1.0, (seconds - before[1]) / (training_seconds - before[0]))
         return True
 
     def outlook(self) -> str:

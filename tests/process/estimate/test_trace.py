@@ -193,6 +193,27 @@ def test_what_needs_data_is_refused_with_its_line(ask):
     assert "task.py:11: cannot be traced without data" in ask(source)["refused"]
 
 
+def test_a_copy_of_a_module_that_has_buffers_is_traced(ask):
+    """A frozen teacher, say: buffers are copied in another way than parameters."""
+    copied = """
+    import copy
+
+    TEACHER = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+    def build_model():
+        return copy.deepcopy(TEACHER)
+
+    def make_batch(size):
+        return torch.randn(size, 64)
+
+    def compute_loss(model, batch):
+        return model(batch).square().mean()
+    """
+    made = copied.replace("copy.deepcopy(TEACHER)", "nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))")
+    found, anew = (ask(text, memory_limit=200 << 20)["details"][0] for text in (copied, made))
+    assert found["peak_allocated_bytes"] == anew["peak_allocated_bytes"]
+
+
 def test_lazy_modules_are_refused_with_what_to_write(ask):
     assert (
         "such as nn.LazyLinear, are made from data: give them their sizes"

@@ -216,6 +216,17 @@ class TestLearningRate:
         scheduled = Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=100)
         assert scheduled.optimizers.param_groups[0]["lr"] == pytest.approx(0.1 * start)
 
+    @pytest.mark.parametrize(("highest", "ratio"), [("self.hparams.lr", 1.0), ("10 * self.hparams.lr", 10.0)])
+    def test_how_many_times_the_modules_own_it_is_is_known(self, lit, highest, ratio):
+        methods = f"""
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        return [opt], [torch.optim.lr_scheduler.OneCycleLR(opt, {highest}, total_steps=100)]
+"""
+        task = lit(methods)
+        Trainer(task, CPU, "fp32", learning_rate=0.7)
+        assert task.adapted.optimizer_settings["lr_ratio"] == pytest.approx(ratio)
+
     def test_a_cycle_keeps_its_shape_around_the_learning_rate(self):
         weight = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -260,6 +271,17 @@ MANUAL = """
 
 
 class TestManualOptimization:
+    def test_it_knows_the_last_batch_of_an_epoch(self, lit):
+        methods = MANUAL.replace(
+            "for schedule in self", "self.seen.append(self.trainer.is_last_batch)\n        for schedule in self"
+        )
+        task = lit(methods)
+        trainer = Trainer(task, CPU, "fp32", learning_rate=0.4, total_steps=10)
+        batches = TrainingBatches(task, 4, 0)
+        for _ in range(6):
+            trainer.step(batches)
+        assert trainer.model.seen == [False, False, False, False, True, False]  # of 20 samples
+
     @pytest.mark.parametrize("spelling", SPELLINGS)
     def test_it_trains_as_lightning_trains_it(self, load, spelling):
         import importlib
@@ -375,6 +397,20 @@ class TestLogging:
         methods = """
     def val_dataloader(self):
         return [DataLoader(TensorDataset(torch.ones(4, 4) * k), batch_size=2) for k in (1, 3)]
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("mean", batch[0].mean())
+"""
+        task = lit(methods)
+        assert task.evaluate(task.model()) == {"mean/dataloader_idx_0": 1.0, "mean/dataloader_idx_1": 3.0}
+
+    @pytest.mark.parametrize("made", ['{"a": one, "b": three}', 'CombinedLoader([one, three], "sequential")'])
+    def test_they_are_so_however_lightning_takes_them_together(self, lit, made):
+        methods = f"""
+    def val_dataloader(self):
+        from lightning.pytorch.utilities.combined_loader import CombinedLoader
+        one, three = (DataLoader(TensorDataset(torch.ones(4, 4) * k), batch_size=2) for k in (1, 3))
+        return {made}
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         self.log("mean", batch[0].mean())
@@ -511,7 +547,7 @@ class TestRefusals:
             (
                 "\n    def train_dataloader(self):\n        return {'a': DataLoader([1]), 'b': DataLoader([2])}\n",
                 "probe",
-                r"train_dataloader\(\) returned a dict; batchtune takes a single torch DataLoader",
+                r"train_dataloader\(\) returned 2 data loaders; batchtune takes one: join their data sets, or",
             ),
             (
                 "\n    def train_dataloader(self):\n        return DataLoader([1, 2], batch_sampler=[[0], [1]])\n",

@@ -97,9 +97,9 @@ def test_deepspeed_gets_the_optimizer_that_the_learning_rate_was_found_with(tune
     assert deepspeed(with_sgd)["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4}}
 
 
-def made_with(result, optimizer, *, differing=(), scheduler=None, **values):
-    """The same result, of a task that makes this optimizer."""
-    settings = OptimizerSettings(values=values, differing=list(differing), scheduler=scheduler)
+def made_with(result, optimizer, *, differing=(), scheduler=None, adapted=None, **values):
+    """The same result, of a task that makes this optimizer; `adapted` is known of one of another library."""
+    settings = OptimizerSettings(values=values, differing=list(differing), scheduler=scheduler, **adapted or {})
     return result.model_copy(
         update={"task": TaskInfo(path="model.py", optimizer=optimizer, optimizer_settings=settings)}
     )
@@ -118,6 +118,38 @@ def test_the_trainer_makes_the_optimizer_that_was_measured_and_keeps_its_rate_co
         "adamw_torch", 0.8, 0.95, 1e-7,
     )  # fmt: skip
     assert "optim_args" not in adamw
+
+
+def test_a_trainer_gets_back_the_arguments_that_made_its_optimizer_and_schedule(tuned):
+    arguments = {"optim": "adafactor", "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 20}
+    result = made_with(
+        tuned,
+        "Adafactor",
+        differing=["weight_decay"],
+        scheduler="LambdaLR",
+        adapted={"made_by": "Trainer", "arguments": arguments},
+    )
+    result = on("cuda", result, total_steps=500)
+    exported = hf(result)
+    assert arguments.items() <= exported.items()
+    assert exported["learning_rate"] == 3e-4
+    notes = EXPORTS["hf"].notes(result.recommendation, result)
+    assert not any("build_" in note for note in notes)
+    assert any("(LambdaLR of your Trainer)" in note for note in notes)
+
+
+@pytest.mark.parametrize(("ratio", "differing", "rate"), [(10.0, ["lr"], 3e-5), (1.0, ["lr"], 3e-4), (None, [], 3e-4)])
+def test_a_module_gets_its_own_learning_rate_of_which_the_highest_is_a_multiple(tuned, ratio, differing, rate):
+    known = {"made_by": "configure_optimizers", "lr_ratio": ratio}
+    result = made_with(tuned, "AdamW + SGD", differing=differing, adapted=known)
+    assert lightning(result)["model"]["lr"] == pytest.approx(rate)
+    notes = "; ".join(EXPORTS["lightning"].notes(result.recommendation, result))
+    assert ("is the highest learning rate of its groups; ApplyResult sets all" in notes) == (rate != 3e-4)
+
+
+def test_a_module_of_several_learning_rates_without_one_of_its_own_is_given_none(tuned):
+    result = made_with(tuned, "AdamW + SGD", differing=["lr"], adapted={"made_by": "configure_optimizers"})
+    assert "lr" not in lightning(result).get("model", {})
 
 
 @pytest.mark.parametrize("optimizer", ["Muon + AdamW", "LBFGS", "Adam"])
@@ -335,7 +367,7 @@ def test_activation_checkpointing_is_exported_where_it_was_asked_for(tuned, agai
     [
         ({"norm": 0.5}, 0.5, (0.5, None), 0.5, "clip_grad_norm_(model.parameters(), 0.5)"),
         ({"value": 0.1}, 0.0, (0.1, "value"), 0.0, "clip_grad_value_(model.parameters(), 0.1)"),
-        ({}, 0.0, (0.0, None), 0.0, None),
+        ({}, 0.0, (None, None), 0.0, None),
         (None, None, (None, None), None, None),
     ],
 )

@@ -40,14 +40,14 @@ class Clock:
 
 
 class Worker(law.LawWorker):
-    """Its runs take time."""
+    """Its runs take time, and the first evaluation of all takes `once` seconds more."""
 
-    def __init__(self, clock, wall=1.0, **options):
+    def __init__(self, clock, wall=1.0, once=0.0, **options):
         super().__init__(noise=0.05, **options)
-        self._clock, self._wall = clock, wall
+        self._clock, self._wall, self._once = clock, wall, once
 
     def train(self, *, timeout, on_event, **spec):
-        began = self._clock.now
+        began = self._clock.now + (0.0 if self.specs else self._once)
 
         def told(point):
             self._clock.now = began + self._wall * point.seconds
@@ -56,12 +56,12 @@ class Worker(law.LawWorker):
         return super().train(timeout=timeout, on_event=told, **spec)
 
 
-def study(storage=None, wall=1.0, **keys):
+def study(storage=None, wall=1.0, once=0.0, **keys):
     """A study of the law that takes the time that its runs do, or `wall` times as long, and whom it told what."""
     clock, told = Clock(), Told()
     plan = law.plan(**{"confirm": Confirm(seeds=1, top=1)} | keys)
     storage = storage or optuna.storages.InMemoryStorage()
-    return TuneStudy(plan, FakeCrew(Worker(clock, wall)), storage, told, clock), told, clock
+    return TuneStudy(plan, FakeCrew(Worker(clock, wall, once)), storage, told, clock), told, clock
 
 
 def baseline_of(tuned):
@@ -134,6 +134,14 @@ def test_it_is_told_again_when_5_percent_of_it_have_shown_what_a_run_takes():
     assert 0.05 * 900 <= when <= 0.08 * 900
     assert "too little for a search" in text
     assert int(re.search(r"budget\.total=(\d+)m", text).group(1)) > 15
+
+
+def test_what_only_the_first_evaluation_takes_is_not_taken_to_come_again():
+    """As where it imports a library: a second of training beside it takes twenty, and never again."""
+    tuned, told, _ = study(budget=Budget(run=60.0, total=1800.0, trials=5), once=100.0)
+    tuned.run()
+    assert len(told.announced) > 1
+    assert not any("too little" in text for _, text in told.announced)
 
 
 def test_a_baseline_on_a_busy_machine_leaves_half_of_the_rest_to_the_search():
