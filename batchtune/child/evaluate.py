@@ -123,7 +123,9 @@ def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
         return found
     if metric not in found:
         names = ", ".join(found) or "nothing"
-        raise UsageError(f"objective.metric '{metric}' is not among what evaluate() in {task.where} returns: {names}")
+        what = f"{task.where} logs" if task.adapted else f"evaluate() in {task.where} returns"
+        choose = f"; choose one: objective.metric={next(iter(found))}" if found else ""
+        raise UsageError(f"objective.metric '{metric}' is not among what {what}: {names}{choose}")
     return found[metric]
 
 

@@ -12,7 +12,7 @@ from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import TimeLoader
-from batchtune.units import number
+from batchtune.units import number, share
 
 SECONDS_PER_SETTING = 1.0
 TOTAL_SECONDS = 20.0
@@ -154,7 +154,8 @@ def judge(measured: Sequence[LoaderPoint], step: ThroughputPoint, reason: str, *
     rate, settings = number(best.samples_per_second), describe(best)
     failed = next((point for point in measured if point.num_workers and point.message), None)
     if bound and not best.num_workers and rate_of(best) >= taken:
-        verdict = f"input-bound: every step waits for its data, which comes at {rate} samples/s"
+        waiting = share(taken / (taken + rate_of(best)))
+        verdict = f"input-bound: steps wait {waiting} of the time for their data, which comes at {rate} samples/s"
         verdict += "" if failed else ", and workers are slower"
     elif bound:
         verdict = f"input-bound: the loader gives {rate} samples/s (with {settings}), the step takes {number(taken)}"

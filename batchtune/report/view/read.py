@@ -121,7 +121,9 @@ def _commands(result: Document) -> list[Fact]:
             Fact("next", f"batchtune probe {task}{of_inference}{of_lengths}", "there: what really runs")
         ]
     if result.kind == "probe" and result.probe and result.probe.max_batch_size and not result.probe.inference:
-        return [Fact("next", f"batchtune tune {task}", "the learning rate, too")]
+        parallel = result.probe.data_parallel
+        ranks = f" --ranks {parallel.world_size} --strategy {parallel.strategy}" if parallel else ""
+        return [Fact("next", f"batchtune tune {task}{ranks}", "the learning rate, too")]
     return []
 
 

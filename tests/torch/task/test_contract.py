@@ -382,3 +382,15 @@ class TestActivationCheckpointing:
         )
         with pytest.raises(UsageError, match=told):
             task_of().model(activation_checkpointing=asked)
+
+
+@pytest.mark.parametrize("given", [lambda each: each, lambda each: [each], lambda each: {"one": each}])
+def test_optimizers_that_accelerate_has_wrapped_are_those_within(given):
+    accelerate = pytest.importorskip("accelerate")
+    adam = torch.optim.AdamW(nn.Linear(4, 1).parameters(), weight_decay=0.3)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(adam)
+    made = Optimizers(given(wrapped))
+    assert list(made) == [adam]
+    assert made.given == given(adam)
+    assert made.name == "AdamW"
+    assert made.settings().values["weight_decay"] == 0.3

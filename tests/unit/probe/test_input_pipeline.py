@@ -90,7 +90,7 @@ def test_where_workers_are_slower_than_waiting_nobody_is_told_that_the_loader_is
     found = judge([loader(0, 20000.0), loader(1, 1000.0)], STEP, "", shares_cores=False)
     assert found.input_bound
     assert found.num_workers == 0
-    assert "every step waits for its data" in found.verdict
+    assert "steps wait 29% of the time for their data" in found.verdict
 
 
 def test_on_a_cpu_the_verdict_says_that_both_share_it():

@@ -333,6 +333,7 @@ def test_several_ranks_of_a_probe_are_trained_on_as_they_were_probed(probed):
     result = probed.model_copy(update={"probe": probe})
     assert deepspeed(result)["train_batch_size"] == 1408
     assert lightning(result)["trainer"]["devices"] == 4
+    assert any(each.text.endswith("--ranks 4 --strategy ddp") for each in view_of(result).commands)
 
 
 def test_what_ranks_have_trained_is_exported_with_how_they_shared_the_work(tuned):
