@@ -79,13 +79,15 @@ class Optimizers(Sequence[Optimizer]):
         return [each.state_dict() for each in self]
 
 
-def _unwrapped(given: Any) -> Any:
+def _unwrapped(given: object) -> object:
     """The same without what Accelerate's `prepare` has wrapped optimizers in: batchtune steps them itself."""
-    if type(given).__module__.startswith("accelerate."):
-        return given.optimizer
     if isinstance(given, dict):
         return type(given)((name, _unwrapped(each)) for name, each in given.items())
-    return type(given)(_unwrapped(each) for each in given) if type(given) in {list, tuple} else given
+    if isinstance(given, list):
+        return [_unwrapped(each) for each in given]
+    if type(given) is tuple:
+        return tuple(_unwrapped(each) for each in given)
+    return getattr(given, "optimizer", given) if type(given).__module__.startswith("accelerate.") else given
 
 
 def _plain(value: object) -> Value | list[float] | None:

@@ -130,7 +130,7 @@ def library_of(owner: object) -> str:
     return "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
 
 
-def _each(loaders: object, module: LightningModule) -> list[Any]:
+def _each(loaders: object, module: LightningModule) -> list[Iterable[object]]:
     """The data loaders in whatever a hook returned, as Lightning counts them."""
     combined = importlib.import_module(f"{library_of(module)}.utilities.combined_loader").CombinedLoader
     return list((loaders if isinstance(loaders, combined) else combined(loaders, "sequential")).flattened)
