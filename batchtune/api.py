@@ -194,7 +194,7 @@ def estimate(  # noqa: D417 - takes_options adds them
 
     how: dict[str, Any] = {"memory_limit": memory_limit, "timeout": timeout, "accumulation_steps": accumulation_steps}
     how |= {"strategy": strategy, "world_size": world_size, "inference": inference, "lengths": lengths}
-    return run_estimate(os.fspath(task), gpus, precision, observer=observer or usual_observer(), **how)
+    return run_estimate(task, gpus, precision, observer=observer or usual_observer(), **how)
 
 
 @options.takes_options

@@ -197,7 +197,10 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"batchtune.{function.__name__}(): {error}") from None
         bound.apply_defaults()
         check_options(function, bound.arguments)
         return function(*bound.args, **bound.kwargs)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from batchtune.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
@@ -74,3 +76,10 @@ def stopwatch_on_the_wall(synchronize: Callable[[], None]) -> Callable[[], float
         return time.perf_counter() - began
 
     return seconds
+
+
+def require_no_more(limit_bytes: int, total_bytes: int | None, device: torch.device) -> None:
+    """Raises UsageError for a limit beyond what the device has in all; None: it does not tell."""
+    if total_bytes is not None and limit_bytes > total_bytes:
+        told = f"{limit_bytes} bytes is more than the {total_bytes} bytes of {device}"
+        raise UsageError(told, setting="memory_limit")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from batchtune.device._base import Peaks, stopwatch_on_the_wall
+from batchtune.device._base import Peaks, require_no_more, stopwatch_on_the_wall
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
 _STATUS = Path("/proc/self/status")
@@ -70,6 +70,7 @@ class HostMemory:
             return  # elsewhere nothing tells what is resident
         import resource
 
+        require_no_more(limit_bytes, self.describe()[1], self.device)
         _map_what_the_image_has()
         self.release()  # of what the imports have freed and glibc has kept: training would fill it unseen
         now, free = _fields(_STATUS), self.describe()[2] or 0

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from batchtune.device._base import DeviceMemory, Peaks, stopwatch_on_the_wall
+from batchtune.device._base import DeviceMemory, Peaks, require_no_more, stopwatch_on_the_wall
 from batchtune.device.host_memory import HostMemory
 from batchtune.errors import DeviceError, UsageError
 
@@ -102,10 +102,7 @@ class AcceleratorMemory:
 
     def enforce(self, limit_bytes: int) -> None:
         total = self.describe()[1]
-        if total is not None and limit_bytes > total:
-            raise UsageError(
-                f"{limit_bytes} bytes is more than the {total} bytes of {self.device}", setting="memory_limit"
-            )
+        require_no_more(limit_bytes, total, self.device)
         if total is not None:
             self._allow(limit_bytes / total)
         if total is None or not self._keeps_limit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from batchtune.estimate.tracers import Answered, ask, ask_tracers, facts_of
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.result import Result
-from batchtune.task.spec import file_hash
+from batchtune.task.spec import file_hash, spec_of
 from batchtune.units import size
 from batchtune.vocabulary import AskedLengths
 
@@ -49,7 +50,7 @@ class EstimateRun:
 
 
 def run_estimate(
-    task: str,
+    task: str | os.PathLike[str],
     gpus: Sequence[str],
     precisions: Sequence[str],
     *,
@@ -74,12 +75,13 @@ def run_estimate(
         raise UsageError("--inference: takes neither --accumulation nor --world-size; leave them out")
     if inference and lengths:
         raise UsageError("--lengths: not with --inference, which takes no steps over them")
-    nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=task, sha256=file_hash(task)))
+    path = spec_of(task)
+    nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=path, sha256=file_hash(path)))
     chosen = choose_gpus(gpus)
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
     question = EstimateMemory(
-        task=task,
+        task=path,
         memory_limit=memory_limit,
         accumulation_steps=accumulation_steps,
         strategy=strategy,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, Document, TaskInfo, ThroughputPoint
-from batchtune.errors import BatchtuneError, UsageError, kind_of
+from batchtune.errors import BatchtuneError, UsageError
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.session import ProbeSession
 from batchtune.processes.local import LocalLauncher
@@ -17,7 +17,7 @@ from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask
 from batchtune.result import Result, load_result, of_first_rank
 from batchtune.run_folder import RunFolder, probe_folder
-from batchtune.task.spec import file_hash, task_name
+from batchtune.task.spec import file_hash, spec_of, task_name
 
 
 def run_probe(
@@ -69,9 +69,7 @@ def probe_task(
     Raises:
         BatchtuneError: with what was measured until then in `result`.
     """
-    if not isinstance(task, str | os.PathLike):
-        raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    path, name = os.fspath(task), task_name(os.fspath(task))
+    path, name = spec_of(task), task_name(spec_of(task))
     settings = OpenTask(
         task=path,
         device=device,

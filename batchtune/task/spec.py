@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
-from batchtune.errors import UsageError
+from batchtune.errors import UsageError, kind_of
 
 TEMPLATE = "batchtune_task.py"  # what `batchtune init` writes: a name that hides no module of the user's
 _FILES = (TEMPLATE, "model.py")  # that a folder may stand for
 _YAML = {".yaml", ".yml"}
+
+
+def spec_of(task: object) -> str:
+    """A task as a function of the library is given it, as a text; UsageError for what names none."""
+    if not isinstance(task, str | os.PathLike):
+        raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
+    return os.fspath(task)
 
 
 def split_spec(spec: str) -> tuple[Path | str, str]:

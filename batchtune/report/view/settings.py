@@ -177,7 +177,10 @@ def pytorch(result: Document) -> str:
     lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
     if found.learning_rate is not None and result.task.optimizer_settings and found.optimizer is None:
         made = "".join(f", {name}={value!r}" for name, value in result.task.optimizer_settings.values.items())
-        lines.append(f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})")
+        known = result.task.optimizer_settings
+        own = f"# optimizers: {result.task.optimizer}, as your {known.made_by or 'build_optimizer'} makes them"
+        one = f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})"
+        lines.append(own if " + " in (result.task.optimizer or "") else one)
     if found.activation_checkpointing is not None:
         lines.append(f"activation_checkpointing = {found.activation_checkpointing}  # as build_model takes it")
     clipping = found.gradient_clipping

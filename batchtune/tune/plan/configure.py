@@ -15,7 +15,7 @@ from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
 from batchtune.run_folder import write_atomically
-from batchtune.task.spec import file_hash, names_task, task_name
+from batchtune.task.spec import file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
 
 _FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
@@ -43,7 +43,7 @@ def configure(
     texts = options.get("overrides") or ()
     overrides = [*_overrides_of(options), *([texts] if isinstance(texts, str) else texts)]
     if not isinstance(given, Config):
-        config, told = _read(os.fspath(given), overrides, observer)
+        config, told = _read(spec_of(given), overrides, observer)
     elif overrides:
         raise UsageError(f"{overrides[0]}: a Config is complete; change it by its model_copy(update=...)")
     else:

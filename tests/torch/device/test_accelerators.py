@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from batchtune.device._base import Peaks
+from batchtune.device.host_memory import HostMemory
 from batchtune.device.memory import AcceleratorMemory
+from batchtune.errors import UsageError
 
 GIB = 2**30
 
@@ -99,3 +101,10 @@ def test_where_torch_cannot_keep_the_limit_a_peak_above_it_is_an_oom(open_as):
     assert memory.peaks() == Peaks(3 * GIB, None)
     with pytest.raises(torch.OutOfMemoryError, match="more than the limit"):
         memory.peaks()
+
+
+def test_no_device_is_given_a_limit_beyond_what_it_has(open_as):
+    xpu = open_as("xpu:0", mem_get_info=lambda _: (20 * GIB, 40 * GIB))
+    for memory, there in ((xpu, 40 * GIB), (HostMemory(), HostMemory().describe()[1])):
+        with pytest.raises(UsageError, match=f"{there + 1} bytes is more than the {there} bytes of {memory.device}"):
+            memory.enforce(there + 1)

@@ -253,6 +253,20 @@ def test_options_of_the_library_that_make_no_sense_are_named(options, words):
         batchtune.probe(**{"task": "model.py"} | options)
 
 
+@pytest.mark.parametrize("function", [batchtune.probe, batchtune.estimate, batchtune.tune])
+@pytest.mark.parametrize("given", [{"task": "model.py"}, None, pytest])
+def test_what_names_no_task_is_refused_by_every_function(function, given):
+    with pytest.raises(
+        UsageError, match=r"the task is a \w+; it must be a path or a text such as 'model.py:attribute'"
+    ):
+        function(given)
+
+
+def test_an_argument_that_no_function_has_is_told_with_the_function():
+    with pytest.raises(TypeError, match=r"batchtune\.probe\(\): got an unexpected keyword argument 'maximum'"):
+        batchtune.probe("model.py", maximum=4)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -147,6 +147,12 @@ def test_a_module_gets_its_own_learning_rate_of_which_the_highest_is_a_multiple(
     assert ("is the highest learning rate of its groups; ApplyResult sets all" in notes) == (rate != 3e-4)
 
 
+def test_several_optimizers_are_not_written_as_the_call_of_one(tuned):
+    made = made_with(tuned, "AdamW + SGD", adapted={"made_by": "configure_optimizers"})
+    assert "# optimizers: AdamW + SGD, as your configure_optimizers makes them" in pytorch(made)
+    assert "as your build_optimizer makes them" in pytorch(made_with(tuned, "Muon + AdamW"))
+
+
 def test_a_module_of_several_learning_rates_without_one_of_its_own_is_given_none(tuned):
     result = made_with(tuned, "AdamW + SGD", differing=["lr"], adapted={"made_by": "configure_optimizers"})
     assert "lr" not in lightning(result).get("model", {})
