@@ -98,7 +98,7 @@ def train(way: str, samples: int, frontier: dict[int, int]) -> dict[str, float]:
     assert sorted(index for batch in epoch for index in batch) == list(range(samples))
     torch.set_num_threads(1)
     memory = HostMemory()
-    memory.enforce(1 << 40)  # measured, not limited
+    memory.enforce(memory.describe()[1] or 0)  # measured, not limited
     torch.manual_seed(0)
     model = module.build_model()
     optimizer = module.build_optimizer(model, 1e-3)
