@@ -131,7 +131,9 @@ def library_of(owner: object) -> str:
 
 
 def _each(loaders: object, module: LightningModule) -> list[Iterable[object]]:
-    """The data loaders in whatever a hook returned, as Lightning counts them."""
+    """The data loaders in whatever a hook returned, as Lightning counts them; none where it returned None."""
+    if loaders is None:
+        return []
     combined = importlib.import_module(f"{library_of(module)}.utilities.combined_loader").CombinedLoader
     return list((loaders if isinstance(loaders, combined) else combined(loaders, "sequential")).flattened)
 

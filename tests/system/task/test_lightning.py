@@ -404,6 +404,11 @@ class TestLogging:
         task = lit(methods)
         assert task.evaluate(task.model()) == {"mean/dataloader_idx_0": 1.0, "mean/dataloader_idx_1": 3.0}
 
+    @pytest.mark.parametrize("methods", ["", "    def val_dataloader(self):\n        return None\n"])
+    def test_without_one_there_is_nothing_to_evaluate_on(self, lit, methods):
+        task = lit(methods, base=MODULE + OWN_LOADERS.partition("    def val_dataloader")[0])
+        assert task.evaluate(task.model()) == {}
+
     @pytest.mark.parametrize("made", ['{"a": one, "b": three}', 'CombinedLoader([one, three], "sequential")'])
     def test_they_are_so_however_lightning_takes_them_together(self, lit, made):
         methods = f"""
