@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from batchtune.document import Document, LengthBatch, ProbeResult, Recommendation
+from batchtune.document import Document, LengthBatch, OptimizerSettings, ProbeResult, Recommendation
 from batchtune.errors import UsageError
 
 Values = dict[str, object]
@@ -165,6 +165,14 @@ def as_variables(values: Values) -> str:
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
+def _optimizer_line(names: str, known: OptimizerSettings) -> str:
+    """A comment that says how the optimizer is made; of several, who makes them."""
+    if " + " in names:
+        return f"# optimizers: {names}, as your {known.made_by or 'build_optimizer'} makes them"
+    made = "".join(f", {name}={value!r}" for name, value in known.values.items())
+    return f"# optimizer: {names}(model.parameters(), lr=learning_rate{made})"
+
+
 def pytorch(result: Document) -> str:
     """The settings as lines of plain PyTorch; '' where there are none that ran."""
     found = to_train_with(result)
@@ -175,12 +183,9 @@ def pytorch(result: Document) -> str:
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
     lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
-    if found.learning_rate is not None and result.task.optimizer_settings and found.optimizer is None:
-        made = "".join(f", {name}={value!r}" for name, value in result.task.optimizer_settings.values.items())
-        known = result.task.optimizer_settings
-        own = f"# optimizers: {result.task.optimizer}, as your {known.made_by or 'build_optimizer'} makes them"
-        one = f"# optimizer: {result.task.optimizer}(model.parameters(), lr=learning_rate{made})"
-        lines.append(own if " + " in (result.task.optimizer or "") else one)
+    known = result.task.optimizer_settings
+    if found.learning_rate is not None and known and found.optimizer is None:
+        lines.append(_optimizer_line(result.task.optimizer or "", known))
     if found.activation_checkpointing is not None:
         lines.append(f"activation_checkpointing = {found.activation_checkpointing}  # as build_model takes it")
     clipping = found.gradient_clipping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from batchtune.document import Document, Recommendation
@@ -179,7 +180,8 @@ def _module_rate(found: Recommendation, result: Document) -> float | None:
         return found.learning_rate
     if known.lr_ratio is None:
         return None if "lr" in known.differing else found.learning_rate
-    return float(f"{found.learning_rate / known.lr_ratio:.6g}")
+    is_same = math.isclose(known.lr_ratio, 1.0)
+    return found.learning_rate if is_same else float(f"{found.learning_rate / known.lr_ratio:.6g}")
 
 
 def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
@@ -188,7 +190,8 @@ def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
     notes = _tf32_notes(found) + optimizer_notes(found, result)
     if optimizer and found.learning_rate is not None:
         arguments = ", ".join(["lr", *(f"{name}={value!r}" for name, value in made.items())])
-        notes.append(f"measured with {optimizer}({arguments}), as your configure_optimizers should make it")
+        written = optimizer if " + " in optimizer else f"{optimizer}({arguments})"
+        notes.append(f"measured with {written}, as your configure_optimizers should make it")
         if _module_rate(found, result) != found.learning_rate:
             notes.append(f"{found.learning_rate:g} is the highest learning rate of its groups; ApplyResult sets all")
     return notes + _schedule_notes(found, result, "trainer.max_steps")

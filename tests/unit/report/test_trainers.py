@@ -143,7 +143,10 @@ def test_a_module_gets_its_own_learning_rate_of_which_the_highest_is_a_multiple(
     known = {"made_by": "configure_optimizers", "lr_ratio": ratio}
     result = made_with(tuned, "AdamW + SGD", differing=differing, adapted=known)
     assert lightning(result)["model"]["lr"] == pytest.approx(rate)
+    to_the_last_digit = on("cuda", result, learning_rate=1 / 3)
+    assert (lightning(to_the_last_digit)["model"]["lr"] == 1 / 3) == (rate == 3e-4)
     notes = "; ".join(EXPORTS["lightning"].notes(result.recommendation, result))
+    assert "measured with AdamW + SGD, as your" in notes
     assert ("is the highest learning rate of its groups; ApplyResult sets all" in notes) == (rate != 3e-4)
 
 
