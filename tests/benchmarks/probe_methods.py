@@ -34,6 +34,7 @@ from batchtune.device.memory import find_device, open_device
 TASK_FILE = Path(__file__).with_name("probe_tasks.py")
 STEPS = 3
 TOLERANCE = 0.01
+CPU_FAILURE = "DefaultCPUAllocator: can't allocate memory: beyond the limit"  # by these words both peers know it
 LIGHTNING = {"steps_per_trial": STEPS, "init_val": 2, "max_trials": 60, "margin": 0.0, "max_val": 1 << 22}
 
 _answers = os.fdopen(os.dup(1), "w")
@@ -97,7 +98,7 @@ def told(job: Job, size: int) -> Iterator[None]:
     try:
         yield
         if job.device.type == "cpu" and job.memory.peaks().is_beyond:
-            raise torch.OutOfMemoryError("beyond the limit")  # noqa: TRY301 - told as one
+            raise torch.OutOfMemoryError(CPU_FAILURE)  # noqa: TRY301 - told as one
     except Exception as error:
         tell(size=size, outcome=classify(error))
         raise
