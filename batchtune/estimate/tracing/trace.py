@@ -142,7 +142,7 @@ def trace_step(
     gc.disable()  # a collection in the middle would free storages at a random place
     trace = Trace(batch_size)
     try:
-        with naming_the_line(trace), fake_cuda() as mode:
+        with naming_the_line(trace, precision), fake_cuda() as mode:
             batch = _fake_batch(partial(task.worst_batch, length=length), batch_size, mode, keeps_numbers=reads_batch)
             _record(trace, Recorder(trace, device), task, batch, precision, min(accumulation_steps, _STEPS))
             return normalized(trace)

@@ -217,7 +217,7 @@ class StepFailedError(UserCodeError):
 
 
 @contextlib.contextmanager
-def naming_the_line(trace: Trace) -> Iterator[None]:
+def naming_the_line(trace: Trace, precision: str) -> Iterator[None]:
     """Says of whatever the block raises whose fault it is, and where.
 
     Raises:
@@ -231,7 +231,7 @@ def naming_the_line(trace: Trace) -> Iterator[None]:
     except Exception as error:
         text = (str(error).strip().splitlines() or ["(no message)"])[0][:300]
         if not trace.notes and not needs_data(error):  # nothing was assumed before: it would come with data, too
-            failed = describe_user_error(as_on_a_gpu(error), f"in a step of batch size {trace.batch_size}")
+            failed = describe_user_error(as_on_a_gpu(error), f"in a {precision} step of batch size {trace.batch_size}")
             raise StepFailedError(failed.detail, failed.frames) from error
         place = place_of_error(error)
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)

@@ -226,11 +226,11 @@ def test_lazy_modules_are_refused_with_what_to_write(ask):
     [
         (
             "return nn.functional.cross_entropy(model(batch), WEIGHTS[:1].long().expand(len(batch)), WEIGHTS)",
-            r"compute_loss raised RuntimeError in a step .*task\.py:\d+: tensors are on different devices",
+            r"compute_loss raised RuntimeError in a fp32 step .*task\.py:\d+: tensors are on different devices",
         ),
         (
             "return nn.functional.embedding(model(batch), model[2].weight).mean()",
-            r"compute_loss raised RuntimeError in a step of batch size 3: .*task\.py:\d+: .*torch.float32",
+            r"compute_loss raised RuntimeError in a fp32 step of batch size 3: .*task\.py:\d+: .*torch.float32",
         ),
         ("raise ValueError('no such label')", r"compute_loss raised ValueError .*task\.py:\d+: no such label"),
     ],
