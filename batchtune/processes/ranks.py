@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from batchtune.config.ranks import TorchrunEnv
+from batchtune.device.host import processors
 from batchtune.device.nvml import distances
 from batchtune.errors import UsageError
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
@@ -52,7 +53,7 @@ class RankLauncher:
             world_size=self._world_size, strategy=self._strategy, name=name, patience_seconds=FOLLOWING_SECONDS
         )
         command = [*entry("batchtune.processes.coordinator"), group.model_dump_json()]
-        threads = max(1, (os.cpu_count() or 1) // self._world_size)  # ranks that train on the host share its processors
+        threads = max(1, processors() // self._world_size)  # ranks that train on the host share its processors
         environment = {"OMP_NUM_THREADS": str(threads)} | child_environment() | self._environment
         return LocalProcess(command, environment, self._echo, leads_sessions=True)
 

@@ -1,9 +1,13 @@
 """How many workers there are, and whose device is whose."""
 
+import os
+
 import pytest
 
 from batchtune.errors import DeviceError, UsageError
+from batchtune.processes import ranks
 from batchtune.processes.pool import DeviceAssignment, assign_devices, count_workers
+from batchtune.processes.ranks import RankLauncher
 
 HERE = {"devices": 4, "processors": 8, "visible": None}
 
@@ -49,6 +53,15 @@ class TestGroups:
     def test_each_has_a_set_of_its_own(self, visible, sets):
         found = assign_devices("cuda:0", 2, devices=4, visible=visible, each=2)
         assert found == [DeviceAssignment("cuda", {"CUDA_VISIBLE_DEVICES": each}) for each in sets]
+
+    def test_the_ranks_of_one_split_the_processors_that_it_may_use_not_all_of_the_machine(self, monkeypatch):
+        started = []
+        monkeypatch.setattr(ranks, "LocalProcess", lambda command, environment, *_, **__: started.append(environment))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: 64)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        RankLauncher(2, "ddp").start()
+        assert [each["OMP_NUM_THREADS"] for each in started] == ["3"]
 
 
 class TestAssignment:
