@@ -6,11 +6,11 @@ from batchtune.config.schema import Config
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
+from batchtune.tune.plan.configure import WarmStart
 from batchtune.tune.plan.measure_prior import make_plan, measure_prior
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.plan.study_probe import study_probe
 from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
-from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.progress import Progress
 from batchtune.tune.study.storage import Agreement
 from batchtune.vocabulary import Variant

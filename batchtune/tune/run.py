@@ -12,9 +12,8 @@ from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
 from batchtune.result import ROOT, Result, of_first_rank
 from batchtune.run_folder import RunFolder
-from batchtune.tune.plan.configure import configure, identity_of
+from batchtune.tune.plan.configure import configure, identity_of, read_warm_start
 from batchtune.tune.plan.open_task import require_executor
-from batchtune.tune.plan.warm_start import read_warm_start
 from batchtune.tune.progress import Progress, Status
 from batchtune.tune.recorder import Recorder
 from batchtune.tune.start import Tuning

@@ -7,9 +7,8 @@ import time
 from batchtune.config.schema import Config
 from batchtune.observer import Observer
 from batchtune.tune.group_runs import train_groups
-from batchtune.tune.plan.configure import identity_of
+from batchtune.tune.plan.configure import WarmStart, identity_of
 from batchtune.tune.plan.open_task import grow, open_pool, open_task
-from batchtune.tune.plan.warm_start import WarmStart
 from batchtune.tune.plan_study import plan_study
 from batchtune.tune.progress import Progress
 from batchtune.tune.scaling import scale

@@ -34,7 +34,7 @@ from batchtune.child.training_run import EVALUATION_GROWTH
 from batchtune.device.memory import open_device
 from batchtune.protocol.commands import MeasureNoiseScale
 from batchtune.task.contract import Task
-from batchtune.tune.plan.affordable import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
+from batchtune.tune.plan.measure_prior import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
 TIMES = DATA / "times.json"
 BATCH_SIZES = tuple(round(2 ** (half / 2)) for half in range(6, 19))  # 8 to 512 in half octaves

@@ -33,8 +33,7 @@ from batchtune.processes.pool import work_alone
 from batchtune.protocol.commands import MeasureNoiseScale, Opened, RunRangeTest, TimeInTurn, TimeSteps, Train
 from batchtune.protocol.messages import Command, RunEnd
 from batchtune.tune.plan import measure_prior as tune_prepare
-from batchtune.tune.plan.affordable import FORWARD_SHARE, SMALL_PER_LARGE
-from batchtune.tune.plan.measure_prior import measure_prior
+from batchtune.tune.plan.measure_prior import FORWARD_SHARE, SMALL_PER_LARGE, measure_prior
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.study import trials as tune_workers
 from batchtune.tune.study.phases import TuneStudy

@@ -1,19 +1,22 @@
-"""The configuration of a study, from a file, a task or options, and what of it must not change under the study."""
+"""What a study is asked for: its configuration, what of that must not change, and the earlier study it starts from."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchtune.config.checks import SOLVED
 from batchtune.config.load import config_of_task, default_name, load_config
 from batchtune.config.schema import Config
+from batchtune.document import NoiseScale, RangeTest
 from batchtune.errors import UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker
+from batchtune.result import Result, find_run, load_result
 from batchtune.run_folder import write_atomically
 from batchtune.task.spec import file_hash, names_task, spec_of, task_name
 from batchtune.tune.plan.open_task import start_worker, worker_settings
@@ -21,6 +24,7 @@ from batchtune.tune.plan.open_task import start_worker, worker_settings
 _FLAGS = {"batch_size": "--batch-size 32", "learning_rate": "--lr 1e-3"}
 # More of the same may be measured under these.
 _FREE_TO_CHANGE = {"name", "budget", "confirm", "storage", "ray.address"}
+DECADES = 0.2  # standard deviation of the belief in the learning rate that an earlier study has found
 
 
 def configure(
@@ -114,3 +118,46 @@ def identity_of(config: Config) -> dict[str, object]:
             sections = {"": value} if whole else value
             flat |= {f"{key}.{leaf}".rstrip("."): each for leaf, each in sections.items()}
     return {key: value for key, value in flat.items() if key not in _FREE_TO_CHANGE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Where an earlier study ended, and what it had measured before its search."""
+
+    run: str
+    batch_size: int
+    learning_rate: float
+    noise_scale: NoiseScale | None = None
+    range_tests: tuple[RangeTest, ...] = ()
+
+
+def read_warm_start(run: str, config: Config, root: Path) -> WarmStart:
+    """The end of the study that a person means by a run's name, a folder or a file.
+
+    Raises:
+        UsageError: there is none, it was of another task, or it came to no recommendation.
+    """
+    if config.batch_size.unit == "tokens":
+        raise UsageError(f"--warm-start {run}: not with batch_size.unit tokens, which measures its start anew")
+    earlier = load_result(find_run(run, root))
+    if not _is_of(earlier, config.task):
+        raise UsageError(
+            f"--warm-start {run}: that was a study of {earlier.task.path}, and this is one of {config.task}; "
+            "name a study of the same task"
+        )
+    found, prior = earlier.recommendation, earlier.prior
+    if found is None or found.learning_rate is None:
+        raise UsageError(f"--warm-start {run}: it holds no recommendation to start from; name a study that ended")
+    return WarmStart(
+        run=run,
+        batch_size=found.global_batch_size,
+        learning_rate=found.learning_rate,
+        noise_scale=prior.noise_scale if prior else None,
+        range_tests=tuple(prior.range_tests) if prior else (),
+    )
+
+
+def _is_of(earlier: Result, task: str) -> bool:
+    """Whether a result is of this task: by its name, or by what its file holds, wherever that was."""
+    same_name = Path(earlier.task.path).absolute() == Path(task).absolute()
+    return same_name or (earlier.task.sha256 is not None and earlier.task.sha256 == file_hash(task))

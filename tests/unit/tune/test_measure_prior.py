@@ -12,11 +12,10 @@ from batchtune.errors import DeviceError, UsageError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
 from batchtune.tune.findings import loading_warnings
-from batchtune.tune.plan.affordable import PRIOR_SHARE, affordable_noise_scale, affordable_range_test
-from batchtune.tune.plan.measure_prior import measure_prior
+from batchtune.tune.plan.configure import read_warm_start
+from batchtune.tune.plan.measure_prior import PRIOR_SHARE, affordable_noise_scale, affordable_range_test, measure_prior
 from batchtune.tune.plan.open_task import require
 from batchtune.tune.plan.prior import with_loading
-from batchtune.tune.plan.warm_start import read_warm_start
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {

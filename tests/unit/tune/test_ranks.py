@@ -14,8 +14,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import WorkerDied
 from batchtune.protocol.messages import pace_kind
 from batchtune.tune.findings import baseline_warnings, loading_warnings
-from batchtune.tune.plan.affordable import affordable_noise_scale
-from batchtune.tune.plan.measure_prior import make_plan, measure_prior
+from batchtune.tune.plan.measure_prior import affordable_noise_scale, make_plan, measure_prior
 from batchtune.tune.plan.prior import as_one_device, step_seconds
 from batchtune.tune.plan.space import VARIANT, Space
 from batchtune.tune.study.phases import TuneStudy

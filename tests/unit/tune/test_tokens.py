@@ -7,8 +7,8 @@ import pytest
 from batchtune.config.schema import Config
 from batchtune.document import LengthCount, LengthPoint, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import UsageError
+from batchtune.tune.plan.configure import read_warm_start
 from batchtune.tune.plan.tokens import Split, in_samples, probe_in_tokens, require_tokens, split, token_batches
-from batchtune.tune.plan.warm_start import read_warm_start
 
 POINTS = ((16, 400), (64, 100), (256, 20))
 SAMPLES = ((16, 600), (40, 100), (64, 200), (256, 100))
