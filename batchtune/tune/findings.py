@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from batchtune.config.schema import Config
-from batchtune.document import Prior, ProbeResult, Recommendation, Target, Trial
+from batchtune.device.sharing import sharing_warnings
+from batchtune.document import Environment, Prior, ProbeResult, Recommendation, Target, Trial
 from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
 from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.verdict.scores import slowdown
@@ -15,6 +16,11 @@ from batchtune.units import number
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
+
+
+def device_warnings(environment: Environment | None, probe: ProbeResult | None) -> list[str]:
+    """What there is to say of the device, and what the probe said so far."""
+    return sharing_warnings(environment) + (list(probe.warnings) if probe else [])
 
 
 def probe_warnings(config: Config, probe: ProbeResult, prior: Prior | None, device: str) -> list[str]:

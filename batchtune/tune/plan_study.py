@@ -57,7 +57,7 @@ def _fits(
     config: Config, progress: Progress, worker: Worker, opened: Opened, observer: Observer, variant: Variant
 ) -> int:
     """The largest batch of each rank where the model is trained by this; 0 where none fits."""
-    progress.variant = variant
+    progress.variant = variant.name
     observer.stage(f"probing {variant.name}")
     try:
         return study_probe(config, opened, worker, observer, progress.folder.attempts(), variant).largest()

@@ -8,7 +8,6 @@ import time
 from typing import Literal
 
 from batchtune.config.schema import Config
-from batchtune.device.sharing import sharing_warnings
 from batchtune.document import (
     Attempt,
     Failure,
@@ -17,15 +16,18 @@ from batchtune.document import (
     Recommendation,
     Scaling,
     TaskInfo,
+    ThroughputPoint,
     Trial,
 )
 from batchtune.errors import BatchtuneError, UsageError
+from batchtune.observer import Forwarder, Observer
 from batchtune.probe.runner import Probe
 from batchtune.protocol.commands import Opened
 from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune.findings import (
+    device_warnings,
     probe_warnings,
     search_warnings,
     straggler_warnings,
@@ -33,7 +35,7 @@ from batchtune.tune.findings import (
     uneven_warnings,
 )
 from batchtune.tune.study.phases import TuneStudy
-from batchtune.vocabulary import Variant
+from batchtune.units import counted, duration
 
 Status = Literal["complete", "interrupted", "failed"]
 _SAVING_SHARE = 0.005  # of the time that trials take may go into writing the document in between; the journal has all
@@ -46,7 +48,7 @@ class Progress:
         earlier: what an earlier start came to.
         opened: the task on its device.
         identity: what must not change while the study goes on.
-        variant: what a probe under way trains by; None: as the baseline does.
+        variant: the name of what a probe under way trains by; None: as the baseline does.
         probing: the probe, as long as it runs and after it.
         probe: its result, or an earlier start's or another machine's.
         prior: what the search starts from.
@@ -59,7 +61,7 @@ class Progress:
         self.earlier: Result | None = None
         self.opened: Opened | None = None
         self.identity: dict[str, object] = {}
-        self.variant: Variant | None = None
+        self.variant: str | None = None
         self.probing: Probe | None = None
         self.probe: ProbeResult | None = None
         self.prior: Prior | None = None
@@ -91,7 +93,7 @@ class Progress:
             self.keep_identity()
         assert self.opened is not None  # noqa: S101 - it is what attempts are made with
         about = {"precision": self.opened.precision[0][0], "memory_limit_bytes": self.opened.memory_limit_bytes}
-        self.folder.append_attempt(attempt, **about | ({"variant": self.variant.name} if self.variant else {}))
+        self.folder.append_attempt(attempt, **about | ({"variant": self.variant} if self.variant else {}))
 
     def keep_identity(self) -> None:
         """Writes what the run folder's measurements hold for, once."""
@@ -143,7 +145,7 @@ class Progress:
             name=self._config.name,
             environment=environment,
             task=self._task.model_copy(update=made),
-            warnings=list(dict.fromkeys(sharing_warnings(environment) + told)),
+            warnings=list(dict.fromkeys(told)),
             error=Failure(exit_code=error.exit_code, message=str(error)) if error else None,
             probe=probe,
             prior=self.prior or (self.earlier.prior if self.earlier else None),
@@ -165,12 +167,49 @@ class Progress:
         self, status: Status, probe: ProbeResult | None, trials: list[Trial], recommended: Recommendation | None
     ) -> list[str]:
         """All that a reader of a study must know besides its numbers."""
-        found, study = list(probe.warnings) if probe else [], self.study
-        if self.probe is None or self.opened is None:
+        opened, study = self.opened, self.study
+        found = device_warnings(opened.environment if opened else None, probe)
+        if self.probe is None or opened is None:
             return found
-        found += probe_warnings(self._config, self.probe, self.prior, self.opened.device)
+        found += probe_warnings(self._config, self.probe, self.prior, opened.device)
         found += target_warnings(study.target) if study else []
         found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
         if study and status == "complete":
             found += search_warnings(trials, study.parts.budget.enough())
         return found
+
+
+class Recorder(Forwarder):
+    """Keeps attempts and results in the run folder as they come, and hands everything on."""
+
+    def __init__(self, progress: Progress, behind: Observer) -> None:
+        super().__init__(behind)
+        self._progress = progress
+        self._stage, self._done = "", ""
+
+    def stage(self, title: str) -> None:
+        super().stage(title)
+        self._stage = title
+
+    def attempted(self, attempt: Attempt) -> None:
+        self._progress.keep(attempt)
+        super().attempted(attempt)
+        self._show()
+
+    def throughput(self, point: ThroughputPoint) -> None:
+        super().throughput(point)
+        self._show()
+
+    def trial_started(self, trial: Trial, *, best_seconds: float | None) -> None:
+        super().trial_started(trial, best_seconds=best_seconds)
+        self._show()
+
+    def trial_ended(self, trial: Trial, *, done: int, seconds_left: float) -> None:
+        self._progress.save_now_and_then()
+        super().trial_ended(trial, done=done, seconds_left=seconds_left)
+        self._done = f": {counted(done, 'run')} done, at most {duration(max(0.0, seconds_left))} left"
+        self._show()
+
+    def _show(self) -> None:
+        """Redraws the page of the run; never while a run waits to go on, whose time is measured."""
+        self._progress.show(self._stage + self._done)

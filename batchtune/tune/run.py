@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,9 +14,8 @@ from batchtune.result import ROOT, Result, of_first_rank
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan.configure import configure, identity_of, read_warm_start
 from batchtune.tune.plan.open_task import require_executor
-from batchtune.tune.progress import Progress, Status
-from batchtune.tune.recorder import Recorder
-from batchtune.tune.start import Tuning
+from batchtune.tune.progress import Progress, Recorder, Status
+from batchtune.tune.start import run_study
 from batchtune.tune.study.storage import delete_study, open_storage
 
 _Kind = TypeVar("_Kind", bound=BaseException)
@@ -70,12 +69,13 @@ def run_tune(
         else:
             progress.load_earlier()
         folder.write("config.yaml", config.to_yaml())
-        return run_and_save(Tuning(config, Forwarder(Recorder(progress, observer)), progress, known), progress)
+        told = Forwarder(Recorder(progress, observer))
+        return run_and_save(lambda: run_study(config, told, progress, known), progress)
     finally:
         folder.close()
 
 
-def run_and_save(tuning: Tuning, progress: Progress) -> Result:
+def run_and_save(run: Callable[[], None], progress: Progress) -> Result:
     """Runs to the end, and saves what there is however that comes.
 
     Raises:
@@ -83,7 +83,7 @@ def run_and_save(tuning: Tuning, progress: Progress) -> Result:
     """
     where = progress.folder.path
     try:
-        tuning.run()
+        run()
         return progress.save("complete")
     except BatchtuneError as error:
         error.result = progress.save_if_possible("failed", error)

@@ -17,41 +17,33 @@ from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import Agreement, open_storage
 
 
-class Tuning:
-    """One start of `tune`, by what `progress` knows already."""
+def run_study(config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None) -> None:
+    """Probe, then study, by what `progress` knows already.
 
-    def __init__(
-        self, config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None
-    ) -> None:
-        self._config, self._observer, self._progress, self._warm_start = config, observer, progress, warm_start
-
-    def run(self) -> None:
-        """Probe, then study.
-
-        Raises:
-            BatchtuneError: it cannot go on; `progress` has what was found until then.
-        """
-        progress, config, began = self._progress, self._config, time.perf_counter()
-        with open_pool(config, self._observer, progress.folder.attempts()) as pool:
-            progress.opened = opened = open_task(pool.first, config)
-            progress.identity = identity_of(config) | {"the device": opened.device_name}
-            progress.folder.check_identity(progress.identity)  # whatever 'auto' was
-            grow(pool, opened, self._observer)
-            opening_seconds = time.perf_counter() - began
-            if progress.earlier is None and config.budget.given_total is not None:
-                schedule = opened.optimizer_settings.scheduler is not None
-                told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
-                self._observer.announce(told)
-            storage = open_storage(config.storage, progress.folder.path)
-            agreement = Agreement(storage, config, opened.device_name)
-            plan = plan_study(config, progress, pool.first, opened, agreement, self._observer, self._warm_start)
-            progress.study = study = TuneStudy(plan, pool, storage, self._observer, opening_seconds=opening_seconds)
-            study.run()
-        found = study.answer()
-        assert progress.probe is not None  # noqa: S101 - it is planned by
-        earlier = progress.earlier and progress.earlier.recommendation
-        timed = earlier.scaling if earlier else None
-        progress.scaling = scale(study, opened, progress.probe, found, timed, self._observer)
-        if progress.scaling is not None and config.ranks.per_trial == "auto":
-            kind = opened.device.partition(":")[0]
-            progress.scaling = train_groups(study, progress.scaling, timed, kind, self._observer)
+    Raises:
+        BatchtuneError: it cannot go on; `progress` has what was found until then.
+    """
+    began = time.perf_counter()
+    with open_pool(config, observer, progress.folder.attempts()) as pool:
+        progress.opened = opened = open_task(pool.first, config)
+        progress.identity = identity_of(config) | {"the device": opened.device_name}
+        progress.folder.check_identity(progress.identity)  # whatever 'auto' was
+        grow(pool, opened, observer)
+        opening_seconds = time.perf_counter() - began
+        if progress.earlier is None and config.budget.given_total is not None:
+            schedule = opened.optimizer_settings.scheduler is not None
+            told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
+            observer.announce(told)
+        storage = open_storage(config.storage, progress.folder.path)
+        agreement = Agreement(storage, config, opened.device_name)
+        plan = plan_study(config, progress, pool.first, opened, agreement, observer, warm_start)
+        progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)
+        study.run()
+    found = study.answer()
+    assert progress.probe is not None  # noqa: S101 - it is planned by
+    earlier = progress.earlier and progress.earlier.recommendation
+    timed = earlier.scaling if earlier else None
+    progress.scaling = scale(study, opened, progress.probe, found, timed, observer)
+    if progress.scaling is not None and config.ranks.per_trial == "auto":
+        kind = opened.device.partition(":")[0]
+        progress.scaling = train_groups(study, progress.scaling, timed, kind, observer)

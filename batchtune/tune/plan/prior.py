@@ -87,26 +87,29 @@ def as_one_device(probe: ProbeResult, world_size: int) -> ProbeResult:
     """The probe of a group of ranks as if they were one device: sizes and speeds are those of all ranks together."""
     if world_size == 1:
         return probe
+    largest = probe.max_batch_size and probe.max_batch_size * world_size
+    others = probe.other_variants and {name: size * world_size for name, size in probe.other_variants.items()}
+    return rescaled(probe, world_size).model_copy(update={"max_batch_size": largest, "other_variants": others})
+
+
+def rescaled(probe: ProbeResult, factor: int) -> ProbeResult:
+    """The probe with its step times over batch sizes that are so many times as large, as another unit counts them."""
     fit = probe.throughput_fit
     if fit is not None:
         size, near = fit.saturation_batch_size, fit.batch_size_within_5_percent
-        together = {"beta_seconds_per_sample": fit.beta_seconds_per_sample / world_size}
-        together |= {"saturation_batch_size": size * world_size} if size is not None else {}
-        together |= {"batch_size_within_5_percent": near * world_size} if near is not None else {}
-        fit = fit.model_copy(update=together)
+        update = {
+            "beta_seconds_per_sample": fit.beta_seconds_per_sample / factor,
+            "saturation_batch_size": size and size * factor,
+            "batch_size_within_5_percent": near and near * factor,
+        }
+        fit = fit.model_copy(update=update)
     points = [
         each.model_copy(
-            update={
-                "batch_size": each.batch_size * world_size,
-                "samples_per_second": each.samples_per_second * world_size,
-            }
+            update={"batch_size": each.batch_size * factor, "samples_per_second": each.samples_per_second * factor}
         )
         for each in probe.throughput
     ]
-    largest = probe.max_batch_size and probe.max_batch_size * world_size
-    others = probe.other_variants and {name: size * world_size for name, size in probe.other_variants.items()}
-    sizes = {"max_batch_size": largest, "other_variants": others}
-    return probe.model_copy(update={**sizes, "throughput": points, "throughput_fit": fit})
+    return probe.model_copy(update={"throughput": points, "throughput_fit": fit})
 
 
 def step_seconds(fit: ThroughputFit, batch_size: int) -> float:

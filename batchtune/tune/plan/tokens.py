@@ -8,16 +8,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchtune.config.schema import Config
 from batchtune.config.space import BatchSize
-from batchtune.document import NoiseScale, Prior, ProbeResult, RangeTest
+from batchtune.document import NoiseScale, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import Opened
-from batchtune.tune.plan.prior import candidate_batch_sizes, split_batch
+from batchtune.tune.plan.prior import candidate_batch_sizes, rescaled, split_batch
 from batchtune.vocabulary import LengthBatches
 
 
@@ -50,7 +49,7 @@ class TokenBatches:
     @property
     def baseline(self) -> int:
         """Tokens of the baseline's batch, in the mean."""
-        return max(1, round(self.mean * self.samples[1])) * self.steps
+        return _tokens_of(self.samples[1], self.mean) * self.steps
 
     def made_up(self, micro_batch_size: int) -> LengthBatches:
         """Samples at each length of a micro-batch of so many tokens in the mean: as many tokens in each as fit."""
@@ -149,7 +148,9 @@ def prior_in_tokens(config: Config, probe: ProbeResult, opened: Opened, prior: P
             "batch_sizes_reason": f"in tokens: {found.reason}, which has {config.baseline.batch_size} samples a batch",
             "start_batch_size": start,
             "loader_seconds_per_sample": prior.loader_seconds_per_sample and prior.loader_seconds_per_sample / mean,
-            "range_tests": [_test_in_tokens(each, mean) for each in prior.range_tests],
+            "range_tests": [
+                each.model_copy(update={"batch_size": _tokens_of(each.batch_size, mean)}) for each in prior.range_tests
+            ],
             "noise_scale": prior.noise_scale and _noise_in_tokens(prior.noise_scale, mean),
         }
     )
@@ -157,37 +158,17 @@ def prior_in_tokens(config: Config, probe: ProbeResult, opened: Opened, prior: P
 
 def _noise_in_tokens(noise: NoiseScale, mean: float) -> NoiseScale:
     known = ("samples", noise.samples), ("low", noise.low), ("high", noise.high)
-    scaled = {name: value * mean for name, value in known if value is not None}
-    return noise.model_copy(update=scaled | {"batch_sizes": _scaled(noise.batch_sizes, mean)})
+    scaled: dict[str, object] = {name: value * mean for name, value in known if value is not None}
+    return noise.model_copy(update=scaled | {"batch_sizes": [_tokens_of(size, mean) for size in noise.batch_sizes]})
 
 
-def _test_in_tokens(test: RangeTest, mean: float) -> RangeTest:
-    return test.model_copy(update={"batch_size": _scaled([test.batch_size], mean)[0]})
-
-
-def _scaled(sizes: Sequence[int], mean: float) -> list[int]:
-    return [max(1, round(size * mean)) for size in sizes]
+def _tokens_of(size: int, mean: float) -> int:
+    return max(1, round(size * mean))
 
 
 def probe_in_tokens(probe: ProbeResult, tokens: TokenBatches | None) -> ProbeResult:
     """The probe with sizes and speeds in tokens; its steps were timed at the longest length, the worst."""
     if tokens is None:
         return probe
-    longest, fit = tokens.buckets[-1][0], probe.throughput_fit
-    if fit is not None:
-        near = fit.batch_size_within_5_percent
-        update: dict[str, float] = {"beta_seconds_per_sample": fit.beta_seconds_per_sample / longest}
-        update |= {"saturation_batch_size": fit.saturation_batch_size * longest} if fit.saturation_batch_size else {}
-        update |= {"batch_size_within_5_percent": near * longest} if near else {}
-        fit = fit.model_copy(update=update)
-    points = [
-        each.model_copy(
-            update={
-                "batch_size": each.batch_size * longest,
-                "samples_per_second": each.samples_per_second * longest,
-            }
-        )
-        for each in probe.throughput
-    ]
-    found = {"max_batch_size": tokens.largest, "throughput": points, "throughput_fit": fit, "attempts": []}
-    return probe.model_copy(update=found)
+    found = {"max_batch_size": tokens.largest, "attempts": []}
+    return rescaled(probe, tokens.buckets[-1][0]).model_copy(update=found)

@@ -42,7 +42,7 @@ def test_an_interruption_is_one_whatever_a_lock_that_it_hits_raises_on_top(
 ):
     tuning = Stopped(tmp_path, error, interrupted=interrupted)
     with pytest.raises(ending):
-        run_and_save(tuning, tuning)
+        run_and_save(tuning.run, tuning)
     assert tuning.statuses == [status]
 
 
@@ -52,13 +52,13 @@ def test_a_lock_that_cannot_be_taken_says_what_came_first(tmp_path):
     error.__context__.__context__ = OSError(30, "Read-only file system")
     stopped = Stopped(tmp_path, error, interrupted=False)
     with pytest.raises(UsageError, match="the study cannot go on: Read-only file system; make room and start again"):
-        run_and_save(stopped, stopped)
+        run_and_save(stopped.run, stopped)
 
 
 def test_an_error_of_ours_stays_one(tmp_path):
     stopped = Stopped(tmp_path, RuntimeError("ours"), interrupted=False)
     with pytest.raises(RuntimeError, match="ours"):
-        run_and_save(stopped, stopped)
+        run_and_save(stopped.run, stopped)
 
 
 def test_an_error_of_ours_on_top_of_a_missing_file_stays_one(tmp_path):
@@ -66,4 +66,4 @@ def test_an_error_of_ours_on_top_of_a_missing_file_stays_one(tmp_path):
     error.__context__ = FileNotFoundError(2, "No such file or directory")
     stopped = Stopped(tmp_path, error, interrupted=False)
     with pytest.raises(ValueError, match="ours"):
-        run_and_save(stopped, stopped)
+        run_and_save(stopped.run, stopped)
