@@ -179,12 +179,11 @@ def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
 
 def _devices(config: Config, opened: Opened) -> int:
     """Ranks to be timed where nobody says how many."""
-    if config.executor == "ray":
+    on_cpu, is_to_train = opened.device.startswith("cpu"), config.ranks.per_trial == "auto"
+    if config.executor == "ray" or (on_cpu and not is_to_train):
         return 1
-    if config.ranks.per_trial == "auto":  # they are to train, too, in a table of such numbers
-        here = processors() if opened.device.startswith("cpu") else opened.device_count
-        return max(size for size in WORLD_SIZES if size <= here)
-    return 1 if opened.device.startswith("cpu") else opened.device_count
+    here = processors() if on_cpu else opened.device_count
+    return max(size for size in WORLD_SIZES if size <= here) if is_to_train else here  # a table of such numbers
 
 
 def scale(

@@ -157,7 +157,8 @@ def candidate_batch_sizes(
     Raises:
         UsageError: no batch size is within the bounds.
     """
-    largest, saturation = probe.max_batch_size or 1, _saturation(probe)
+    largest, fit = probe.max_batch_size or 1, probe.throughput_fit
+    saturation = None if fit is None or fit.holds is False else fit.saturation_batch_size
     high, why = _highest(probe, maximum, data_size, accumulates=accumulates)
     allowed = minimum <= baseline <= (maximum or baseline) and baseline % multiple_of == 0
     near = baseline if allowed else min(baseline, high // 2)
@@ -279,9 +280,3 @@ def surface_prior(
         spread=spread_decades,
         **critical,
     )
-
-
-def _saturation(probe: ProbeResult) -> float | None:
-    """The saturation batch size, where step times are known well enough to tell it."""
-    fit = probe.throughput_fit
-    return None if fit is None or fit.holds is False else fit.saturation_batch_size

@@ -33,7 +33,8 @@ class Limits:
         most = max_micro if too_large is None else max(1, min(max_micro, too_large // 2))
         of_rank = int(params["batch_size"]) // ranks
         made = split(self._plan.tokens, of_rank, min(self._plan.micro_batch_size(variant) or most, most), max_micro)
-        cap, arguments, fit = self._cap(params, role), self._space.optimizer_arguments(params), probe.throughput_fit
+        cap = self._confirm_cap(params) if role == "confirm" else self.capped_at() if role == "search" else None
+        arguments, fit = self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(
             micro_batch_size=made.micro_batch_size,
@@ -70,11 +71,6 @@ class Limits:
         """What a run of the search may cost before it is not the answer; None as long as nothing has got there."""
         best = self._history.best_cost()
         return None if best is None else CAP_FACTOR * best
-
-    def _cap(self, params: Mapping[str, Value], role: Role) -> float | None:
-        if role == "confirm":
-            return self._confirm_cap(params)
-        return self.capped_at() if role == "search" else None
 
     def _confirm_cap(self, params: Mapping[str, Value]) -> float | None:
         """Of a contender's own time in the search; for the baseline, of the slowest contender's on fresh seeds.

@@ -20,12 +20,7 @@ from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import to_record
 from batchtune.tune.study.limits import CAP_FACTOR
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.scores import (
-    SECONDS,
-    Configuration,
-    config_of,
-    cost_of,
-)
+from batchtune.tune.verdict.scores import SECONDS, Configuration, config_of, cost_of
 
 ENOUGH = 0.01  # expected improvement of log time that is worth another run
 MIN_SEARCH_TRIALS = 10
