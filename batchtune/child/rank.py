@@ -50,10 +50,13 @@ class RankChild(Child):
         own = {"memory_limit": limits[int(os.environ["RANK"])]} if limits else {}
         opened = super().open(command.but(device=_own_device(command.device), **own))
         group = self._group
-        if opened is not None and command.purpose == "tune":  # what this way of sharing does not take is to be said now
+        if opened is not None and command.purpose == "tune":  # what a way of sharing does not take is to be said now
             _require_alike(group, opened)
-            Trainer(self._task, self._memory.device, opened.precision[0][0], parallel=group)
-            self._memory.release()
+            for strategy in command.strategies:
+                group.strategy = strategy
+                Trainer(self._task, self._memory.device, opened.precision[0][0], parallel=group)
+                self._memory.release()
+            group.strategy = self._rendezvous.strategy
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
         return opened and opened.model_copy(update=about)
 

@@ -131,6 +131,7 @@ class OpenTask(Command[Opened | None]):
         gradient_clipping: of every step; None: what the task does by itself.
         activation_checkpointing: wherever a command asks for nothing else; None: as the task has it.
         metric: the evaluation must have it; None: it does not matter.
+        strategies: by which a group's ranks are to train the model.
         asks_for_current_settings: what the user trains with is to be told, too.
         again: the task is known: no model is built, and nothing is told.
     """
@@ -150,6 +151,7 @@ class OpenTask(Command[Opened | None]):
     gradient_clipping: GradientClipping | None = None
     activation_checkpointing: bool | None = None
     metric: str | None = None
+    strategies: tuple[Strategy, ...] = ()
     asks_for_current_settings: bool = False
     again: bool = False
 

@@ -125,6 +125,11 @@ class Task(TaskOptimizers):
                 f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module or a dict of them"
                 f"{_only(model, nn.Module)}"
             )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UserCodeError(
+                f"{self.where}: build_model leaves parameters on the meta device, where they have no values; build it "
+                "on the CPU (with --ranks N --strategy fsdp no process holds all of it even so)"
+            )
         if self._trains_anew and self._latest_model is not None and self._latest_model() is model:
             raise UserCodeError(
                 f"{self.where}: build_model returned the same object again, which other runs have trained or will; "

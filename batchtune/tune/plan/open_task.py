@@ -129,6 +129,7 @@ def worker_settings(config: Config) -> OpenTask:
         gradient_clipping=config.gradient_clipping.fixed if config.gradient_clipping else None,
         activation_checkpointing=config.variants[0].activation_checkpointing,
         metric=config.objective.metric,
+        strategies=tuple(config.ranks.strategies),
     )
 
 

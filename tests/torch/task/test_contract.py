@@ -126,6 +126,11 @@ class TestRequirements:
             "build_model returned a dict with a wrong key: .*items",
         ),
         (
+            {"build_model": lambda: nn.Linear(4, 1, device="meta")},
+            lambda task: task.model(),
+            "build_model leaves parameters on the meta device, where they have no values; build it on the CPU",
+        ),
+        (
             {"build_optimizer": lambda model, lr: [model, lr]},
             lambda task: task.optimizers(nn.Linear(1, 1), 0.1),
             "build_optimizer returned a list with a Linear in it, not a torch.optim.Optimizer or a list or dict of",
