@@ -176,11 +176,10 @@ class ExpectMemory(Tracing, Command[TaskEstimate | Refusal]):
     """What a probe of one device may expect.
 
     Attributes:
-        gpu: None: the CPU.
         memory_limit: that a process may reserve.
     """
 
-    gpu: GpuFacts | None
+    gpu: GpuFacts
     memory_limit: int
 
 
@@ -198,7 +197,7 @@ class LengthEstimates(Message):
 class ExpectLengths(Tracing, Command[LengthEstimates | Refusal]):
     """What a probe of one device may expect of each length, and steps to replay; see `ExpectMemory`."""
 
-    gpu: GpuFacts | None
+    gpu: GpuFacts
     memory_limit: int
 
 

@@ -101,18 +101,17 @@ class EstimatePrior:
 
     Args:
         task: as the user named it.
-        device: as the user named it; the child starts at once where that is likely to mean CUDA or a CPU.
+        device: as the user named it; the child starts at once where that is likely to mean CUDA.
         observer: told in a note what is expected, or why nothing is.
-        on_cpu: whether to look ahead on a CPU, too.
     """
 
-    def __init__(self, task: str, device: str, observer: Observer, *, on_cpu: bool) -> None:
-        self._task, self._observer, self._on_cpu = task, observer, on_cpu
+    def __init__(self, task: str, device: str, observer: Observer) -> None:
+        self._task, self._observer = task, observer
         self._worker = Worker(None, LocalLauncher(program=PROGRAM))
         self._starting: threading.Thread | None = None
         self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
         self._lengths: LengthsPrior | None = None
-        if device.startswith("cuda") or (device == "auto" and gpus_here()) or (on_cpu and device in {"auto", "cpu"}):
+        if device.startswith("cuda") or (device == "auto" and gpus_here()):
             self._starting = threading.Thread(target=self._start, daemon=True)
             self._starting.start()
 
@@ -131,8 +130,8 @@ class EstimatePrior:
             accumulation_steps: micro-batches per optimizer step.
             timeout: seconds after which the user's code hangs.
         """
-        limit, is_cpu = opened.memory_limit_bytes, opened.device == "cpu"
-        if not limit or self._left <= 0 or not (opened.device.startswith("cuda") or (is_cpu and self._on_cpu)):
+        limit = opened.memory_limit_bytes
+        if not limit or self._left <= 0 or not opened.device.startswith("cuda"):
             return None
         if self._lengths is not None:  # of another precision
             self._lengths.peaks()
@@ -149,7 +148,7 @@ class EstimatePrior:
                 memory_limit=limit,
                 samples=opened.samples,
                 lengths_seen=opened.lengths,
-                gpu=None if is_cpu else _gpu(opened.device_name),
+                gpu=_gpu(opened.device_name),
                 inference=opened.is_for_inference,
             )
             found = self._worker.call(command, timeout=left - (time.monotonic() - started))
@@ -173,7 +172,7 @@ class EstimatePrior:
             samples=opened.samples,
             lengths=lengths,
             lengths_seen=opened.lengths,
-            gpu=None if opened.device == "cpu" else _gpu(opened.device_name),
+            gpu=_gpu(opened.device_name),
             memory_limit=opened.memory_limit_bytes or 0,
         )
         self._lengths = LengthsPrior(self._worker, command, self._observer)

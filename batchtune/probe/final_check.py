@@ -12,19 +12,20 @@ from batchtune.document import Attempt, Environment
 from batchtune.errors import NothingFitsError
 from batchtune.lengths.mixing import remedy
 from batchtune.probe.memory_model import measured_points
-from batchtune.probe.search import bracket
 from batchtune.units import size
 
 _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # the next size is so much smaller, then ever more
 _MOST_SILENCES = 2  # in a row, the second at half the size: then it is not the size that takes long
 _HALF = 0.5
-_PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
 _BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
-_STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
-_LEAST_SPREAD, USUAL_SPREAD, _MOST_SPREAD = 0.01, 0.05, 0.25  # of the peaks of such processes; 0.19 was seen
-_WORTH_A_CHECK = 0.025  # by so much a size has to be larger
-_STEP_DOWN, _SURE = 0.05, 1.25  # at least, where the whole peak is not known; times the excess that was measured
-_LIKE = 0.8  # of the largest fit: sizes whose peaks tell of its own
+_STUDENT = {3: 2.920, 4: 2.353, 5: 2.132}  # by processes on a CPU: one more takes less than this in 95 % of cases,
+# times their deviation, above their mean; its allocator takes more or less by what lay in the heap before
+_LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.25  # of the peaks of such processes; 0.19 was seen
+_USUAL_SPREAD = 0.2  # of what of them grows with the batch
+RISES = (0.5, 0.1)  # of the same over more steps than the search takes: mostly, and where a larger batch takes less
+CPU_TOLERANCE = 0.05
+_WORTH_A_CHECK = 0.1  # by so much a size has to be larger
+_STEP_DOWN, _SURE = 0.05, 1.25  # at least, since one more process may take more; times the excess that was measured
 _SOON_STEPS = 1000  # fewer than these make no training
 
 
@@ -52,13 +53,18 @@ def steps_to_verify(attempts: Sequence[Attempt], options: ProbeOptions) -> int:
     return max(min(options.steps, most), min(most, int(seconds / slowest)))
 
 
-def with_room(attempts: Sequence[Attempt], device: str, limit_bytes: int | None, options: ProbeOptions) -> int:
-    """The size to check first: the largest fit; on a CPU one that leaves the room that another process may need."""
-    largest = bracket(attempts)[0]
-    if device != "cpu" or limit_bytes is None:
-        return largest
-    near = [each for each in attempts if each.fits and each.peak_reserved_bytes and each.batch_size >= _LIKE * largest]
-    return min([largest, *(_roomy(each, attempts, limit_bytes, options) for each in near)])
+def size_with_room(
+    fit: Attempt, attempts: Sequence[Attempt], limit_bytes: int, options: ProbeOptions, usual: float = _USUAL_SPREAD
+) -> int:
+    """The size on a CPU whose peak leaves what further processes may take, by a fit's own peak.
+
+    They differ in what grows with the batch: by what was measured, or else by as much as is usual.
+    """
+    unit, peak, grown = options.multiple_of, fit.peak_reserved_bytes or 0, _grown_bytes(attempts, fit)
+    spread = usual if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, grown)
+    room = (limit_bytes - (peak - grown)) / (1 + spread) - grown
+    larger = fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))
+    return max(options.least, larger // unit * unit)
 
 
 def larger_with_room(
@@ -75,16 +81,9 @@ def larger_with_room(
     if limit_bytes is None or ended.outcome != "oom" or passed.peak_reserved_bytes is None:
         return None
     halves = [(passed.batch_size + each.batch_size) // 2 for each in above if each.purpose == "verify"]
-    larger = min([_roomy(passed, attempts, limit_bytes, options), *halves]) // options.multiple_of * options.multiple_of
+    unit = options.multiple_of
+    larger = min([size_with_room(passed, attempts, limit_bytes, options), *halves]) // unit * unit
     return larger if larger > (1 + _WORTH_A_CHECK) * passed.batch_size else None
-
-
-def _roomy(fit: Attempt, attempts: Sequence[Attempt], limit_bytes: int, options: ProbeOptions) -> int:
-    """The size whose peak leaves what processes differ by, by that of a fit and what a sample takes."""
-    peak = fit.peak_reserved_bytes or 0
-    spread = USUAL_SPREAD if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, peak)
-    unit, room = options.multiple_of, limit_bytes / (1 + spread) - peak
-    return max(options.least, (fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))) // unit * unit)
 
 
 def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | None, orders: int) -> bool:
@@ -98,24 +97,30 @@ def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | 
         return False
     if device != "cpu":
         return len(passed) < orders
-    return len(passed) < _PROCESSES_ON_A_CPU and peak <= limit_bytes / (1 + _LEAST_SPREAD)
+    made, most = len(passed), max(_STUDENT)
+    is_known = orders == 1 and made in _STUDENT and _most_bytes(passed, made) <= limit_bytes
+    return made < most and not is_known and _most_bytes(passed, most) <= limit_bytes
+
+
+def _most_bytes(passed: Sequence[Attempt], count: int) -> int:
+    """What 19 of 20 further processes stay within, by Student's t, if those yet to come of so many take the mean."""
+    peaks = [each.peak_reserved_bytes or 0 for each in passed]
+    mean = statistics.mean(peaks)
+    apart = math.sqrt(sum((peak - mean) ** 2 for peak in peaks) / (count - 1) * (1 + 1 / count))
+    return math.ceil(max((1 + _LEAST_SPREAD) * max(peaks), mean + _STUDENT[count] * apart))
 
 
 def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None) -> Attempt:
     """The largest of the checks that one size passed; on a CPU out of memory where another process may well need more.
 
-    What is kept back above its peak is what 19 of 20 further processes stay within, by Student's t.
+    What is kept back above its peak is what further processes may take.
     """
     largest = max(passed, key=lambda each: each.peak_reserved_bytes or 0)
     largest = largest.model_copy(update={"steps": max(each.steps for each in passed)})
     peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
     if device != "cpu" or limit_bytes is None or not peaks:
         return largest
-    most = (1 + _LEAST_SPREAD) * max(peaks)
-    if len(peaks) == _PROCESSES_ON_A_CPU:
-        apart = statistics.stdev(peaks) * math.sqrt(1 + 1 / len(peaks))
-        most = max(most, statistics.mean(peaks) + _STUDENT * apart)
-    most = math.ceil(most)
+    most = _most_bytes(passed, len(passed) if len(passed) in _STUDENT else max(_STUDENT))
     if most <= limit_bytes:
         return largest.model_copy(update={"kept_back_bytes": most - max(peaks)} if len(peaks) > 1 else {})
     took = f"{size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes" if len(peaks) > 1 else size(peaks[0])
@@ -171,8 +176,7 @@ def size_below(
         share = _HALF
     if excess := _excess(checks[-1], limit_bytes):
         told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
-        is_whole = failed.steps == checks[-1].steps  # else it ended where it met the limit, and would have taken more
-        share = max(share, told, 0 if is_whole else _STEP_DOWN)
+        share = max(share, told, _STEP_DOWN)
     late = [each for each in cut_short(checks[-2:], limit_bytes) if each.steps >= options.steps]
     if failed.growth_bytes_per_step and limit_bytes:
         share = max(share, 2 * failed.growth_bytes_per_step * checks[-1].steps / limit_bytes)
@@ -188,12 +192,18 @@ def below_by_luck(batch_size: int, options: ProbeOptions) -> int:
     return max(options.least, min(batch_size - unit, int((1 - _BY_LUCK) * batch_size)) // unit * unit)
 
 
-def _sample_bytes(attempts: Sequence[Attempt], failed: Attempt) -> float:
-    """What a sample takes, by the smallest and the largest fit; without two of them, as if nothing else took memory."""
-    points = measured_points(attempts)
-    if len(points) > 1 and points[-1].reserved > points[0].reserved:
-        return (points[-1].reserved - points[0].reserved) / (points[-1].size - points[0].size)
-    return (failed.peak_reserved_bytes or 1) / failed.batch_size
+def _grown_bytes(attempts: Sequence[Attempt], attempt: Attempt) -> int:
+    """What of its peak is above that of the smallest fit; all of it, if there is none smaller."""
+    points, peak = measured_points(attempts), attempt.peak_reserved_bytes or 0
+    least = int(points[0].reserved) if points and points[0].size < attempt.batch_size else 0
+    return peak - least if peak > least else peak
+
+
+def _sample_bytes(attempts: Sequence[Attempt], attempt: Attempt) -> float:
+    """What a sample takes, by the smallest fit and this attempt."""
+    points, grown = measured_points(attempts), _grown_bytes(attempts, attempt)
+    is_above = points and grown < (attempt.peak_reserved_bytes or 0)
+    return max(1, grown) / (attempt.batch_size - (points[0].size if is_above else 0))
 
 
 def order_warnings(checks: Sequence[Check], environment: Environment) -> list[str]:

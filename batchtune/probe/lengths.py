@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
@@ -12,7 +11,7 @@ from batchtune.lengths.buckets import lengths_of
 from batchtune.lengths.mixing import Replay, check_lengths
 from batchtune.lengths.orders import mixed, orders_of
 from batchtune.observer import Observer
-from batchtune.probe.final_check import USUAL_SPREAD, steps_to_verify
+from batchtune.probe.final_check import steps_to_verify
 from batchtune.probe.frontier import LengthsAhead, largest_batches, next_attempt, replayed_capacity
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.tries import Tries
@@ -56,12 +55,10 @@ class LengthSearch:
         return lambda sizes: ahead.fails_in(sizes, capacity)
 
     def _search(self, estimates: Mapping[Length, PeakEstimate]) -> None:
-        """Searches at each length below the longest; on a CPU no finer than processes differ, unless exactly."""
-        found, bounds = self._found, self._found.bounds
-        if found.opened.device == "cpu" and bounds.tolerance:
-            bounds = replace(bounds, tolerance=max(bounds.tolerance, USUAL_SPREAD))
+        """Searches at each length below the longest."""
+        found = self._found
         while True:
-            length, choice = next_attempt(found.lengths, bounds, found.limit, estimates)
+            length, choice = next_attempt(found.lengths, found.bounds, found.limit, estimates)
             if choice.batch_size is None:
                 return self._observer.note(choice.reason)
             self._observer.attempting(choice.batch_size, f"length {length_text(length)}: {choice.reason}")

@@ -11,15 +11,17 @@ from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.observer import Observer
 from batchtune.probe.final_check import (
+    RISES,
+    Check,
     below_by_luck,
     larger_with_room,
     leaks_all,
     leaks_soon,
     size_below,
+    size_with_room,
     steps_to_verify,
     tells_room,
     timed_out_twice,
-    with_room,
 )
 from batchtune.probe.frontier import LengthsAhead
 from batchtune.probe.lengths import LengthSearch
@@ -116,7 +118,7 @@ class Probe:
         When that left a gap wider than the tolerance, it is searched with attempts that evaluate and save, too.
         """
         found, options = self._found, self._options
-        size, failed = with_room(self.attempts, found.opened.device, found.limit, options), None
+        size, failed = self._first_size(), None
         while not self._verify_at(size):
             silent = timed_out_twice(found.checks, options)
             if silent is not None:
@@ -136,6 +138,25 @@ class Probe:
             self._tries.search(replace(found.bounds, minimum=size), verify=True)
             passed = {each.attempt.batch_size for each in found.checks if each.attempt.fits}
             any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
+
+    def _first_size(self) -> int:
+        """The size to check first: the largest fit; on a CPU one that leaves the room that other processes may need.
+
+        There peaks rise for more steps than the search's attempts take, so that one takes as many as the check.
+        """
+        found, options, (largest, high) = self._found, self._options, bracket(self.attempts)
+        if found.opened.device != "cpu" or found.limit is None or high is None:
+            return largest
+        searched = next(each for each in reversed(self.attempts) if each.batch_size == largest)
+        steps, below = steps_to_verify(self.attempts, options), [largest]
+        for rise in RISES:
+            size = min(largest, size_with_room(searched, self.attempts, found.limit, options, rise))
+            self._observer.attempting(size, f"{steps} steps, in which peaks may rise")
+            tried = self._tries.attempt(size, steps, verify=False)
+            if tried.fits:
+                return min(largest, size_with_room(tried, self.attempts, found.limit, options))
+            below.append(size_below([Check(tried, steps)], options, found.limit, self.attempts) or size)
+        return min(below)
 
     def _leave_to_luck(self, size: int) -> None:
         """Where the batches that happened to come ended a check, goes some way below the size that passed, too."""

@@ -45,8 +45,7 @@ class ProbeSession:
         """
         settings, observer = self.settings, self.observer
         try:
-            on_cpu = settings.memory_limit is not None  # all of its memory takes long to fill: sizes grow slowly
-            with EstimatePrior(settings.task, settings.device, observer, on_cpu=on_cpu) as prior, self.worker as worker:
+            with EstimatePrior(settings.task, settings.device, observer) as prior, self.worker as worker:
                 self.opened = opened = worker.start()
                 for precision, reason in opened.precision:
                     observer.note(f"precision {precision}: {reason}")
@@ -85,7 +84,7 @@ class ProbeSession:
         self.free.look_beside_child()
         with _told_if_busy(self.observer):
             probe.time_steps()
-        if estimated and opened.device != "cpu" and not opened.is_for_inference:  # workspaces are those of training
+        if estimated and not opened.is_for_inference:  # workspaces are those of training
             estimated.learn(opened.device_name, probe.attempts)
 
     def time_loader(self) -> None:

@@ -11,7 +11,7 @@ from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.lengths.orders import ALL_ORDERS, ORDERS
 from batchtune.observer import Observer
-from batchtune.probe.final_check import Check, asks_for_another, with_spread
+from batchtune.probe.final_check import CPU_TOLERANCE, Check, asks_for_another, with_spread
 from batchtune.probe.findings import Findings
 from batchtune.probe.memory_model import PeakEstimate
 from batchtune.probe.search import next_size
@@ -132,6 +132,8 @@ class Tries:
 def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
     """The sizes to try, of which the data set has enough samples for each rank.
 
+    On a CPU they are told apart no finer than processes differ, unless an exact search is asked for.
+
     Raises:
         UsageError: there are none.
     """
@@ -144,4 +146,5 @@ def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
         raise UsageError(
             f"no batch size to try: {least} is the least multiple of {unit} from {options.minimum} up, but {why}"
         )
-    return replace(options, maximum=cap)
+    coarse = CPU_TOLERANCE if opened.device == "cpu" and options.tolerance else 0.0
+    return replace(options, maximum=cap, tolerance=max(options.tolerance, coarse))

@@ -11,7 +11,7 @@ from functools import partial
 from batchtune.document import Holder, MemoryDetail, Moment
 from batchtune.estimate.commands import GpuFacts, LengthRow, Row, TaskEstimate
 from batchtune.estimate.memory.allocator import ROUNDING_BYTES, ExpandableAllocator, round_up
-from batchtune.estimate.memory.capacity import Search, largest_allocated
+from batchtune.estimate.memory.capacity import Search
 from batchtune.estimate.memory.fit import Step, live_bytes, peak_allocated_bytes
 from batchtune.estimate.memory.mixture import Mixture
 from batchtune.estimate.memory.overheads import Confidence, gpu_of, kind_of, unseen_share
@@ -26,19 +26,13 @@ _ALONE = "lengths: steps differ between them, so that what each leaves to the ne
 _DIGITS = 10  # binary digits of a capacity that count, 0.2 %: so GPUs of one size are searched for once
 
 
-def expectation(
-    step: Step, ops: Iterable[str], gpu: GpuFacts | None, memory_limit: int, *, assumed: bool
-) -> TaskEstimate:
-    """What a probe may expect of a GPU, or of a CPU, within a limit; `assumed`: not all that was traced was seen."""
-    unseen, ops = 0.0, set(ops)
-    if gpu is None:  # a block of its own for every large tensor, nothing cached
-        expected = largest_allocated(step, memory_limit)
-        start = min(expected, math.ceil(_START * (expected + 1)))
-    else:
-        step, unseen = step.on(gpu_of(gpu.name, gpu.generation)), unseen_share(ops, gpu.measured)
-        capacity, search = int(memory_limit / (1 + unseen)), Search(step, resolution=LARGEST)
-        expected = search(capacity)
-        start = search.below(min(expected, math.ceil(_START * (expected + 1))), capacity)
+def expectation(step: Step, ops: Iterable[str], gpu: GpuFacts, memory_limit: int, *, assumed: bool) -> TaskEstimate:
+    """What a probe may expect of a GPU within a limit; `assumed`: not all that was traced was seen."""
+    ops = set(ops)
+    step, unseen = step.on(gpu_of(gpu.name, gpu.generation)), unseen_share(ops, gpu.measured)
+    capacity, search = int(memory_limit / (1 + unseen)), Search(step, resolution=LARGEST)
+    expected = search(capacity)
+    start = search.below(min(expected, math.ceil(_START * (expected + 1))), capacity)
     sizes = {max(1, int(1.2**power)) for power in range(round(math.log(32 * max(expected, 32), 1.2)))}
     return TaskEstimate(
         expected=expected,

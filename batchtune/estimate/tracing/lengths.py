@@ -91,5 +91,5 @@ def expected_of_lengths(
         return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
     mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
     known = tuple((each, expectation(steps[each], ops, gpu, limit, assumed=True)) for each in lengths)
-    on_gpu = mixture if gpu is None else mixture.on(gpu_of(gpu.name, gpu.generation))
-    return LengthEstimates(lengths=known, replays=mixture.is_known and gpu is not None), on_gpu.fails_in
+    on_gpu = mixture.on(gpu_of(gpu.name, gpu.generation))
+    return LengthEstimates(lengths=known, replays=mixture.is_known), on_gpu.fails_in

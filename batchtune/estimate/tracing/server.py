@@ -23,7 +23,7 @@ from batchtune.estimate.commands import (
     Traced,
 )
 from batchtune.estimate.memory.fit import FittedStep, fit
-from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of, kind_of
+from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
 from batchtune.estimate.tracing.lengths import TRACED_SHARE, FailsIn, TracedLengths, expected_of_lengths
 from batchtune.lengths.buckets import lengths_of
@@ -90,14 +90,12 @@ def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:
     from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
 
     try:
-        tracer = Tracer(asked, "cuda" if asked.gpu else "cpu")
+        tracer = Tracer(asked)
         step = fit(tracer.trace)
     except (CannotTraceError, StepFailedError) as refusal:
         return Refusal(refused=str(refusal))
     if not isinstance(step, FittedStep):
         return Refusal(refused=step.reason)
-    if asked.gpu is None and kind_of(tracer.ops) == "recurrent":
-        return Refusal(refused="the memory inside of recurrent layers is not seen")
     assumed = bool(tracer.notes) or bool(custom_operators(tracer.ops))
     return expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
 
@@ -109,7 +107,7 @@ def estimates_of_lengths(asked: ExpectLengths) -> tuple[LengthEstimates, FailsIn
     from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
 
     try:
-        tracer = Tracer(asked, "cuda" if asked.gpu else "cpu")
+        tracer = Tracer(asked)
         lengths = lengths_of(tracer.lengths)[::-1] if tracer.lengths else []
         return expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
     except (CannotTraceError, StepFailedError) as refusal:

@@ -44,7 +44,6 @@ class Tracer:
 
     Args:
         asked: the task, and how.
-        device: `cpu` traces what the CPU would allocate.
 
     Attributes:
         warnings: of what may be larger than the worst batch that was found.
@@ -53,10 +52,10 @@ class Tracer:
         lengths: that batches can be made of; None: they are all made alike.
     """
 
-    def __init__(self, asked: Tracing, device: str = "cuda") -> None:
+    def __init__(self, asked: Tracing) -> None:
         self.notes: list[Assumption] = []
         self.ops: set[str] = set()
-        self._asked, self._device = asked, device
+        self._asked = asked
         self._reads_batch = False
         if asked.world_size > 1:
             text = f"{asked.strategy} on {asked.world_size} GPUs: by formulas; NCCL's own buffers are not in them"
@@ -96,7 +95,7 @@ class Tracer:
 
     def _traced(self, batch_size: int, length: Length | None) -> Trace:
         """With the batch's whole numbers known, from where on a step fails on what was assumed of them."""
-        known = (self._task, batch_size, self._asked.precision, self._asked.accumulation_steps, self._device)
+        known = (self._task, batch_size, self._asked.precision, self._asked.accumulation_steps)
         if not self._reads_batch:
             try:
                 return trace_step(*known, length=length)

@@ -97,7 +97,7 @@ class TestOfAllLengths:
     @pytest.fixture
     def look(self):
         def look(child, notes=None):
-            prior = EstimatePrior("model.py", "mps", notes or Notes(), on_cpu=False)
+            prior = EstimatePrior("model.py", "mps", notes or Notes())
             prior._worker = child
             return prior.look_at_lengths(opened(**FACTS), "bf16", 1, (128, 512))
 
@@ -153,11 +153,11 @@ def test_what_cudnn_takes_is_learnt_as_a_share():
     assert offsets_of("A100-80GB").convolution_share == pytest.approx(0.1, abs=1e-6)
 
 
-def looking(answer, opening=FACTS, device="cuda:0", *, on_cpu=True):
+def looking(answer, opening=FACTS, device="cuda:0"):
     notes, child = Notes(), Child(answer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate_prior, "Worker", lambda settings, program: child)
-        with EstimatePrior("model.py", device, notes, on_cpu=on_cpu) as sight:
+        with EstimatePrior("model.py", device, notes) as sight:
             found = sight.look(opened(**opening), "bf16", 2, timeout=120)
     return found, notes.notes, child
 
@@ -193,60 +193,23 @@ def test_all_precisions_together_hold_a_probe_up_for_no_longer_than_the_limit(mo
     notes, child = Notes(), Child(WorkerDied("timeout", "no sign of life"))
     child.call = lambda command, *, timeout: time.sleep(timeout) or Child.call(child, command, timeout=timeout)
     monkeypatch.setattr(estimate_prior, "Worker", lambda settings, program: child)
-    with EstimatePrior("model.py", "mps", notes, on_cpu=True) as sight:
+    with EstimatePrior("model.py", "mps", notes) as sight:
         found = [sight.look(opened(**FACTS), precision, 1, timeout=120) for precision in ("bf16", "fp16", "fp32")]
     assert found == [None] * 3
     assert len(notes.notes) == len(child.asked) == 1
 
 
-@pytest.mark.parametrize(("device", "on_cpu"), [("cpu", False), ("mps", True)])
-def test_other_devices_are_not_estimated_and_no_child_is_started(device, on_cpu):
-    found, notes, child = looking(None, FACTS | {"device": device}, device, on_cpu=on_cpu)
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_other_devices_are_not_estimated_and_no_child_is_started(device):
+    found, notes, child = looking(None, FACTS | {"device": device}, device)
     assert (found, notes, child.asked) == (None, [], [])
-
-
-def on_this_cpu(tmp_path, task):
-    """What a real child foresees of a CPU with a limit of 2 GiB."""
-    path = tmp_path / "model.py"
-    path.write_text(task)
-    notes = Notes()
-    with EstimatePrior(str(path), "cpu", notes, on_cpu=True) as sight:
-        return sight.look(opened(device="cpu", memory_limit_bytes=2 * GIB), "fp32", 1, timeout=120), notes.notes
-
-
-def test_a_cpu_is_foreseen_by_what_its_own_operators_allocate(tmp_path):
-    found, notes = on_this_cpu(tmp_path, TASK)
-    assert notes == [f"estimate: about {found.expected:,} samples fit at fp32"]
-    assert found.allocated_bytes(found.expected) == pytest.approx(2 * GIB, rel=0.01)
-    per_sample = 64 * (1024 + 3 * 4096 + 2 * 1024) * 4  # input, hidden layer, output, gradients
-    growth = found.traced_bytes(2 * found.expected) - found.traced_bytes(found.expected)
-    assert growth / found.expected == pytest.approx(per_sample, rel=0.25)
-
-
-def test_a_cpus_recurrent_layers_are_not_foreseen(tmp_path):
-    lstm = """
-import torch
-from torch import nn
-
-def build_model():
-    return nn.LSTM(16, 32, batch_first=True)
-
-def make_batch(size):
-    return torch.randn(size, 20, 16)
-
-def compute_loss(model, batch):
-    return model(batch)[0].square().mean()
-"""
-    found, notes = on_this_cpu(tmp_path, lstm)
-    assert found is None
-    assert notes == ["no estimate to start from: the memory inside of recurrent layers is not seen"]
 
 
 def test_a_real_child_foresees_what_the_allocator_model_would_hold(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
     notes = Notes()
-    with EstimatePrior(str(path), "auto", notes, on_cpu=False) as sight:
+    with EstimatePrior(str(path), "auto", notes) as sight:
         found = sight.look(opened(**FACTS), "fp32", 1, timeout=120)
     assert found is not None, notes.notes
     assert 18 * GIB < found.allocated_bytes(found.expected) < 20 * GIB

@@ -14,9 +14,9 @@ from batchtune.probe.final_check import (
     order_warnings,
     out_in_evaluation,
     size_below,
+    size_with_room,
     steps_to_verify,
     timed_out_twice,
-    with_room,
     with_spread,
 )
 
@@ -112,10 +112,28 @@ def test_a_size_passes_where_19_of_20_processes_would_stay_within_the_limit(peak
 
 @pytest.mark.parametrize(
     ("peaks", "asks"),
-    [([700], False), ([810], True), ([810, 700], True), ([995], False), ([810] * 4, True), ([810] * 5, False)],
-    ids=["far below", "near", "once near", "what is beyond with the least spread", "four of five", "all"],
+    [
+        ([700], False),
+        ([810], True),
+        ([810, 700], True),
+        ([995], False),
+        ([810] * 3, False),
+        ([810, 910, 750, 850], True),
+        ([810, 910, 750, 850, 830], False),
+        ([700, 990, 720], False),
+    ],
+    ids=[
+        "far below",
+        "near",
+        "once near",
+        "what is beyond with the least spread",
+        "three alike",
+        "four apart",
+        "five",
+        "so far apart that no more helps",
+    ],
 )
-def test_a_cpus_check_is_made_in_five_processes_where_that_may_matter(peaks, asks):
+def test_a_cpus_check_is_made_in_as_many_processes_as_tell_what_others_may_take(peaks, asks):
     assert asks_for_another([passed(peak) for peak in peaks], "cpu", 1000, 1) is asks
     assert not asks_for_another([passed(peak) for peak in peaks], "cuda:0", 1000, 1)
 
@@ -149,23 +167,25 @@ def test_on_a_cpu_a_warning_says_what_helps_where_batches_that_differ_take_far_m
 def test_the_room_that_a_check_leaves_is_used_up_to_what_has_failed():
     fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=500 + size) for size in (100, 300)]
     failed = Attempt(batch_size=480, outcome="oom", purpose="verify", peak_reserved_bytes=1050)
-    checked = passed(300).model_copy(update={"batch_size": 300, "peak_reserved_bytes": 800, "kept_back_bytes": 80})
+    checked = passed(300).model_copy(update={"batch_size": 300, "peak_reserved_bytes": 800, "kept_back_bytes": 20})
     look = ProbeOptions()
     searched = failed.model_copy(update={"batch_size": 350, "purpose": "search"})
-    assert larger_with_room(checked, [*fits, searched], 1000, look) == 300 + 109  # by 1000 / 1.1
+    assert larger_with_room(checked, [*fits, searched], 1000, look) == 463  # what grows, 200 at 300, by a tenth more
     assert larger_with_room(checked, [*fits, failed], 1000, look) == 390
-    assert larger_with_room(checked, [*fits, failed.model_copy(update={"batch_size": 305})], 1000, look) is None
+    assert larger_with_room(checked, [*fits, failed.model_copy(update={"batch_size": 350})], 1000, look) is None
     assert larger_with_room(checked, [*fits, failed.model_copy(update={"outcome": "crash"})], 1000, look) is None
     assert larger_with_room(checked, fits, 1000, look) is None
 
 
-def test_the_first_check_leaves_room_by_the_fit_that_took_the_most_for_its_size():
-    fits = [Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=500 + size) for size in (100, 450)]
-    most = Attempt(batch_size=400, outcome="fit", peak_reserved_bytes=950)
-    assert with_room(fits, "cpu", 1000, ProbeOptions()) == 450
-    assert with_room([*fits, most], "cpu", 960, ProbeOptions()) == 400 - 36  # 960 / 1.05 is 914
-    assert with_room(fits, "cpu", 960, ProbeOptions()) == 450 - 36
-    assert with_room([*fits, most], "cuda:0", 1000, ProbeOptions()) == 450
+@pytest.mark.parametrize(
+    ("size", "peak", "usual", "larger"),
+    [(300, 800, {}, 433), (300, 800, {"usual": 0.5}, 366), (450, 1050, {}, 359), (100, 600, {}, 138)],
+    ids=["by a fifth of what grows", "by half of it", "it took too much", "the smallest fit, all of which grows"],
+)
+def test_the_size_whose_peak_leaves_room_for_what_processes_differ_by(size, peak, usual, larger):
+    fits = [Attempt(batch_size=each, outcome="fit", peak_reserved_bytes=500 + each) for each in (100, 300)]
+    fit = Attempt(batch_size=size, outcome="fit", peak_reserved_bytes=peak)
+    assert size_with_room(fit, fits, 1000, ProbeOptions(), **usual) == larger
 
 
 def test_a_peak_that_was_measured_beyond_the_limit_says_how_much_smaller_the_next_size_is():

@@ -418,8 +418,8 @@ class TestFailures:
     def test_on_a_cpu_the_first_size_to_be_checked_leaves_the_room_that_another_process_may_need(self):
         worker = on_a_cpu(ScriptedWorker(up_to(1000)))
         found = probe(worker, throughput=False).run()
-        assert [size for _, size, steps, _, _ in worker.log if steps == 20] == [952] * 5 + [989] * 5
-        assert [each.get("process") for each in worker.arguments if each.get("verify")] == [*range(5), *range(5)]
+        assert [size for _, size, steps, _, _ in worker.log if steps == 20] == [667] + [833] * 3 + [989] * 3
+        assert [each.get("process") for each in worker.arguments if each.get("verify")] == [*range(3), *range(3)]
         assert (found.max_batch_size, found.attempts[-1].kept_back_bytes) == (989, 10)
 
     def test_batches_that_differ_are_checked_in_six_orders(self):
@@ -450,11 +450,11 @@ class TestFailures:
     def test_on_a_cpu_what_fresh_processes_leave_is_used(self):
         worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(1000), worn_bytes=300))
         found = probe(worker, throughput=False).run()
-        assert 970 < found.max_batch_size <= 990
+        assert 700 < found.max_batch_size <= 990
 
     def test_on_a_cpu_the_answer_passes_in_several_fresh_processes_and_with_what_they_differ(self):
         worker = on_a_cpu(ScriptedWorker(up_to(1000)))
-        peaks = iter([950, 990, 985, 950, 940, *[940, 950, 930, 935, 945] * 3])
+        peaks = iter([950, 990, *[940, 950, 930, 935, 945] * 3])
         tell = worker.answer
 
         def answer(command, *, batch_size, **arguments):
@@ -466,10 +466,9 @@ class TestFailures:
         worker.answer = answer
         found = probe(worker, throughput=False).run()
         checks = [(size, process) for _, size, steps, process, _ in worker.log if steps == 20]
-        assert [size for size, _ in checks[:5]] == [checks[0][0]] * 5
-        assert {process for _, process in checks} == {"fresh"}
-        assert found.max_batch_size < checks[0][0]
-        assert found.peak_reserved_bytes == 950
+        assert [size for size, _ in checks] == [667, 833, 833, 792, 792, 792]
+        assert {process for _, process in checks[1:]} == {"fresh"}
+        assert (found.max_batch_size, found.peak_reserved_bytes) == (792, 950)
 
     def test_a_file_that_cannot_be_mapped_has_a_remedy_of_its_own(self):
         words = "[Errno 12] Cannot allocate memory"
