@@ -193,7 +193,7 @@ class Trainer:
         self.model: nn.Module = parallel.place(build) if parallel else build().to(device)
         if not (adapted and adapted.keeps_modes):
             self.model.train()
-        self._rank_loss = parallel.loss_of(self.model, task.loss) if parallel else None
+        self._loss_of = self.ranks.loss_of(self.model, task.loss)
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
         self.schedulers = task.schedulers(self.optimizers, total_steps) if total_steps else []
@@ -211,11 +211,9 @@ class Trainer:
     def forward_backward(self, batch: object, accumulation_steps: int = 1, *, synchronize: bool = True) -> Tensor:
         """Adds one micro-batch's gradients, each weighted by 1 / accumulation steps; returns the detached loss.
 
-        Of ranks, the last micro-batch of a step leaves the mean of all ranks' gradients, unless they are not to
-        `synchronize`.
-
-        As with the variables `batch` and `loss` of a loop, the last ones live until the next are there: their memory
-        is a part of what training takes. Who keeps what is returned holds it longer than a loop does; see `loss`.
+        With `synchronize` the last micro-batch of a step leaves the mean of all ranks' gradients. As with the variables
+        of a loop, the last `batch` and `loss` live until the next are there: their memory is a part of what training
+        takes. Who keeps what is returned holds it longer than a loop does; see `loss`.
         """
         self._batch = move(batch, self.device)
         if not self.task.frees_between:
@@ -223,6 +221,12 @@ class Trainer:
         self._gradients(self._batch, accumulation_steps, synchronize=synchronize)
         heartbeat.beat()
         return self.loss
+
+    def loss_alone(self, batch: object) -> None:
+        """One micro-batch's loss and no gradients, with no other rank but for what the model's modules do."""
+        with self.precision.autocast():
+            self.task.loss(self.model, move(batch, self.device))
+        heartbeat.beat()
 
     @property
     def loss(self) -> Tensor:
@@ -238,10 +242,7 @@ class Trainer:
             self._context.require_stepped()
             return
         with self.precision.autocast():
-            if self._rank_loss is None:
-                loss = self.task.loss(self.model, batch)
-            else:
-                loss = self._rank_loss(batch, synchronize=synchronize and number + 1 == accumulation_steps)
+            loss = self._loss_of(batch, synchronize=synchronize and number + 1 == accumulation_steps)
         if not loss.requires_grad:
             raise UserCodeError(
                 "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
@@ -272,10 +273,8 @@ class Trainer:
 
     def step_the_others(self) -> None:
         """Steps the optimizers that a task's own train_step has left out so far, as it will when their turn comes."""
-        if self._context is None:
-            return
         for optimizer in self.optimizers:
-            if not optimizer.state:
+            if self._context is not None and not optimizer.state:
                 self._context.step_without_loss(optimizer)
 
     def _free_old_gradients(self) -> None:

@@ -199,8 +199,9 @@ class _Run:
             self._clock.see(1, *spent)
         if self._ranks.world_size == 1:
             return None
-        model, step = self.trainer.model, self.trainer.step
-        return straggler(self._ranks.each(own_seconds(model, step, self._batches, self._memory.synchronize)))
+        trainer = self.trainer
+        own = own_seconds(trainer.model, trainer.loss_alone, self._batches, self._memory.synchronize)
+        return straggler(self._ranks.each(own))
 
     def stretch(self, seconds: float) -> float:
         """Trains for about so long; returns what a step took."""

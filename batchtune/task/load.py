@@ -67,7 +67,9 @@ def set_libraries_apart() -> None:
 
 
 def _hint(error: BaseException, place: Path | str) -> str:
-    """Where the task's file has the name of the module that it imports, and so hides it."""
+    """What to do where the task's file hides the module that it imports, or a Trainer wants a launcher's ranks."""
+    if "fsdp only works in distributed training" in str(error):
+        return " Leave its fsdp out, and tune with --ranks N --strategy fsdp"
     if isinstance(place, str) or not isinstance(error, ImportError) or not error.name:
         return ""
     if error.name.partition(".")[0] != place.stem:
@@ -121,7 +123,7 @@ def _source(found: object, module: ModuleType, attribute: str, spec: str) -> obj
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | UsageError):
                 raise
-            raise describe_user_error(error, f"calling {attribute}()") from error
+            raise describe_user_error(error, f"calling {attribute}()", _hint(error, attribute)) from error
     if found is module and not hasattr(module, "build_model"):
         _suggest(module, spec)
     known = _library_type(type(found[0] if isinstance(found, tuple) and found else found))

@@ -83,6 +83,9 @@ class Alone:
         both = sum_of_squares(gradients)
         return both, both
 
+    def loss_of(self, model: nn.Module, loss: Callable[[nn.Module, object], Tensor]) -> RankLoss:
+        return lambda batch, *, synchronize: loss(model, batch)  # noqa: ARG005 - there is nobody to synchronize with
+
 
 ALONE = Alone()
 

@@ -14,50 +14,53 @@ _STEPS = 5  # of which the quickest counts
 
 def own_seconds(
     model: nn.Module,
-    step: Callable[[Iterator[object]], object],
+    loss: Callable[[object], object],
     batches: Iterator[object],
     synchronize: Callable[[], None],
 ) -> float:
-    """Seconds of a `step` on some `batches` in which this rank loads and the model's innermost modules compute forward.
+    """Seconds in which this rank loads a batch and computes its `loss`, but for what surrounds the innermost modules.
 
-    No rank waits for another in either, be the model sharded or not. Compiled modules are left alone.
+    No rank waits for another in these, be the model sharded or not: gathering shards is around modules. Of a model with
+    compiled modules, which are left alone, loading counts.
     """
-    spent = began = 0.0
+    inside, own, read = 0, 0.0, 0.0
 
-    def before(*_: object) -> None:
-        nonlocal began
+    def lap(*, counts: bool) -> None:
+        nonlocal own, read
         synchronize()
-        began = time.perf_counter()
+        now = time.perf_counter()
+        own, read = own + (now - read if counts else 0.0), now
 
-    def after(*_: object) -> None:
-        nonlocal spent
-        synchronize()
-        spent += time.perf_counter() - began
+    def enter(*_: object) -> None:
+        nonlocal inside
+        lap(counts=inside == 0)
+        inside += 1
 
-    def loaded() -> Iterator[object]:
-        while True:
-            before()
-            batch = next(batches)
-            after()
-            yield batch
+    def leave(*_: object) -> None:
+        nonlocal inside
+        lap(counts=False)
+        inside -= 1
 
-    hooks = [module.register_forward_pre_hook(before) for module in _innermost(model)]
-    hooks += [module.register_forward_hook(after) for module in _innermost(model)]
-    taken, timed = [], loaded()
+    modules = list(model.modules())
+    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):  # noqa: SLF001
+        modules = []  # hooks would have them compiled anew
+    innermost = [each for each in modules if next(each.children(), None) is None]
+    hooks = [each.register_forward_pre_hook(enter, prepend=True) for each in modules]
+    hooks += [each.register_forward_pre_hook(lambda *_: lap(counts=False)) for each in innermost]
+    hooks += [each.register_forward_hook(lambda *_: lap(counts=True), prepend=True) for each in innermost]
+    hooks += [each.register_forward_hook(leave) for each in modules]
+    taken = []
     for _ in range(_STEPS):
-        spent = 0.0
-        step(timed)
-        taken.append(spent)
+        own = 0.0
+        lap(counts=False)
+        batch = next(batches)
+        lap(counts=True)
+        loss(batch)
+        lap(counts=bool(modules))
+        taken.append(own)
     for hook in hooks:
         hook.remove()
     return min(taken)
-
-
-def _innermost(model: nn.Module) -> list[nn.Module]:
-    modules = list(model.modules())
-    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules):  # noqa: SLF001
-        return []  # hooks would have them compiled anew
-    return [each for each in modules if next(each.children(), None) is None]
 
 
 def straggler(seconds: Sequence[float]) -> tuple[int, float] | None:

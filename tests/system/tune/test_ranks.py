@@ -113,6 +113,7 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_anything_trains(quick_
     done = quick_cli(*STUDY, "--ranks", "2", *strategy)
     assert done.code == 2
     assert UNSHARED[model] in done.err
+    assert not (quick_cli.run_folder() / "attempts.jsonl").exists()
     assert not (quick_cli.run_folder() / "study.log").exists() or not quick_cli.result().get("trials")
 
 

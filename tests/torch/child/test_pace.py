@@ -20,17 +20,15 @@ class Sleepy(nn.Linear):
         return super().forward(points)
 
 
-def own(model, batches):
-    trainer = Trainer(linear_task(build_model=lambda: model), torch.device("cpu"), "fp32")
-    waits = trainer.update
-
-    def update():
-        time.sleep(SLEEP_SECONDS)  # as for the others
-        waits()
-
-    trainer.update = update
-    found = own_seconds(trainer.model, trainer.step, batches, FakeDevice().synchronize)
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in trainer.model.modules())
+def own(model, batches, compute_loss=None):
+    """What is the rank's own; before each block it waits for the others, as for their shards."""
+    for block in model.children():
+        block.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_SECONDS))
+    more = {"compute_loss": compute_loss} if compute_loss else {}
+    trainer = Trainer(linear_task(build_model=lambda: model, **more), torch.device("cpu"), "fp32")
+    waits = sum(len(each._forward_pre_hooks) for each in model.modules())
+    found = own_seconds(trainer.model, trainer.loss_alone, batches, FakeDevice().synchronize)
+    assert sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules()) == waits
     return found
 
 
@@ -41,9 +39,20 @@ def batches(seconds=0.0):
 
 
 def test_loading_and_computing_are_a_ranks_own_and_waiting_for_others_is_not():
-    assert own(nn.Linear(4, 1), batches()) < SLEEP_SECONDS / 2
+    assert own(nn.Sequential(nn.Linear(4, 1)), batches()) < SLEEP_SECONDS / 2
     assert SLEEP_SECONDS <= own(nn.Linear(4, 1), batches(SLEEP_SECONDS)) < 2 * SLEEP_SECONDS
-    assert 2 * SLEEP_SECONDS <= own(nn.Sequential(Sleepy(4, 1)), batches(SLEEP_SECONDS)) < 4 * SLEEP_SECONDS
+    assert 2 * SLEEP_SECONDS <= own(nn.Sequential(Sleepy(4, 1)), batches(SLEEP_SECONDS)) < 3 * SLEEP_SECONDS
+
+
+@pytest.mark.parametrize("part", ["all of it", "a part"])
+def test_so_is_what_the_loss_does_besides_calling_the_model(part):
+    def compute_loss(model, batch):
+        time.sleep(SLEEP_SECONDS)
+        found = (model if part == "all of it" else model[0])(batch[0])
+        time.sleep(SLEEP_SECONDS)
+        return (found - batch[1]).square().mean()
+
+    assert 3 * SLEEP_SECONDS <= own(nn.Sequential(Sleepy(4, 1)), batches(), compute_loss) < 4 * SLEEP_SECONDS
 
 
 def test_of_a_compiled_model_only_loading_is_timed():
