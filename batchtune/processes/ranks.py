@@ -1,20 +1,24 @@
-"""Groups of ranks: one that is started here, or inside of the user's own torchrun, whose processes each run a rank."""
+"""Groups of ranks: one that is started here, or inside of the user's own torchrun; and which devices form one."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from batchtune.config.ranks import TorchrunEnv
 from batchtune.device.host import processors
 from batchtune.device.nvml import distances
 from batchtune.errors import UsageError
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
-from batchtune.processes.seats import by_closeness
 from batchtune.processes.torchrun import Leader
 from batchtune.protocol.messages import Message
 
 FOLLOWING_SECONDS = 120.0  # in which the processes that the user's own launcher started join a group
+MOST_DEVICES = 16  # whose groups are all looked at, to find those closest to one another
+Apart: TypeAlias = tuple[int, int]  # of a group, or of all: the most that two of its devices are apart, and all pairs'
 
 
 class GroupSettings(Message):
@@ -66,6 +70,43 @@ def closest_seats(device: str, each: int) -> dict[str, str]:
     order = by_closeness(apart, each)
     closer = ",".join(names[number] for number in order)
     return {} if order == sorted(order) else {"CUDA_VISIBLE_DEVICES": closer}
+
+
+def by_closeness(distances: Sequence[Sequence[int]], each: int) -> list[int]:
+    """An order of the devices in which so many at a time are a group; as they are, where no other is closer.
+
+    The widest distance within a group counts first, since ranks wait for their slowest connection, then the sum of all.
+    The closest group comes first, and devices that are left over come last.
+
+    Args:
+        distances: of each device to each.
+        each: devices of a group.
+    """
+    count = len(distances)
+    if not 1 < each < count <= MOST_DEVICES:
+        return list(range(count))
+
+    def apart(group: tuple[int, ...]) -> Apart:
+        pairs = [distances[one][other] for one, other in itertools.combinations(group, 2)]
+        return max(pairs), sum(pairs)
+
+    @functools.cache
+    def best(left: tuple[int, ...], spare: int) -> tuple[Apart, tuple[tuple[int, ...], ...]]:
+        """The groups of these devices, of which so many need not be in any, and how far apart they are."""
+        if len(left) < each:
+            return (-(2**62), 0), ()
+        first, *others = left
+        found = [best(left[1:], spare - 1)] if spare else []
+        for more in itertools.combinations(others, each - 1):
+            group = first, *more
+            widest, total = apart(group)
+            rest, groups = best(tuple(device for device in others if device not in more), spare)
+            found.append(((max(widest, rest[0]), total + rest[1]), (group, *groups)))
+        return min(found, key=lambda either: either[0])
+
+    groups = best(tuple(range(count)), count % each)[1]
+    order = list(itertools.chain(*sorted(groups, key=apart)))
+    return order + [device for device in range(count) if device not in order]
 
 
 def world_size_here(nproc_per_node: int) -> int:

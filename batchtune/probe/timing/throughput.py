@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
+from batchtune.device.gpus import peak_flops
 from batchtune.document import ThroughputPoint
 from batchtune.observer import Observer
-from batchtune.probe.timing.flops import add_flops
-from batchtune.probe.timing.steps import Times, measure_curve, measure_times, sizes_to_time
+from batchtune.probe.timing.steps import Times, ask, measure_curve, measure_times, sizes_to_time
 from batchtune.processes.worker import Worker
-from batchtune.protocol.commands import TimeSteps
+from batchtune.protocol.commands import CountFlops, TimeSteps
+
+_SAME_FLOPS = 0.001
 
 
 def time_sizes(
@@ -23,7 +27,7 @@ def time_sizes(
     sizes = sizes_to_time(largest, minimum=options.minimum, multiple_of=options.multiple_of)
     command = _command(largest, precision, options).but(seconds=options.timing_seconds)
     measure_curve(worker, points, sizes, observer, command, options.timeout)
-    add_flops(worker, points, observer, precision, options.timeout, only_as_share=not options.flops)
+    _add_flops(worker, points, observer, precision, options.timeout, only_as_share=not options.flops)
 
 
 def time_ranks(worker: Worker, largest: int, precision: str, options: ProbeOptions, observer: Observer) -> Times:
@@ -34,3 +38,56 @@ def time_ranks(worker: Worker, largest: int, precision: str, options: ProbeOptio
 def _command(size: int, precision: str, options: ProbeOptions) -> TimeSteps:
     steps = options.accumulation_steps
     return TimeSteps(batch_size=size, precision=precision, seconds=SECONDS_PER_POINT, accumulation_steps=steps)
+
+
+def with_flops(
+    points: Sequence[ThroughputPoint], count: Callable[[int], float | None], peak: float | None
+) -> list[ThroughputPoint]:
+    """The points with the FLOPs of a sample at their size, and the share of the device's peak they are.
+
+    Two neighbouring sizes with the same FLOPs a sample stand for all larger ones.
+
+    Args:
+        points: by size, ascending.
+        count: FLOPs of a sample at a batch size; None where they cannot be counted.
+        peak: the device's peak FLOP/s at the precision of the points; None where it is not known.
+    """
+    found: list[ThroughputPoint] = []
+    settled, before = False, None
+    for point in points:
+        flops = before if settled else count(point.batch_size)
+        if flops is None:
+            return [*found, *points[len(found) :]]
+        settled = settled or (before is not None and abs(flops - before) <= _SAME_FLOPS * before)
+        before = flops
+        mfu = flops * point.samples_per_second / peak if peak else None
+        found.append(point.model_copy(update={"flops_per_sample": flops, "mfu": mfu}))
+    return found
+
+
+def _add_flops(
+    worker: Worker,
+    points: list[ThroughputPoint],
+    observer: Observer,
+    precision: str,
+    timeout: float,
+    *,
+    only_as_share: bool,
+) -> None:
+    """Adds the FLOPs of a sample to the points, and what share of the device's peak they are where that is known.
+
+    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
+    worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
+    """
+    opened = worker.start()
+    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
+    if (peak is None and only_as_share) or not opened.fits_alone:
+        return
+
+    def count(size: int) -> float | None:
+        command = CountFlops(batch_size=size, precision=precision)
+        found = ask(worker, command, timeout, observer, f"FLOPs at batch size {size}")
+        return found.per_sample if found else None
+
+    points[:] = with_flops(points, count, peak)
+    worker.renew()

@@ -14,8 +14,8 @@ from batchtune.probe.findings import (
     leak_warnings,
     recompile_warnings,
 )
-from batchtune.probe.timing.flops import with_flops
 from batchtune.probe.timing.steps import busy_warnings
+from batchtune.probe.timing.throughput import with_flops
 
 GIB = 2**30
 

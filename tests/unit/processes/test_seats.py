@@ -11,8 +11,7 @@ from batchtune.device.nvml import distances
 from batchtune.observer import Observer
 from batchtune.processes import pool
 from batchtune.processes.pool import WorkerPool
-from batchtune.processes.ranks import closest_seats
-from batchtune.processes.seats import by_closeness
+from batchtune.processes.ranks import by_closeness, closest_seats
 from batchtune.protocol.commands import OpenTask
 
 FAR, NEAR, LINKED, TWICE = 50, 10, -1, -2
