@@ -144,14 +144,16 @@ class Probe:
 
         There peaks rise for more steps than the search's attempts take, so that one takes as many as the check.
         """
-        found, options, (largest, high) = self._found, self._options, bracket(self.attempts)
-        if found.opened.device != "cpu" or found.limit is None or high is None:
+        found, options, largest = self._found, self._options, bracket(self.attempts)[0]
+        if found.opened.device != "cpu" or found.limit is None:
             return largest
         searched = next(each for each in reversed(self.attempts) if each.batch_size == largest)
         steps, below = steps_to_verify(self.attempts, options), [largest]
         for rise in RISES:
-            size = min(largest, size_with_room(searched, self.attempts, found.limit, options, rise))
-            self._observer.attempting(size, f"{steps} steps, in which peaks may rise")
+            size = size_with_room(searched, self.attempts, found.limit, options, rise)
+            if size >= largest:
+                return largest
+            self._observer.attempting(size, "as long as the final check, since peaks may rise")
             tried = self._tries.attempt(size, steps, verify=False)
             if tried.fits:
                 return min(largest, size_with_room(tried, self.attempts, found.limit, options))
