@@ -123,7 +123,7 @@ class AxisScale:
             low, high = math.log10(self.low), math.log10(self.high)
             room = max(0.1 * (high - low), 0.08)
             return replace(self, low=10 ** max(low - room, -307.0), high=10 ** min(high + room, 308.0))
-        if self.axis.from_zero:
+        if self.axis.from_zero and self.high > 0:
             return replace(self, high=self.axis.end or min(self.high * beyond, sys.float_info.max))
         room = 0.05 * (self.high / 2 - self.low / 2)
         furthest = sys.float_info.max

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import documents
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchtune.report.svg import chart
@@ -73,7 +73,12 @@ def test_a_logarithmic_axis_has_round_ticks(low, high, ticks):
     assert AxisScale.over([low, high], Axis("", log=True)).round_values(7) == pytest.approx(ticks)
 
 
-@given(st.lists(st.tuples(st.floats(), st.floats()), min_size=1, max_size=9), st.booleans(), st.booleans())
+@example(points=[(0.0, -1.7e308)], log=False, from_zero=True)
+@given(
+    points=st.lists(st.tuples(st.floats(), st.floats()), min_size=1, max_size=9),
+    log=st.booleans(),
+    from_zero=st.booleans(),
+)
 def test_every_place_is_a_number_within_the_figure_whatever_the_points(points, log, from_zero):
     axis = Axis("n", log=log, from_zero=from_zero)
     text = str(chart(plot(*(Series(mark, "", points) for mark in ("fit", "oom", "other")), x=axis, y=axis)))
