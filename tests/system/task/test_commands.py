@@ -55,7 +55,7 @@ def test_a_trainer_is_probed(quick_cli):
 def test_a_trainer_that_shards_by_itself_is_refused_with_what_takes_its_place(quick_cli):
     quick_cli.write("train.py", f"{SCRIPT}\ndef sharded():\n    return make(fsdp=True)\n")
     found = quick_cli("tune", "train.py:sharded", "-q", "budget.total=1m")
-    assert found.code == 5
+    assert found.code == 3
     assert "Using fsdp only works in distributed training. Leave its fsdp out, and tune with --ranks N" in found.err
 
 
