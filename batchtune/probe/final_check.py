@@ -18,8 +18,8 @@ _BACKOFF, _EVEN_BACKOFFS = 0.005, 3  # the next size is so much smaller, then ev
 _MOST_SILENCES = 2  # in a row, the second at half the size: then it is not the size that takes long
 _HALF = 0.5
 _BY_LUCK = 0.03  # by so much a size is smaller than one that passed, where a larger one failed by batches that differ
-_STUDENT = {3: 2.920, 4: 2.353, 5: 2.132}  # by processes on a CPU: one more takes less than this in 95 % of cases,
-# times their deviation, above their mean; its allocator takes more or less by what lay in the heap before
+_PROCESSES_ON_A_CPU = 5  # whose allocator takes more or less by what lay in the heap before
+_STUDENT = 2.132  # of so many: one more takes less than this, times their deviation, above their mean in 95 % of cases
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.25  # of the peaks of such processes; 0.19 was seen
 _USUAL_SPREAD = 0.2  # of what of them grows with the batch
 RISES = (0.5, 0.1)  # of the same over more steps than the search takes: mostly, and where a larger batch takes less
@@ -97,17 +97,15 @@ def asks_for_another(passed: Sequence[Attempt], device: str, limit_bytes: int | 
         return False
     if device != "cpu":
         return len(passed) < orders
-    made, most = len(passed), max(_STUDENT)
-    is_known = orders == 1 and made in _STUDENT and _most_bytes(passed, made) <= limit_bytes
-    return made < most and not is_known and _most_bytes(passed, most) <= limit_bytes
+    return len(passed) < _PROCESSES_ON_A_CPU and _most_bytes(passed) <= limit_bytes
 
 
-def _most_bytes(passed: Sequence[Attempt], count: int) -> int:
-    """What 19 of 20 further processes stay within, by Student's t, if those yet to come of so many take the mean."""
-    peaks = [each.peak_reserved_bytes or 0 for each in passed]
+def _most_bytes(passed: Sequence[Attempt]) -> int:
+    """What 19 of 20 further processes stay within, by Student's t, if those yet to come take the mean of these."""
+    peaks, count = [each.peak_reserved_bytes or 0 for each in passed], _PROCESSES_ON_A_CPU
     mean = statistics.mean(peaks)
     apart = math.sqrt(sum((peak - mean) ** 2 for peak in peaks) / (count - 1) * (1 + 1 / count))
-    return math.ceil(max((1 + _LEAST_SPREAD) * max(peaks), mean + _STUDENT[count] * apart))
+    return math.ceil(max((1 + _LEAST_SPREAD) * max(peaks), mean + _STUDENT * apart))
 
 
 def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None) -> Attempt:
@@ -120,7 +118,7 @@ def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None)
     peaks = [each.peak_reserved_bytes for each in passed if each.peak_reserved_bytes is not None]
     if device != "cpu" or limit_bytes is None or not peaks:
         return largest
-    most = _most_bytes(passed, len(passed) if len(passed) in _STUDENT else max(_STUDENT))
+    most = _most_bytes(passed)
     if most <= limit_bytes:
         return largest.model_copy(update={"kept_back_bytes": most - max(peaks)} if len(peaks) > 1 else {})
     took = f"{size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes" if len(peaks) > 1 else size(peaks[0])
