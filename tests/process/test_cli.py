@@ -173,8 +173,8 @@ def test_probe_finds_what_a_real_memory_limit_holds(work, result_schema):
     result_schema.validate(finished.document)
     probe = finished.document["probe"]
     assert probe["limited_by"] == "memory"
-    assert 100 < probe["max_batch_size"] < 300
-    assert probe["max_batch_size"] < probe["first_failing_batch_size"] <= 1.1 * probe["max_batch_size"] + 1
+    assert 85 < probe["max_batch_size"] < 140  # two batches of 1 MiB a sample, above what libraries take
+    assert probe["max_batch_size"] < probe["first_failing_batch_size"] <= 1.25 * probe["max_batch_size"]
     assert probe["verified_in_fresh_process"]
     outcomes = {attempt["batch_size"]: attempt["outcome"] for attempt in probe["attempts"]}
     assert outcomes[probe["max_batch_size"]] == "fit"
