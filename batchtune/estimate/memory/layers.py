@@ -1,7 +1,4 @@
-"""Memory inside the kernels of normalizations, softmax, convolutions and scaled dot product attention.
-
-Convolutions: copies and sums of Convolution.cpp and cudnn/ConvShared.cpp; cuDNN's workspace is not in here.
-"""
+"""Memory inside the kernels of normalizations, softmax and scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -12,18 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
 
 from batchtune.estimate.memory.allocator import round_up
 from batchtune.estimate.memory.events import FLOAT, RESULTS, Arguments, Block, Gpu, Steps, bytes_of
-from batchtune.estimate.memory.reductions import contiguous, copy_of, reduction, rows_summed
+from batchtune.estimate.memory.reductions import contiguous, copy_of, rows_summed
 
 aten = torch.ops.aten
 _WARP = 32
 _INDEXED = 2**31 - 1  # elements from which on torch takes 64 bits
-_INPUT, _WEIGHT, _BIAS = 0, 1, 2  # places of the gradients
+_WEIGHT, _BIAS = 1, 2  # places of the gradients
 _MANY_ROWS, _ROWS_PER_BLOCK, _MOST_BLOCKS = 64 << 10, 32, 32 << 10
-_LINE, _IMAGE = 3, 4  # dimensions with those of samples and channels
 _STATE, _UNUSED = 6, 7  # places of flash attention's results
 _RANDOM_STATE = 16
 _STORAGE_HEADER = 16  # GradQTempStorage: lock, counter and padding before its buffer
@@ -90,65 +85,6 @@ def _softmax_backward(args: Arguments) -> Steps:
     return (RESULTS, (copy_of(output), *contiguous(output)))
 
 
-def _format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
-    found: torch.memory_format = suggest_memory_format(tensor)
-    return found if found != torch.contiguous_format else suggest_memory_format(weight)
-
-
-def _in_two_dimensions(tensor: Tensor) -> Tensor:
-    """view1d_as_2d."""
-    return tensor.unsqueeze(2) if tensor.dim() == _LINE else tensor
-
-
-def _by_torchs_depthwise(tensor: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> bool:
-    """use_cudnn_depthwise is false: torch's own kernel. fp16, where cuDNN may be chosen, is taken to go there too."""
-    depthwise = not transposed and groups > 1 and tensor.shape[1] == groups and tensor.dim() == _IMAGE
-    return depthwise and _format(tensor, weight) == torch.contiguous_format
-
-
-def _forward(args: Arguments) -> Steps:
-    """The input copied to the format before the result is made, the weight after (cudnn_convolution)."""
-    tensor, weight, _, _, _, _, transposed, _, groups = args[:9]
-    line = contiguous(tensor) if tensor.dim() == _LINE else ()  # "avoid accidentally going through NHWC"
-    tensor = tensor.contiguous() if line else tensor
-    tensor, weight = _in_two_dimensions(tensor), _in_two_dimensions(weight)
-    if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
-        return ((*line, *contiguous(tensor, weight), RESULTS),)
-    layout = _format(tensor, weight)
-    copied = contiguous(tensor, memory_format=layout)
-    return ((*line, *copied, RESULTS, *contiguous(weight, memory_format=layout)),)
-
-
-def _backward(args: Arguments) -> Steps:
-    """convolution_backward, and cudnn_convolution_backward, whose two halves each make the gradient contiguous.
-
-    A gradient that suggests another format than the input is converted before, once for both; a transposed convolution
-    makes any gradient contiguous then (cudnn_convolution_transpose_backward).
-    """
-    gradient, tensor, weight, _, _, _, _, transposed, _, groups, mask = args[:11]
-    sums: Steps = ()
-    if mask[_BIAS]:
-        sums = (_BIAS, reduction(gradient, [side for side in range(gradient.dim()) if side != 1]))
-    line = contiguous(tensor) if tensor.dim() == _LINE else ()
-    tensor = tensor.contiguous() if line else tensor
-    gradient, tensor, weight = (_in_two_dimensions(each) for each in (gradient, tensor, weight))
-    wanted = tuple(place for place in (_INPUT, _WEIGHT) if mask[place])
-    if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
-        return ((*line, (*contiguous(gradient, tensor, weight), *reversed(wanted)), *sums),)
-    layout = _format(tensor, weight)
-    before = contiguous(tensor, memory_format=layout) if mask[_WEIGHT] else ()
-    converted = suggest_memory_format(gradient) != layout
-    copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
-    first, again = (copied, ()) if converted or transposed else ((), copied)
-    halves: list[Steps] = []
-    if mask[_INPUT]:
-        halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout)))
-    if mask[_WEIGHT]:
-        halves.append((*again, _WEIGHT))
-    return ((*line, (*before, *first, *halves), *sums),)
-
-
 def _flash(args: Arguments) -> Steps:
     """mha_fwd in flash_attn/flash_api.cpp: dropout's random state replaces one that was there before."""
     dropout = args[3] if len(args) > 3 else 0.0  # noqa: PLR2004 - query, key, value, dropout_p
@@ -212,8 +148,6 @@ LAYERS: dict[OpOverload, Callable[[Arguments], Steps]] = {
     aten._log_softmax.default: lambda args: (RESULTS, contiguous(args[0])),  # noqa: SLF001
     aten._log_softmax_backward_data.default: lambda args: (RESULTS, contiguous(*args[:2])),  # noqa: SLF001
     aten._softmax_backward_data.default: _softmax_backward,  # noqa: SLF001
-    aten.convolution.default: _forward,
-    aten.convolution_backward.default: _backward,
     aten._scaled_dot_product_flash_attention.default: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,  # noqa: SLF001
     # _efficient_attention_forward in attention.cu: seed and offset of dropout are made on the CPU

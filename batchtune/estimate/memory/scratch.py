@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from batchtune.estimate.memory.allocator import round_up
+from batchtune.estimate.memory.convolutions import CONVOLUTIONS
 from batchtune.estimate.memory.events import FLOAT, LONG, RESULTS, Arguments, Block, Gpu, Steps, bytes_of
 from batchtune.estimate.memory.layers import LAYERS
 from batchtune.estimate.memory.reductions import REDUCTIONS, contiguous, copy_of
@@ -175,6 +176,7 @@ def _unique_by_key(count: int) -> int:
 _INSIDE: dict[OpOverload, Callable[[Arguments], Steps]] = {
     **REDUCTIONS,
     **LAYERS,
+    **CONVOLUTIONS,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.index_put.default: _sorted_indices,
