@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +44,32 @@ def every_precision(device: torch.device) -> list[str]:
     return ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16", "fp16"]
 
 
+def tf32_allowed() -> tuple[bool, bool]:
+    """Whether matrix products and convolutions of fp32 tensors may compute in TF32; torch begins with (False, True)."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(convolutions, "conv"):  # from torch 2.9 on, which raises for the older names where somebody used both
+        return products.fp32_precision == "tf32", convolutions.conv.fp32_precision == "tf32"
+    return products.allow_tf32, convolutions.allow_tf32
+
+
 class Precision:
-    """How a run computes (bf16, fp16, fp32 or tf32): an autocast context, fp16's loss scaler, the fp32 matrix mode."""
+    """How a run computes (bf16, fp16, fp32 or tf32): an autocast context, fp16's loss scaler, TF32 everywhere.
+
+    All but tf32 leave to torch and to the user's code what fp32 tensors are multiplied in.
+    """
+
+    _tf32_before: ClassVar[tuple[bool, bool] | None] = None  # while tf32 has changed it
 
     def __init__(self, name: str, device: torch.device, loss_scale: float = LOSS_SCALE) -> None:
         self._name, self._device = name, device
         self.scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale, enabled=name == "fp16")
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+        before = Precision._tf32_before
+        if name == "tf32":
+            Precision._tf32_before = before or tf32_allowed()
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        elif before is not None:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+            Precision._tf32_before = None
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context that forward passes run in."""

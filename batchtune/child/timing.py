@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 
@@ -20,6 +21,7 @@ from torch.utils import flop_counter
 from batchtune.child.evaluate import Inference
 from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import Ranks
+from batchtune.child.stepping import tf32_allowed
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import DeviceMemory
@@ -232,11 +234,22 @@ def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> F
     else:
         trainer = Trainer(task, device, precision)
         flops = count_flops(lambda: trainer.forward_backward(batch))
-    return Flops(per_sample=None if flops is None else flops / command.batch_size)
+    if flops is None:
+        return Flops(per_sample=None)
+    return Flops(per_sample=flops.total() / command.batch_size, computed_in=computed_in(flops, precision, device))
 
 
-def count_flops(work: Callable[[], object]) -> int | None:
-    """Runs `work` once and counts its matrix products, convolutions and attention; None where torch cannot.
+def computed_in(flops: Counter[str], precision: str, device: torch.device) -> str:
+    """What matrix units do most of a step's operations in, counted by operator: fp32 on a GPU may mean TF32."""
+    if precision != "fp32" or device.type != "cuda":
+        return precision
+    products, convolutions = tf32_allowed()
+    in_tf32 = sum(count for name, count in flops.items() if (convolutions if "convolution" in name else products))
+    return "tf32" if 2 * in_tf32 > flops.total() else precision
+
+
+def count_flops(work: Callable[[], object]) -> Counter[str] | None:
+    """Runs `work` once and counts, by operator, matrix products, convolutions and attention; None where torch cannot.
 
     A multiplication and an addition are two. Compiled models run uncompiled meanwhile: compiled kernels hide their
     operations.
@@ -253,7 +266,8 @@ def count_flops(work: Callable[[], object]) -> int | None:
             work()
     except Exception:  # noqa: BLE001 - a model that takes no counting, or no memory for it: not measured
         return None
-    return counter.get_total_flops() or None
+    counts = counter.get_flop_counts().get("Global", {})
+    return Counter({str(operator): count for operator, count in counts.items()}) or None
 
 
 def _more() -> dict[object, Callable[..., object]]:

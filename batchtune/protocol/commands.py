@@ -238,9 +238,10 @@ class TimeSteps(Command[ThroughputPoint]):
 
 
 class Flops(Message):
-    """Floating-point operations of one sample; None where torch counts none."""
+    """Floating-point operations of one sample, None where torch counts none, and what most of them are computed in."""
 
     per_sample: float | None
+    computed_in: str = ""
 
 
 class CountFlops(Command[Flops]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.device.gpus import peak_flops
@@ -10,7 +11,7 @@ from batchtune.document import ThroughputPoint
 from batchtune.observer import Observer
 from batchtune.probe.timing.steps import Times, ask, measure_curve, measure_times, sizes_to_time
 from batchtune.processes.worker import Worker
-from batchtune.protocol.commands import CountFlops, TimeSteps
+from batchtune.protocol.commands import CountFlops, Flops, TimeSteps
 
 _SAME_FLOPS = 0.001
 
@@ -84,10 +85,12 @@ def _add_flops(
     if (peak is None and only_as_share) or not opened.fits_alone:
         return
 
-    def count(size: int) -> float | None:
+    @cache
+    def count(size: int) -> Flops:
         command = CountFlops(batch_size=size, precision=precision)
-        found = ask(worker, command, timeout, observer, f"FLOPs at batch size {size}")
-        return found.per_sample if found else None
+        return ask(worker, command, timeout, observer, f"FLOPs at batch size {size}") or Flops(per_sample=None)
 
-    points[:] = with_flops(points, count, peak)
+    if peak and points:
+        peak = peak_flops(opened.device_name, count(points[0].batch_size).computed_in or precision)
+    points[:] = with_flops(points, lambda size: count(size).per_sample, peak)
     worker.renew()

@@ -127,7 +127,7 @@ def hf_optimizer_notes(found: Recommendation, result: Document) -> list[str]:
 
 
 def _hf(found: Recommendation, result: Document) -> Values:
-    """Fields of `transformers.TrainingArguments`; whatever is not tf32 ran without it."""
+    """Fields of `transformers.TrainingArguments`."""
     _refuse_fp16_on_cpu("the Trainer", found, result)
     return {
         "per_device_train_batch_size": found.micro_batch_size,
@@ -136,7 +136,7 @@ def _hf(found: Recommendation, result: Document) -> Values:
         "max_grad_norm": _clipped(found)["norm"],
         "bf16": found.precision == "bf16",
         "fp16": found.precision == "fp16",
-        "tf32": found.precision == "tf32" if _device(result) in {"cuda", None} else None,
+        "tf32": True if found.precision == "tf32" else None,
         "use_cpu": True if _device(result) == "cpu" else None,
         "fsdp": True if found.strategy == "fsdp" else None,  # Transformers 5: FSDP2, each layer of its own
         "gradient_checkpointing": found.activation_checkpointing,

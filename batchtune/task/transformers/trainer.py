@@ -241,13 +241,13 @@ def _checkpoint_activations(model: Any, args: Any) -> None:
 def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Arguments:
     """A copy of `TrainingArguments` with what `batchtune tune` recommends, by a result file or run folder.
 
-    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, max_grad_norm, bf16, fp16 and, on a
-    GPU, tf32.
+    Sets per_device_train_batch_size, gradient_accumulation_steps, learning_rate, max_grad_norm, bf16, fp16 and,
+    where it was measured in that, tf32.
 
     Raises:
         UsageError: the result recommends nothing.
     """
-    found, given = recommended(result), vars(arguments)
+    found = recommended(result)
     changes: dict[str, bool | float] = {
         "per_device_train_batch_size": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
@@ -258,8 +258,8 @@ def apply_result(arguments: Arguments, result: str | os.PathLike[str]) -> Argume
         changes["max_grad_norm"] = found.gradient_clipping.norm or 0.0
     if found.learning_rate is not None:
         changes["learning_rate"] = found.learning_rate
-    if found.precision in {"fp32", "tf32"} and (found.precision == "tf32" or given.get("tf32")):
-        changes["tf32"] = found.precision == "tf32"
+    if found.precision == "tf32":
+        changes["tf32"] = True
     return dataclasses.replace(arguments, **changes)  # type: ignore[type-var]  # they are a dataclass
 
 

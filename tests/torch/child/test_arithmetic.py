@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchtune.child.attempt import attempt
-from batchtune.child.timing import count_flops, flops_per_sample, time_steps
+from batchtune.child.timing import computed_in, count_flops, flops_per_sample, time_steps
 from batchtune.device._base import Peaks, stopwatch_on_the_wall
 from batchtune.protocol.commands import CountFlops, TimeSteps, TryBatchSize
 from batchtune.task.contract import Task
@@ -58,14 +59,14 @@ def linear_task(seen=None, seconds=(0,)):
 
 def test_a_linear_layer_costs_two_operations_a_weight_forward_and_as_many_for_its_gradient():
     model, batch = nn.Linear(16, 8), torch.randn(4, 16)
-    assert count_flops(lambda: model(batch).sum().backward()) == 2 * (2 * 4 * 16 * 8)
+    assert count_flops(lambda: model(batch).sum().backward()).total() == 2 * (2 * 4 * 16 * 8)
 
 
 def test_attention_on_the_cpu_is_counted():
     query = torch.randn(1, 2, 32, 8, requires_grad=True)
     flops = count_flops(lambda: functional.scaled_dot_product_attention(query, query, query).sum().backward())
     forward = 2 * 2 * (2 * 32 * 32 * 8)
-    assert flops == forward + 2.5 * forward
+    assert flops.total() == forward + 2.5 * forward
 
 
 def test_a_compiled_model_is_counted_like_the_plain_one():
@@ -119,3 +120,14 @@ def test_beside_other_programs_the_quickest_tenth_of_steps_tells_what_one_takes(
     monkeypatch.setattr("batchtune.child.timing.waited_seconds", lambda: 0.0)  # of the machine that tests run on
     command = TimeSteps(batch_size=4, precision="fp32", seconds=0.4)
     assert least < time_steps(linear_task(seconds=[0.002, 0.03, 0.03]), FakeMemory(), command).step_seconds < most
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("layer", "found"), [("convolution", "tf32"), ("linear", "fp32")])
+def test_most_of_a_steps_operations_say_what_peak_they_are_a_share_of(layer, found):
+    counts = Counter({"aten.convolution_backward": 60, "aten.mm": 40} if layer == "convolution" else {"aten.mm": 9})
+    assert computed_in(counts, "fp32", GPU) == found  # as torch has it: TF32 in convolutions alone
+    assert computed_in(counts, "bf16", GPU) == "bf16"
+    assert computed_in(counts, "fp32", torch.device("cpu")) == "fp32"

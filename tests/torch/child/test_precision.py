@@ -1,5 +1,8 @@
 """What each precision means, and which one a device does well."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -62,7 +65,29 @@ def matrix_modes():
         backend.allow_tf32 = allowed
 
 
-def test_tf32_is_switched_on_for_itself_only(matrix_modes):
-    for name, on in (("tf32", True), ("fp32", False)):
-        Precision(name, CUDA)
-        assert matrix_modes() == [on, on]
+def test_all_but_tf32_compute_as_torch_and_the_users_code_have_it(matrix_modes):
+    for own in (False, True), (True, True), (False, False):
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = own
+        for name in ("fp32", "tf32", "tf32", "bf16", "tf32", "fp32"):
+            Precision(name, CUDA)
+            assert matrix_modes() == ([True, True] if name == "tf32" else list(own))
+
+
+NEWER_NAMES = """
+import torch
+from batchtune.child.stepping import Precision, tf32_allowed
+
+device = torch.device("cuda", 0)
+torch.backends.fp32_precision = "tf32"  # after which torch raises for the older name of matrix products
+before = tf32_allowed()
+for name in ("fp32", "tf32", "fp32"):
+    Precision(name, device)
+print(before, tf32_allowed())
+"""
+
+
+def test_torchs_newer_names_for_it_are_understood():
+    if not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("torch has them from 2.9 on")
+    done = subprocess.run([sys.executable, "-c", NEWER_NAMES], capture_output=True, text=True, check=True)
+    assert done.stdout == "(True, True) (True, True)\n"
