@@ -17,7 +17,7 @@ from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.overheads import Offsets
 from batchtune.run_folder import write_atomically
 
-_CALIBRATION, _FORMAT = "calibration.json", 1
+_CALIBRATION, _FORMAT = "calibration.json", 2  # 1: without cuDNN's workspaces in the trace
 _MOST_OFFSETS = 16  # of each term; the oldest go first
 _BELIEVED = {  # what lies outside was no measurement: somebody else used the GPU, or the file was edited
     "context_bytes": (64 * MIB, 4096 * MIB),  # no context takes less: nobody had one when that was measured

@@ -1,4 +1,5 @@
-/* libcudnn 9: one engine for every graph, with the workspace that the card's settings name; RNNs with real layouts. */
+/* libcudnn 9: one engine for every graph, with a workspace as on an H100, or as the card's settings name it; RNNs with
+   real layouts. */
 #include "machine.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,10 +63,24 @@ void cudnnGetLastErrorString(char *text, size_t room) {
 /* ---- graphs: cudnn_graph.h, cudnnBackendAttributeName_t ---- */
 
 enum { ENGINEHEUR_RESULTS = 202, ENGINECFG_INTERMEDIATE_INFO = 301, EXECUTION_PLAN_WORKSPACE_SIZE = 402 };
+enum { CONVOLUTION_STRIDES = 103, TENSOR_DATA_TYPE = 901, TENSOR_DIMENSIONS, TENSOR_STRIDES };
+enum { FORWARD_CONVOLUTION = 702, FORWARD_W, FORWARD_X, FORWARD_Y };
+enum { DATA_CONVOLUTION = 708, DATA_W, DATA_X, DATA_Y };
+enum { FILTER_CONVOLUTION = 714, FILTER_W, FILTER_X, FILTER_Y };
 enum { TYPE_INT64 = 3, TYPE_INT32 = 23 };
 
+struct part { /* of a graph: a tensor, how to convolve, or what is done with which tensors */
+  int type;
+  int64_t dimensions, sizes[8], strides[8];
+  int first; /* the attribute of an operation that names its convolution; W, X and Y follow */
+  struct part *convolution, *tensors[3];
+};
+
+static __thread int64_t last_workspace; /* of the operation that this thread has finished last; its plan follows */
+static int64_t element_bytes(int type);
+
 int cudnnBackendCreateDescriptor(int type, void **out) {
-  *out = calloc(1, 64);
+  *out = calloc(1, sizeof(struct part));
   return SUCCESS;
 }
 
@@ -74,13 +89,69 @@ int cudnnBackendDestroyDescriptor(void *descriptor) {
   return SUCCESS;
 }
 
-int cudnnBackendFinalize(void *descriptor) { return fault(__func__); }
+int cudnnBackendSetAttribute(struct part *part, int name, int type, int64_t count, const void *values) {
+  int bytes = count < 0 || count > 8 ? 0 : 8 * count;
+  if (name == TENSOR_DATA_TYPE) part->type = *(int *)values;
+  if (name == TENSOR_DIMENSIONS) part->dimensions = count, memcpy(part->sizes, values, bytes);
+  if (name == TENSOR_STRIDES || name == CONVOLUTION_STRIDES) memcpy(part->strides, values, bytes);
+  for (int first = FORWARD_CONVOLUTION; first <= FILTER_CONVOLUTION; first += DATA_CONVOLUTION - FORWARD_CONVOLUTION)
+    if (name == first) {
+      part->first = first;
+      part->convolution = *(struct part **)values;
+    } else if (name > first && name <= first + 3) {
+      part->tensors[name - first - 1] = *(struct part **)values;
+    }
+  return SUCCESS;
+}
+
+/* Bytes of a tensor with its channels rounded up to 16 bytes. */
+static int64_t copied(struct part *part) {
+  int64_t bytes = (part->sizes[1] * element_bytes(part->type) + 15) / 16 * 16 * part->sizes[0];
+  for (int i = 2; i < part->dimensions; i++) bytes *= part->sizes[i];
+  return bytes;
+}
+
+static int64_t product(struct part *part, int from) {
+  int64_t found = 1;
+  for (int i = from; i < part->dimensions; i++) found *= part->sizes[i];
+  return found;
+}
+
+/* As was seen on an H100: batchtune/estimate/memory/convolutions.py says what, and when it is taken is torch's. */
+static int64_t workspace_of(struct part *operation) {
+  struct part *w = operation->tensors[0], *x = operation->tensors[1], *y = operation->tensors[2];
+  int64_t element = element_bytes(x->type), side = 1, stride = 1, channels = x->sizes[1];
+  if (card_here()->major < 7 || (card_here()->major < 8 && element != 2) || element > 4) return 0;
+  if (w->sizes[1] != channels) return 0; /* in groups */
+  for (int i = 2; i < w->dimensions; i++) {
+    if (w->sizes[i] > side) side = w->sizes[i];
+    if (operation->convolution->strides[i - 2] > stride) stride = operation->convolution->strides[i - 2];
+  }
+  int is_last = x->strides[1] == 1 && product(x, 2) > 1;
+  int is_product = side == 1 && stride == 1 && product(x, 2) % 2 == 0, is_forward = operation->first == FORWARD_CONVOLUTION;
+  int64_t of_x = is_last && channels * element % 16 == 0 ? 0 : copied(x);
+  int64_t of_y = is_last && y->sizes[1] * element % 16 == 0 ? 0 : copied(y);
+  int64_t found = of_x + of_y + (is_last || side == 1 ? 0 : copied(w));
+  if (operation->first == FILTER_CONVOLUTION) {
+    int64_t sums = 4 * x->sizes[0] * product(w, 0);
+    return is_product && sums < found ? sums : found;
+  }
+  if (is_product) return 0;
+  if (is_forward && channels * element < 16 && (side <= 4 || element == 4)) return 0;
+  return is_forward && element == 4 && channels <= 64 && !is_last ? found - of_y : found;
+}
+
+int cudnnBackendFinalize(struct part *part) {
+  if (part->first && part->convolution && part->tensors[0] && part->tensors[1] && part->tensors[2])
+    last_workspace = workspace_of(part);
+  return fault(__func__);
+}
 
 int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t wanted, int64_t *found, void *out) {
   int one = name == ENGINEHEUR_RESULTS || name == ENGINECFG_INTERMEDIATE_INFO || name == EXECUTION_PLAN_WORKSPACE_SIZE;
   if (found) *found = one;
   if (out && name == EXECUTION_PLAN_WORKSPACE_SIZE) {
-    *(int64_t *)out = card_here()->cudnn_workspace_bytes;
+    *(int64_t *)out = card_here()->cudnn_workspace_bytes + last_workspace;
   } else if (out && !one && wanted == 1) {
     if (type == TYPE_INT64) *(int64_t *)out = 0;
     if (type == TYPE_INT32) *(int32_t *)out = 0;

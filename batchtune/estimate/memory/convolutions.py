@@ -1,20 +1,30 @@
-"""Memory inside convolutions: copies and sums of Convolution.cpp and cudnn/ConvShared.cpp; cuDNN's workspace is not in here."""
+"""Memory inside convolutions: copies and sums of Convolution.cpp and cudnn/ConvShared.cpp, and cuDNN's workspace.
+
+What cuDNN takes is not documented. It was measured for the convolutions of nine models on an H100 with cuDNN 9, in
+TF32 and bf16: matrix units multiply images whose channels lie last and are a multiple of 16 bytes, so that whatever
+lies otherwise is copied: input, result and weights. tests/benchmarks/results/convolutions.md has the figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from batchtune.estimate.memory.events import RESULTS, Arguments, Steps
+from batchtune.estimate.memory.allocator import round_up
+from batchtune.estimate.memory.events import FLOAT, RESULTS, Arguments, Block, Steps
 from batchtune.estimate.memory.reductions import contiguous, copy_of, reduction
 
 aten = torch.ops.aten
 _INPUT, _WEIGHT, _BIAS = 0, 1, 2  # places of the gradients
 _LINE, _IMAGE = 3, 4  # dimensions with those of samples and channels
+_CHANNELS_BYTES = 16  # a multiple of which matrix units take
+_SMALL_KERNEL = 4  # a side
+_NARROW = 64  # channels
 
 
 def _format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -36,7 +46,8 @@ def _by_torchs_depthwise(tensor: Tensor, weight: Tensor, groups: int, *, transpo
 
 def _forward(args: Arguments) -> Steps:
     """The input copied to the format before the result is made, the weight after (cudnn_convolution)."""
-    tensor, weight, _, _, _, _, transposed, _, groups = args[:9]
+    tensor, weight, _, stride, padding, dilation, transposed, more, groups = args[:9]
+    result = _result(tensor.shape, weight.shape, (stride, padding, dilation, more), groups, transposed=transposed)
     line = contiguous(tensor) if tensor.dim() == _LINE else ()  # "avoid accidentally going through NHWC"
     tensor = tensor.contiguous() if line else tensor
     tensor, weight = _in_two_dimensions(tensor), _in_two_dimensions(weight)
@@ -44,7 +55,9 @@ def _forward(args: Arguments) -> Steps:
         return ((*line, *contiguous(tensor, weight), RESULTS),)
     layout = _format(tensor, weight)
     copied = contiguous(tensor, memory_format=layout)
-    return ((*line, *copied, RESULTS, *contiguous(weight, memory_format=layout)),)
+    weights = contiguous(weight, memory_format=layout)
+    workspace = _Workspace(tensor, weight, result, stride, layout, groups, transposed=transposed)
+    return ((*line, *copied, RESULTS, *weights, workspace.of_result()),)
 
 
 def _backward(args: Arguments) -> Steps:
@@ -53,7 +66,7 @@ def _backward(args: Arguments) -> Steps:
     A gradient that suggests another format than the input is converted before, once for both; a transposed convolution
     makes any gradient contiguous then (cudnn_convolution_transpose_backward).
     """
-    gradient, tensor, weight, _, _, _, _, transposed, _, groups, mask = args[:11]
+    gradient, tensor, weight, _, stride, _, _, transposed, _, groups, mask = args[:11]
     sums: Steps = ()
     if mask[_BIAS]:
         sums = (_BIAS, reduction(gradient, [side for side in range(gradient.dim()) if side != 1]))
@@ -69,11 +82,86 @@ def _backward(args: Arguments) -> Steps:
     copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
     first, again = (copied, ()) if converted or transposed else ((), copied)
     halves: list[Steps] = []
+    workspace = _Workspace(tensor, weight, gradient.shape, stride, layout, groups, transposed=transposed)
     if mask[_INPUT]:
-        halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout)))
+        halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout), workspace.of_input()))
     if mask[_WEIGHT]:
-        halves.append((*again, _WEIGHT))
+        halves.append((*again, _WEIGHT, workspace.of_weight()))
     return ((*line, (*before, *first, *halves), *sums),)
+
+
+def _result(
+    image: Sequence[int], weight: Sequence[int], how: Sequence[Sequence[int]], groups: int, *, transposed: bool
+) -> list[int]:
+    """Shape of a convolution's result; `how` is stride, padding, dilation and what a transposed one adds."""
+    sides = []
+    for side, kernel, stride, padding, dilation, more in zip(image[2:], weight[2:], *how, strict=True):
+        reach = dilation * (kernel - 1) + 1
+        if transposed:
+            sides.append((side - 1) * stride - 2 * padding + reach + more)
+        else:
+            sides.append((side + 2 * padding - reach) // stride + 1)
+    return [image[0], weight[1] * groups if transposed else weight[0], *sides]
+
+
+class _Workspace:
+    """What cuDNN takes for a convolution; nothing of one in groups, for which no rule was found.
+
+    Args:
+        image: the convolution's input.
+        weight: its weights.
+        result: the shape of what comes out.
+        stride: by side.
+        layout: of the image.
+        groups: of channels.
+        transposed: whether it is a transposed one, whose forward pass is the gradient of another's input.
+    """
+
+    def __init__(
+        self,
+        image: Tensor,
+        weight: Tensor,
+        result: Sequence[int],
+        stride: Sequence[int],
+        layout: torch.memory_format,
+        groups: int,
+        *,
+        transposed: bool,
+    ) -> None:
+        self._element, self._in_groups, channels = image.element_size(), groups > 1, image.shape[1]
+        kernel, is_last = max(weight.shape[2:]), layout != torch.contiguous_format
+        is_pointwise = kernel == max(stride) == 1
+        self._is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
+        shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
+        self._copies = self._forward = sum(map(self._copied, filter(self._is_odd, shapes) if is_last else shapes))
+        if channels * self._element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or self._element == FLOAT):
+            self._forward = self._copies if transposed else 0  # there are kernels for images of few channels
+        elif self._element == FLOAT and channels <= _NARROW and not (is_last or transposed):
+            self._forward -= self._copied(result)  # which is written where it belongs
+        self._sums = FLOAT * image.shape[0] * weight.numel()
+
+    def _is_odd(self, shape: Sequence[int]) -> bool:
+        return shape[1] * self._element % _CHANNELS_BYTES != 0
+
+    def _copied(self, shape: Sequence[int]) -> int:
+        """Bytes of a copy whose channels are as many as matrix units take."""
+        return shape[0] * round_up(shape[1] * self._element, _CHANNELS_BYTES) * math.prod(shape[2:])
+
+    def _block(self, *lengths: int) -> Block:
+        element, in_groups = self._element, self._in_groups
+        return Block(lambda gpu, *found: min(found) if element in gpu.matrix_units and not in_groups else 0, lengths)
+
+    def of_result(self) -> Block:
+        """In the forward pass."""
+        return self._block(0 if self._is_product else self._forward)
+
+    def of_input(self) -> Block:
+        """For the gradient of the input."""
+        return self._block(0 if self._is_product else self._copies)
+
+    def of_weight(self) -> Block:
+        """For the gradient of the weights: of a product of matrices, sums of each sample, where that is less."""
+        return self._block(self._copies, *((self._sums,) if self._is_product else ()))
 
 
 CONVOLUTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {

@@ -30,11 +30,13 @@ class Gpu:
         multiprocessors: their number.
         threads: that one multiprocessor holds at a time.
         cublas_bytes: workspace of a cuBLAS handle.
+        matrix_units: bytes of the numbers that its matrix units multiply, be it as TF32.
     """
 
     multiprocessors: int = 108
     threads: int = 2048
     cublas_bytes: int = 8_519_680
+    matrix_units: tuple[int, ...] = (2, 4)
 
 
 Formula = Callable[..., int]  # of a Gpu and lengths

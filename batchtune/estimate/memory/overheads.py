@@ -41,20 +41,22 @@ class Overhead:
     gpu: Gpu
 
 
-# Contexts: about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer in pytorch#107667), to
-# 500 MB on parts with many multiprocessors; not measured here. Multiprocessors: taken to be those of the generation's
-# largest part, not looked up; threads of each: CUDA C++ Programming Guide. cuBLAS has a workspace of 8,519,680 bytes a
-# handle and stream, 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925). ROCm's are not known.
+# Contexts: 767 MiB were measured on an H100 (driver 580, CUDA 13, torch 2.11), 619 of them before cuBLAS and cuDNN were
+# there. The others are not measured: about 300 MB with lazily loaded kernels, which CUDA has since 11.7 (a maintainer
+# in pytorch#107667), to 500 MB on parts with many multiprocessors. Multiprocessors: taken to be those of the
+# generation's largest part, not looked up; threads of each: CUDA C++ Programming Guide. cuBLAS has a workspace of
+# 8,519,680 bytes a handle and stream, 32 MiB on compute capability 9.0 (CublasHandlePool.cpp, pytorch#120925). ROCm's
+# are not known.
 OVERHEADS = {
-    "Pascal": Overhead(350 * MIB, Gpu(56, 2048)),
-    "Volta": Overhead(400 * MIB, Gpu(80, 2048)),
-    "Turing": Overhead(350 * MIB, Gpu(72, 1024)),
+    "Pascal": Overhead(350 * MIB, Gpu(56, 2048, matrix_units=())),
+    "Volta": Overhead(400 * MIB, Gpu(80, 2048, matrix_units=(2,))),
+    "Turing": Overhead(350 * MIB, Gpu(72, 1024, matrix_units=(2,))),
     "Ampere": Overhead(450 * MIB, Gpu(108, 2048)),
     "Ada": Overhead(450 * MIB, Gpu(142, 1536)),
-    "Hopper": Overhead(550 * MIB, Gpu(132, 2048, 32 * MIB)),
-    "Blackwell": Overhead(550 * MIB, Gpu(188, 2048)),
+    "Hopper": Overhead(770 * MIB, Gpu(132, 2048, 32 * MIB)),
+    "Blackwell": Overhead(770 * MIB, Gpu(188, 2048)),
 }
-_OTHER = Overhead(550 * MIB, Gpu(304, 2048, 32 * MIB))
+_OTHER = Overhead(770 * MIB, Gpu(304, 2048, 32 * MIB))
 APPLE_SHARE = 0.75  # of unified memory that Metal recommends as a working set on machines with 36 GiB and more
 # multi_processor_count in public logs of torch (A5000, A10G); the other six from pages of vendors and databases. For
 # all other GPUs the largest of the generation is taken, with which reductions are spread further and scratch is larger.
@@ -70,7 +72,7 @@ _KNOWN_MULTIPROCESSORS = {
 }
 # Most threads of a multiprocessor by compute capability: CUDA C++ Programming Guide, technical specifications.
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-_BANDS = {"high": 0.04, "medium": 0.10, "low": 0.35}  # from sure to unsure
+_BANDS = {"high": 0.04, "medium": 0.15, "low": 0.45}  # from sure to unsure
 
 
 @dataclass(frozen=True)
@@ -193,18 +195,26 @@ def _not_seen(names: set[str]) -> list[tuple[str, str]]:
 
 
 def confidence(
-    ops: Iterable[str], assumed: Sequence[Assumption], *, aligned: bool, vendor: str, measured: Offsets = UNMEASURED
+    ops: Iterable[str],
+    assumed: Sequence[Assumption],
+    *,
+    aligned: bool,
+    vendor: str,
+    precision: str = "bf16",
+    measured: Offsets = UNMEASURED,
 ) -> Confidence:
     """The confidence that the operators of a step and what its trace assumed leave.
 
-    The bands come from the comparisons in tests/benchmarks/results: 4 % for steps whose scratch is known, 10 % where
-    cuDNN chooses its scratch, 35 % for cuDNN's recurrent kernels, whose reserve space no trace on a CPU sees. What was
-    never compared (other libraries, branches that depend on data) has the widest.
+    The bands come from an H100, tests/benchmarks/results/gpu_peaks.md: 4 % for steps whose scratch is known, 15 % for
+    convolutions in half precision, 45 % for those in fp32, where cuDNN chooses among more algorithms, and for its
+    recurrent kernels, whose reserve space no trace on a CPU sees. What was never compared (other libraries, branches
+    that depend on data) has the widest.
     """
     names, custom = set(ops), custom_operators(ops)
     found = [("low" if each.depends_on_data else "medium", each.text) for each in assumed]
     if any(name.startswith(_CONVOLUTION) for name in names):
-        found.append(("medium", "convolutions: cuDNN's workspace depends on the algorithm it chooses"))
+        level = "medium" if precision in {"bf16", "fp16"} else "low"
+        found.append((level, f"convolutions in {precision}: cuDNN's workspace depends on the algorithm it chooses"))
     if kind_of(names) == "recurrent":
         found.append(("low", "recurrent layers: the memory inside cuDNN's kernels is not seen"))
     found += _not_seen(names)

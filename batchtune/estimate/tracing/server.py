@@ -66,7 +66,14 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
         is_aligned, searches_on = not traced.notes, cache(traced.searches_on)
         rows: list[Row] = []
         for gpu in asked.gpus:
-            sure = confidence(tracer.ops, notes, aligned=is_aligned, vendor=gpu.vendor, measured=gpu.measured)
+            sure = confidence(
+                tracer.ops,
+                notes,
+                aligned=is_aligned,
+                precision=asked.precision,
+                vendor=gpu.vendor,
+                measured=gpu.measured,
+            )
             facts = gpu.memory_bytes, gpu.generation, gpu.vendor
             capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
             searches, mixture = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)

@@ -136,17 +136,18 @@ def test_hopper_keeps_larger_workspaces_and_an_unknown_generation_counts_as_the_
 
 
 @pytest.mark.parametrize(
-    ("ops", "vendor", "level"),
+    ("ops", "vendor", "precision", "level"),
     [
-        ({"aten.addmm.default"}, "NVIDIA", "high"),
-        ({"aten.convolution.default"}, "NVIDIA", "medium"),
-        ({"nn.RNNBase", "aten.addmm.default"}, "NVIDIA", "low"),
-        ({"my_kernels.fused.default"}, "NVIDIA", "low"),
-        ({"aten.addmm.default"}, "AMD", "low"),
+        ({"aten.addmm.default"}, "NVIDIA", "fp32", "high"),
+        ({"aten.convolution.default"}, "NVIDIA", "bf16", "medium"),
+        ({"aten.convolution.default"}, "NVIDIA", "fp32", "low"),
+        ({"nn.RNNBase", "aten.addmm.default"}, "NVIDIA", "bf16", "low"),
+        ({"my_kernels.fused.default"}, "NVIDIA", "bf16", "low"),
+        ({"aten.addmm.default"}, "AMD", "bf16", "low"),
     ],
 )
-def test_confidence_falls_with_what_a_trace_cannot_see_and_says_why(ops, vendor, level):
-    found = confidence(ops, [], aligned=True, vendor=vendor)
+def test_confidence_falls_with_what_a_trace_cannot_see_and_says_why(ops, vendor, precision, level):
+    found = confidence(ops, [], aligned=True, vendor=vendor, precision=precision)
     assert found.name == level
     assert bool(found.notes) == (level != "high")
     assert f"{found.band:.0%}" in str(found)

@@ -397,7 +397,7 @@ def test_a_gru_keeps_the_workspaces_of_its_cells(ask, arguments):
         return model(batch)[0].mean()
 """
     answer = ask(source, memory_limit=64 << 20)
-    assert answer["gpus"][0]["confidence"].startswith("low (±35%")
+    assert answer["gpus"][0]["confidence"].startswith("low (±45%")
     states = 4 * 2 * answer["details"][0]["batch_size"] * 64 * 4  # bytes of the hidden states of all cells
     held = answer["details"][0]["activations_bytes"] / states
     assert 5 + 3 + 1 < held < 2 * (5 + 3 + 1)  # of each cell's workspace, input gates and result

@@ -51,12 +51,12 @@ def test_what_cannot_be_true_is_not_kept():
         "",
         "{",
         "[]",
-        '{"format": 1}',
+        '{"format": 2}',
         '{"format": 99, "gpus": {}}',
-        '{"format": 1, "gpus": 3}',
-        '{"format": 1, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "2.13", "context_bytes": ["x", null, NaN, -5]}}}',
-        '{"format": 1, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "0.1", "context_bytes": [5]}}}',
-        '{"format": 1, "gpus": {"no such GPU": [1]}}',
+        '{"format": 2, "gpus": 3}',
+        '{"format": 2, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "2.13", "context_bytes": ["x", null, NaN, -5]}}}',
+        '{"format": 2, "gpus": {"NVIDIA A100-SXM4-80GB": {"torch": "0.1", "context_bytes": [5]}}}',
+        '{"format": 2, "gpus": {"no such GPU": [1]}}',
     ],
 )
 def test_a_broken_or_foreign_file_is_ignored_and_replaced_by_the_next_measurement(folder, text):
