@@ -53,6 +53,8 @@ def loop(task: SimpleNamespace, batch_size: int, precision: str, habit: Habit) -
     """Trains a new model for a few steps, with the last batch and loss alive while the next step begins."""
     device, dtype = torch.device("cuda"), _AUTOCAST.get(precision)
     torch.manual_seed(0)
+    if precision == "tf32":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model = task.build_model().to(device).train()
     made = getattr(task, "build_optimizer", None)
     optimizer = made(model, 1e-3) if made else torch.optim.AdamW(model.parameters(), lr=1e-3)

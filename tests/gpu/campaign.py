@@ -1,14 +1,14 @@
-"""Everything that only a real GPU can tell, in one command of at most eight minutes, the most telling part first.
+"""Everything that only a real GPU can tell, in calls of a few minutes, the most telling part first.
 
     python3 tests/gpu/campaign.py --output DIR                    # again with the same DIR: goes on where it ended
     python3 tests/gpu/campaign.py --output DIR --parts probe,mfu  # these alone, once more
     .venv-cuda/bin/python tests/gpu/campaign.py --output DIR --rig --seconds 3600  # the rig's figures: a fake H100's
 
-writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with a share of
-the time, its most telling cases first: one that fails or hangs costs only itself, and one that its share does not
-suffice for keeps the cases it has and goes on with the others in the next call. With `--rig`
-the figures are those that stand beside the measured ones later: once all parts are done, they go to
-results/gpu_campaign_rig.json, too.
+writes gpu_campaign.json and gpu_campaign.md there, anew after each part. A part is a process of its own with the time
+that it took on an H100, its most telling cases first: one that fails or hangs costs only itself, and one that the time
+does not suffice for keeps the cases it has and goes on with the others in the next call. All of it takes some 16
+minutes. With `--rig` the figures are those that stand beside the measured ones later: once all parts are done, they go
+to results/gpu_campaign_rig.json, too.
 batchtune need not be installed; torchvision, timm, transformers, lightning and accelerate should be.
 """
 
@@ -58,7 +58,7 @@ class Part:
             earlier calls by their cases, and leaves those out as far as they can be had alone; of two rows of one case
             the later counts.
         judge: the goals, from the rows there are.
-        seconds: the part's share of a call of eight minutes; what others leave of theirs is added.
+        seconds: what the part needs on an H100; it has them while there is time, and what others leave of theirs.
     """
 
     title: str
@@ -68,14 +68,14 @@ class Part:
 
 
 PARTS = {
-    "estimate": Part("Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 90),
-    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 105),
-    "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 70),
-    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 35),
-    "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 45),
-    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 55),
-    "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 40),
-    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 40),
+    "recipe": Part("A recipe tuned in bf16", campaign_work.recipe, campaign_work.judge_recipe, 90),
+    "probe": Part("Probe against the plain loop", campaign_memory.probes, campaign_memory.judge_probes, 200),
+    "mfu": Part("Throughput and MFU in bf16", campaign_work.throughput, campaign_work.judge_throughput, 100),
+    "estimate": Part("Estimate against measured peaks", campaign_memory.estimates, campaign_memory.judge_estimates, 80),
+    "peers": Part("Probe beside its peers", campaign_memory.peers, campaign_memory.judge_peers, 180),
+    "sensors": Part("Sensors under load, faults", campaign_work.sensors, campaign_work.judge_sensors, 90),
+    "energy": Part("Energy", campaign_work.energy, campaign_work.judge_energy, 60),
+    "tests": Part("The tests of tests/gpu", campaign_work.tests, campaign_work.judge_tests, 180),
 }
 
 
@@ -144,6 +144,8 @@ def run(name: str, folder: Path, limit: float, *, quick: bool) -> Row:
     elif code is None:
         state = "unfinished" if len(found) > known else "stopped"  # nothing new in all its time: not tried again
         record |= {"state": state, "error": f"had {limit:.0f} s, {len(found)} rows are there"}
+    if code is None and limit < PARTS[name].seconds:  # it had not what it needs
+        record["state"] = "unfinished"
     if record["state"] != "unfinished":
         kept.unlink()
     return record
@@ -231,7 +233,8 @@ def measure(given: argparse.Namespace, names: Sequence[str]) -> Row:
         if left < LEAST_SECONDS:
             break
         print(f"{name}: ", end="", file=sys.stderr, flush=True)
-        limit = left * PARTS[name].seconds / sum(PARTS[each].seconds for each in open_ones[place:])
+        share = PARTS[name].seconds / sum(PARTS[each].seconds for each in open_ones[place:])
+        limit = min(left, max(PARTS[name].seconds, share * left))
         record = run(name, given.output, limit, quick=given.quick)
         before = records.get(name, UNFINISHED)
         record["seconds"] += before["seconds"] if before["state"] == "unfinished" else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import queue
 import time
 from collections.abc import Iterator
@@ -46,6 +45,7 @@ TRACED = (  # at three batch sizes each
     "timm convnext_tiny",
     "LSTM",
 )
+SIDE_BY_SIDE = 7  # of 8 GiB at the most each
 LARGEST = TRACED[:4]  # bisected on the device, too
 COMPARED = (("Gpt2", 8), ("ResNet50", 24), ("WideContrastive", None))
 LAST_OVERHEAD = "addresses of segments, in the order of their creation"
@@ -297,7 +297,7 @@ def _traced(name: str, gpu: Row, limit: int) -> Row:
 
 
 def estimates(quick: bool, there: Rows) -> Iterator[Row]:
-    """Overheads, peaks at three batch sizes, then the largest batches; traces are made side by side meanwhile."""
+    """Overheads, then peaks at three batch sizes and the largest batches, cases side by side."""
     import estimate_allocator
     import torch
     import zoo
@@ -311,16 +311,25 @@ def estimates(quick: bool, there: Rows) -> Iterator[Row]:
     peaks = [name for name in wanted if name in cases and name not in told]
     sizes = [name for name in (wanted if quick else LARGEST) if name in cases and _largest_in(name, limit) not in there]
     torch.set_num_threads(1)  # threads do not outlive a fork
+    if LAST_OVERHEAD not in there:
+        yield from overheads()  # with nothing beside it
     gpu = estimate_allocator.forked(estimate_allocator.card)
-    with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 1) - 1), maxtasksperchild=1) as pool:
-        tracing = {name: pool.apply_async(_traced, (name, gpu, limit)) for name in dict.fromkeys((*peaks, *sizes))}
-        if LAST_OVERHEAD not in there:
-            yield from overheads()
-        for name in peaks:
-            yield from _peaks(cases[name], tracing[name].get())
-        for name in sizes:
-            if "limits" in (guess := tracing[name].get()):
-                yield _largest(cases[name], guess, limit)
+    jobs = [(name, gpu, limit, name in peaks, name in sizes) for name in dict.fromkeys((*peaks, *sizes))]
+    with multiprocessing.get_context("fork").Pool(SIDE_BY_SIDE, maxtasksperchild=1) as pool:
+        for rows in pool.imap_unordered(_of_one_case, jobs):
+            yield from rows
+
+
+def _of_one_case(job: tuple[str, Row, int, bool, bool]) -> list[Row]:
+    """Traces a case, and takes real steps of it."""
+    import estimate_allocator
+    import zoo
+
+    name, gpu, limit, wants_peaks, wants_largest = job
+    guess = estimate_allocator.forked(_traced, name, gpu, limit)
+    case = next(case for case in zoo.CASES if case.name == name)
+    rows = list(_peaks(case, guess)) if wants_peaks else []
+    return rows + ([_largest(case, guess, limit)] if wants_largest and "limits" in guess else [])
 
 
 def _largest_in(name: str, limit: int) -> str:

@@ -257,7 +257,7 @@ def _study(recipe: str, overrides: list[str]) -> tuple[Any, Row]:
 
 def recipe(quick: bool, there: Rows) -> Iterator[Row]:
     short = ["budget.total=60s", "budget.run=1s", "budget.trials=2", "confirm.seeds=1", "objective.kind=best_metric"]
-    budget = [*short, "batch_size.max=32"] if quick else ["budget.total=45s", "budget.run=6s"]
+    budget = [*short, "batch_size.max=32"] if quick else ["budget.total=70s", "budget.run=6s"]
     result, spent = _study("charlm", ["precision=bf16", *budget])
     runs = len(result.trials or [])
     yield {"case": "charlm, wall clock", "status": result.status, "runs": runs} | spent
@@ -376,7 +376,10 @@ def tests(quick: bool, there: Rows) -> Iterator[Row]:
     """Each test as it ends; the slow studies of both recipes are a part of their own."""
     done = ("tests/gpu/test_cuda.py::test_a_recipe_is_tuned_on_the_device", *there)
     chosen = ["--collect-only", "-q"] if quick else ["-v", *(f"--deselect={each}" for each in done)]
-    settings = ("--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
+    settings = (
+        "--tb=line",
+        *(part for name in ("cacheprovider", "xdist", "benchmark") for part in ("-p", f"no:{name}")),
+    )
     command = [sys.executable, "-m", "pytest", "tests/gpu", *settings, *chosen]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
