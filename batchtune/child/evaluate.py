@@ -33,7 +33,7 @@ class Inference:
 
     def __init__(self, task: Task, device: torch.device, precision: str) -> None:
         seed_everything(0)
-        self._task, self._device, self._precision = task, device, Precision(precision, device)
+        self._task, self._device, self.precision = task, device, Precision(precision, device)
         self.model: nn.Module = task.model().to(device).eval()
         self._batch: object = None
         self._output: object = None
@@ -41,7 +41,7 @@ class Inference:
     def forward(self, batch: object) -> None:
         """One forward pass; as in a loop, the last batch and output live until the next are there."""
         self._batch = move(batch, self._device)
-        with torch.inference_mode(), self._precision.autocast():
+        with torch.inference_mode(), self.precision.autocast():
             self._output = self._task.validate(self.model, self._batch)
         heartbeat.beat()
 

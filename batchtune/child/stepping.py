@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -70,6 +71,14 @@ class Precision:
         elif before is not None:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
             Precision._tf32_before = None
+
+    def of_most(self, flops: Counter[str]) -> str:
+        """What matrix units do most of a step's operations in, counted by operator: fp32 on a GPU may mean TF32."""
+        if self._name != "fp32" or self._device.type != "cuda":
+            return self._name
+        products, convolutions = tf32_allowed()
+        in_tf32 = sum(count for name, count in flops.items() if (convolutions if "convolution" in name else products))
+        return "tf32" if 2 * in_tf32 > flops.total() else self._name
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context that forward passes run in."""

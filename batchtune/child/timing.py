@@ -21,7 +21,6 @@ from torch.utils import flop_counter
 from batchtune.child.evaluate import Inference
 from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import Ranks
-from batchtune.child.stepping import tf32_allowed
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import DeviceMemory
@@ -227,25 +226,16 @@ def _start_method(num_workers: int) -> str | None:
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
     """Floating-point operations of one sample in forward and backward, of inference in forward alone."""
     memory.release()
-    device, precision, batch = memory.device, command.precision, task.worst_batch(command.batch_size)
+    how, batch = (task, memory.device, command.precision), task.worst_batch(command.batch_size)
     if task.is_for_inference:
-        inference = Inference(task, device, precision)
-        flops = count_flops(lambda: inference.forward(batch))
+        inference = Inference(*how)
+        precision, flops = inference.precision, count_flops(lambda: inference.forward(batch))
     else:
-        trainer = Trainer(task, device, precision)
-        flops = count_flops(lambda: trainer.forward_backward(batch))
+        trainer = Trainer(*how)
+        precision, flops = trainer.precision, count_flops(lambda: trainer.forward_backward(batch))
     if flops is None:
         return Flops(per_sample=None)
-    return Flops(per_sample=flops.total() / command.batch_size, computed_in=computed_in(flops, precision, device))
-
-
-def computed_in(flops: Counter[str], precision: str, device: torch.device) -> str:
-    """What matrix units do most of a step's operations in, counted by operator: fp32 on a GPU may mean TF32."""
-    if precision != "fp32" or device.type != "cuda":
-        return precision
-    products, convolutions = tf32_allowed()
-    in_tf32 = sum(count for name, count in flops.items() if (convolutions if "convolution" in name else products))
-    return "tf32" if 2 * in_tf32 > flops.total() else precision
+    return Flops(per_sample=flops.total() / command.batch_size, computed_in=precision.of_most(flops))
 
 
 def count_flops(work: Callable[[], object]) -> Counter[str] | None:

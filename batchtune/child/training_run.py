@@ -12,6 +12,7 @@ from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.ranks.pace import own_seconds, straggler
 from batchtune.child.trainer import Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory
+from batchtune.device.energy import Energy
 from batchtune.device.host import waited_seconds
 from batchtune.document import CurvePoint
 from batchtune.protocol.commands import TimeInTurn
@@ -32,7 +33,6 @@ class StepClock:
     def __init__(self, most_step_seconds: float | None = None) -> None:
         self.seconds = 0.0
         self.measured_seconds = 0.0
-        self.joules: float | None = None
         self._paces: deque[float] = deque(maxlen=_REMEMBERED)
         self._most = most_step_seconds or float("inf")
 
@@ -49,11 +49,6 @@ class StepClock:
             own -= min(waited_seconds, 0.95 * seconds)  # the kernel's figures come late at times
         self._paces.append(own / steps)
         return own
-
-    def add_energy(self, before_joules: float | None, after_joules: float | None) -> None:
-        """Counts the energy between two readings of the device's counter; None where it has none."""
-        if self.joules is not None and before_joules is not None and after_joules is not None:
-            self.joules += after_joules - before_joules
 
     def add(self, steps: int, seconds: float, waited_seconds: float = 0.0) -> None:
         """Counts a stretch of so many optimizer steps; in `waited_seconds` of it others had the processor."""
@@ -178,8 +173,7 @@ class _Run:
         self._start_value: float | None = None
         self._worse_since: float | None = None
         self._worse_looks = 0
-        if self._joules() is not None:
-            clock.joules = 0.0
+        self._energy = Energy(self._joules)
 
     def _joules(self) -> float | None:
         """What the counters of all devices say together; None where one has none."""
@@ -225,7 +219,7 @@ class _Run:
             return "diverged"
         if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
             return "finished"
-        if clock.joules is not None and spec.limit_joules is not None and clock.joules >= spec.limit_joules:
+        if spec.limit_joules is not None and (self._energy.joules or 0.0) >= spec.limit_joules:
             return "finished"
         return None if go_on else "pruned"
 
@@ -233,14 +227,14 @@ class _Run:
         """Trains until the next evaluation is due; returns whether the loss is still a number."""
         clock = self._clock
         due = next_evaluation(clock.seconds, self._last_evaluation_seconds, self._spec)
-        before, finite, left = self._joules(), True, self._seconds_until(due)
-        while finite:
-            taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
-            clock.add(taken, *spent)
-            left = self._seconds_until(due)
-            if left <= 0:
-                break
-        clock.add_energy(before, self._joules())
+        finite, left = True, self._seconds_until(due)
+        with self._energy.of_work():
+            while finite:
+                taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
+                clock.add(taken, *spent)
+                left = self._seconds_until(due)
+                if left <= 0:
+                    break
         return finite
 
     def _seconds_until(self, due: float) -> float:
@@ -275,7 +269,11 @@ class _Run:
         clock, samples = self._clock, int(self._ranks.together("sum", self._batches.samples))
         measured = clock.measured_seconds if clock.measured_seconds > clock.seconds else None
         point = CurvePoint(
-            seconds=clock.seconds, samples=samples, value=value, measured_seconds=measured, joules=clock.joules
+            seconds=clock.seconds,
+            samples=samples,
+            value=value,
+            measured_seconds=measured,
+            joules=self._energy.joules,
         )
         go_on = (yield point) if self._ranks.rank == 0 else False
         return bool(self._ranks.together("first", float(bool(go_on))))

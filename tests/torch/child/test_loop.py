@@ -9,11 +9,12 @@ import torch
 from batchtune.child import training_run as loop
 from batchtune.child.trainer import NonFiniteLossError
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
-from batchtune.device import _base
+from batchtune.device import _base, energy
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunSpec
 
 SECONDS_PER_SAMPLE = 1 / 128
+SHORT = 1 / 64
 
 
 def spec_of(**changes: object) -> RunSpec:
@@ -46,7 +47,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loop, _base):
+    for module in (loop, _base, energy):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(loop, "waited_seconds", lambda: clock.waited)
     return clock
@@ -237,6 +238,19 @@ class TestEnergy:
     def test_only_training_is_counted(self, run, meter):
         done = run(spec_of(limit_seconds=3.0), evaluation_seconds=100.0, joules=meter)
         assert [point.joules for point in done.points] == [0, 10, 20, 30]
+
+    def test_stretches_shorter_than_the_steps_of_a_counter_have_their_share_of_what_it_counts(self, run, clock):
+        """10 W, told every tenth of a second as an H100 does, of stretches of 16 ms with evaluations of as long."""
+        done = run(
+            spec_of(limit_seconds=60 * SHORT, evaluate_every=SHORT, micro_batch_size=1),
+            evaluation_seconds=SHORT,
+            joules=lambda: 10.0 * (clock.now // 0.1 * 0.1),
+        )
+        found = [point.joules for point in done.points]
+        assert len(found) == 61
+        assert found == sorted(found)
+        assert found[-1] == pytest.approx(600 * SHORT, rel=0.05)
+        assert found[30] == pytest.approx(300 * SHORT, rel=0.1)
 
     def test_a_run_ends_at_its_limit_of_energy(self, run, meter):
         done = run(spec_of(limit_joules=20.0), joules=meter)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -91,3 +92,15 @@ def test_torchs_newer_names_for_it_are_understood():
         pytest.skip("torch has them from 2.9 on")
     done = subprocess.run([sys.executable, "-c", NEWER_NAMES], capture_output=True, text=True, check=True)
     assert done.stdout == "(True, True) (True, True)\n"
+
+
+@pytest.mark.parametrize(
+    ("counts", "found"),
+    [({"aten.convolution_backward": 60, "aten.mm": 40}, "tf32"), ({"aten.mm": 9}, "fp32")],
+    ids=["convolutions", "products"],
+)
+def test_most_of_a_steps_operations_say_what_peak_they_are_a_share_of(counts, found):
+    flops = Counter(counts)
+    assert Precision("fp32", CUDA).of_most(flops) == found  # torch has convolutions alone in TF32
+    assert Precision("bf16", CUDA).of_most(flops) == "bf16"
+    assert Precision("fp32", CPU).of_most(flops) == "fp32"
