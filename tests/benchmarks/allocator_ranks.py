@@ -40,7 +40,7 @@ def measured(
     for limit, row in zip(limits, guess["limits"], strict=True):
         with _group(case, limit) as group:
             most = largest(lambda size, on=group: _tried(on, case, size, first)[0], row["max_batch_size"])
-            group.renew(as_fork=False)
+            group.renew()
             passes, _ = _tried(group, case, row["max_batch_size"], check, verify=True)
         most = max(most, row["max_batch_size"]) if passes else min(most, row["max_batch_size"] - 1)
         found["limits"].append({"max": most, "passes_max": passes})
