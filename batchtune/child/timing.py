@@ -226,16 +226,16 @@ def _start_method(num_workers: int) -> str | None:
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
     """Floating-point operations of one sample in forward and backward, of inference in forward alone."""
     memory.release()
-    how, batch = (task, memory.device, command.precision), task.worst_batch(command.batch_size)
+    device, batch = memory.device, task.worst_batch(command.batch_size)
     if task.is_for_inference:
-        inference = Inference(*how)
+        inference = Inference(task, device, command.precision)
         precision, flops = inference.precision, count_flops(lambda: inference.forward(batch))
     else:
-        trainer = Trainer(*how)
+        trainer = Trainer(task, device, command.precision)
         precision, flops = trainer.precision, count_flops(lambda: trainer.forward_backward(batch))
     if flops is None:
         return Flops(per_sample=None)
-    return Flops(per_sample=flops.total() / command.batch_size, computed_in=precision.of_most(flops))
+    return Flops(per_sample=flops.total() / command.batch_size, computed_in=precision.computed_in(flops))
 
 
 def count_flops(work: Callable[[], object]) -> Counter[str] | None:
@@ -257,7 +257,8 @@ def count_flops(work: Callable[[], object]) -> Counter[str] | None:
     except Exception:  # noqa: BLE001 - a model that takes no counting, or no memory for it: not measured
         return None
     counts = counter.get_flop_counts().get("Global", {})
-    return Counter({str(operator): count for operator, count in counts.items()}) or None
+    found = Counter({str(operator): count for operator, count in counts.items()})
+    return found if found.total() else None
 
 
 def _more() -> dict[object, Callable[..., object]]:

@@ -93,7 +93,8 @@ def train(
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
     the warm-up steps on a throwaway model that pay for lazy initialisation. On a CPU the time in which other programs
     had the processor is not counted either, and a stretch that something else on the machine slowed down counts at the
-    usual pace; a point then has its measured seconds, too. Energy, by the counter `joules`, is of training alone.
+    usual pace; a point then has its measured seconds, too. Energy, by the counter `joules`, is of
+    training, as far as the counter tells it from evaluations: see `Energy`.
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
     however soon its run is to end: at equal training time all are equally far in their schedules.
@@ -219,7 +220,8 @@ class _Run:
             return "diverged"
         if clock.seconds >= spec.limit_seconds or clock.measured_seconds >= MOST_WAITING * spec.limit_seconds:
             return "finished"
-        if spec.limit_joules is not None and (self._energy.joules or 0.0) >= spec.limit_joules:
+        joules = self._energy.joules or 0.0
+        if spec.limit_joules is not None and not self._ranks.agree(joules < spec.limit_joules):
             return "finished"
         return None if go_on else "pruned"
 

@@ -155,8 +155,8 @@ class Config(Section):
         Precision | Literal["auto"] | Annotated[list[Precision], Field(min_length=1), AfterValidator(_each_once)]
     ) = Field(
         default="auto",
-        description="auto: what the device does well; a list: each is tried. fp32 is what torch and your code make of "
-        "it (on a GPU convolutions compute in TF32), tf32 is TF32 everywhere.",
+        description="auto: what the device does well; a list: each is tried. fp32 leaves TF32 as torch and your "
+        "code set it (by default on in convolutions), tf32 turns it on everywhere.",
     )
     memory: Memory = Memory()
     batch_size: BatchSize = BatchSize()

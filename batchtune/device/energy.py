@@ -6,14 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-_KNOWN_SECONDS = 1.0  # an H100's counter moves ten times a second: a second of it is known to a tenth
+_PERIOD_SECONDS = 0.1  # of an H100's counter, from one move to the next
 
 
 class Energy:
     """Joules of work between pauses, by the counter of a device.
 
-    Where a stretch of work is shorter than a second, the counter says little of it: it is taken together with the
-    pauses and stretches after it until they make a second, and has its share of the time in what these took.
+    Between two moves the counter says nothing: stretches of work whose pauses are no longer than that are taken
+    together with them, and have their share of the time in what both drew.
 
     Args:
         read: the counter, in joules; None where the device has none.
@@ -23,8 +23,8 @@ class Energy:
     """
 
     def __init__(self, read: Callable[[], float | None]) -> None:
-        self._read, self._before_window, self._working = read, 0.0, 0.0
-        self._window: tuple[float, float] | None = None  # when it began, and what the counter said
+        self._read, self._before, self._total = read, 0.0, 0.0  # the stretches that are together now, and with them
+        self._since, self._first, self._worked, self._ended = 0.0, 0.0, 0.0, float("-inf")
         self.joules: float | None = None if read() is None else 0.0
 
     @contextlib.contextmanager
@@ -35,9 +35,9 @@ class Energy:
         ended, after = time.perf_counter(), self._read()
         if self.joules is None or before is None or after is None:
             return
-        since, first = self._window = self._window or (began, before)
-        self._working += ended - began
-        share = min(1.0, self._working / max(ended - since, 1e-9))
-        self.joules = max(self.joules, self._before_window + share * (after - first))
-        if ended - since >= _KNOWN_SECONDS:
-            self._before_window, self._working, self._window = self.joules, 0.0, None
+        if began - self._ended > _PERIOD_SECONDS:
+            self._since, self._first, self._worked, self._before = began, before, 0.0, self._total
+        self._worked, self._ended = self._worked + ended - began, ended
+        share = min(1.0, self._worked / max(ended - self._since, 1e-9))
+        self._total = self._before + share * (after - self._first)
+        self.joules = max(self.joules, self._total)

@@ -38,7 +38,9 @@ class CurvePoint:
     samples: Count
     value: Figure = None
     joules: Figure = Field(
-        default=None, description="Energy of the device in training so far; absent where it is not counted."
+        default=None,
+        description="Energy of the device in training so far; absent where it is not counted. What lies closer to an "
+        "evaluation than its counter tells (a tenth of a second) is shared by time.",
     )
 
 
@@ -88,7 +90,10 @@ class Trial(Record):
     seed: Count
     time_to_target_seconds: Figure = None
     samples_to_target: Count | None = None
-    energy_to_target_joules: Figure = Field(default=None, description="Of the device, in training only.")
+    energy_to_target_joules: Figure = Field(
+        default=None,
+        description="Of the device in training; of stretches under a tenth of a second, their share of all.",
+    )
     training_seconds: Figure = None
     measured_training_seconds: Figure = Field(default=None, description="With what the machine slowed down, if it did.")
     evaluation_seconds: Figure = Field(default=None, description="What evaluating took, besides training.")

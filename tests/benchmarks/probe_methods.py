@@ -266,7 +266,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.backends.cudnn.allow_tf32 = False  # in fp32, as batchtune trains; torch's own default is True
     job = Job(given.task, given.device, given.limit_bytes, given.size, given.steps)
     if given.method in ALONE:
         ALONE[given.method](job)

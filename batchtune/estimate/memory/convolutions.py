@@ -93,9 +93,13 @@ def _backward(args: Arguments) -> Steps:
 def _result(
     image: Sequence[int], weight: Sequence[int], how: Sequence[Sequence[int]], groups: int, *, transposed: bool
 ) -> list[int]:
-    """Shape of a convolution's result; `how` is stride, padding, dilation and what a transposed one adds."""
-    sides = []
-    for side, kernel, stride, padding, dilation, more in zip(image[2:], weight[2:], *how, strict=True):
+    """Shape of a convolution's result; `how` is stride, padding, dilation and what a transposed one adds.
+
+    Each of these has a number for each side, or one for all.
+    """
+    count, sides = len(image) - 2, []
+    every = [each if len(each) == count else [each[0]] * count for each in how]
+    for side, kernel, stride, padding, dilation, more in zip(image[2:], weight[2:], *every, strict=True):
         reach = dilation * (kernel - 1) + 1
         if transposed:
             sides.append((side - 1) * stride - 2 * padding + reach + more)
@@ -161,7 +165,7 @@ class _Workspace:
 
     def of_weight(self) -> Block:
         """For the gradient of the weights: of a product of matrices, sums of each sample, where that is less."""
-        return self._block(self._copies, *((self._sums,) if self._is_product else ()))
+        return self._block(self._copies, self._sums if self._is_product else self._copies)
 
 
 CONVOLUTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {

@@ -200,7 +200,7 @@ def confidence(
     *,
     aligned: bool,
     vendor: str,
-    precision: str = "bf16",
+    precision: str,
     measured: Offsets = UNMEASURED,
 ) -> Confidence:
     """The confidence that the operators of a step and what its trace assumed leave.
@@ -214,7 +214,7 @@ def confidence(
     found = [("low" if each.depends_on_data else "medium", each.text) for each in assumed]
     if any(name.startswith(_CONVOLUTION) for name in names):
         level = "medium" if precision in {"bf16", "fp16"} else "low"
-        found.append((level, f"convolutions in {precision}: cuDNN's workspace depends on the algorithm it chooses"))
+        found.append((level, "convolutions: cuDNN's workspace depends on the algorithm it chooses"))
     if kind_of(names) == "recurrent":
         found.append(("low", "recurrent layers: the memory inside cuDNN's kernels is not seen"))
     found += _not_seen(names)

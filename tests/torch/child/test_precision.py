@@ -99,8 +99,11 @@ def test_torchs_newer_names_for_it_are_understood():
     [({"aten.convolution_backward": 60, "aten.mm": 40}, "tf32"), ({"aten.mm": 9}, "fp32")],
     ids=["convolutions", "products"],
 )
-def test_most_of_a_steps_operations_say_what_peak_they_are_a_share_of(counts, found):
+def test_most_of_a_steps_operations_say_what_peak_they_are_a_share_of(counts, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     flops = Counter(counts)
-    assert Precision("fp32", CUDA).of_most(flops) == found  # torch has convolutions alone in TF32
-    assert Precision("bf16", CUDA).of_most(flops) == "bf16"
-    assert Precision("fp32", CPU).of_most(flops) == "fp32"
+    assert Precision("fp32", CUDA).computed_in(flops) == found  # torch has convolutions alone in TF32
+    assert Precision("bf16", CUDA).computed_in(flops) == "bf16"
+    assert Precision("fp32", CPU).computed_in(flops) == "fp32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))  # which has no units for it
+    assert Precision("fp32", CUDA).computed_in(flops) == "fp32"

@@ -103,6 +103,8 @@ def test_measured_overheads_take_the_place_of_the_tables():
 def test_an_estimate_says_that_it_is_calibrated():
     for _ in range(2):
         record(DRIVER, "context_bytes", 400 * MIB)
-    sure = confidence({"aten.mm.default"}, [], aligned=True, vendor="NVIDIA", measured=offsets_of("A100-80GB"))
+    sure = confidence(
+        {"aten.mm.default"}, [], aligned=True, vendor="NVIDIA", precision="bf16", measured=offsets_of("A100-80GB")
+    )
     assert str(sure) == "high (±4% of memory), calibrated"
     assert sure.notes == ("overheads as measured in 2 probes of this GPU here",)

@@ -14,6 +14,9 @@ FLOAT, LONG = 4, 8
 CONVOLUTION = ([1, 1], [0, 0], [1, 1])
 
 
+BF16 = torch.bfloat16
+
+
 def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -43,6 +46,38 @@ def test_a_transposed_convolution_makes_its_gradient_contiguous_once(transposed,
     found = flat(inside(aten.convolution_backward.default, (*arguments, [True, True, False])))
     assert found.count(2 * 8 * 8 * 8 * FLOAT) == copies
     assert (found[0] == "result") is not transposed
+
+
+IMAGE, KERNEL = meta(4, 64, 16, 16, dtype=BF16), meta(32, 64, 3, 3, dtype=BF16)
+COPIES = (4 * 64 * 16 * 16 + 32 * 64 * 3 * 3) * 2  # of input and weights
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "side"),
+    [([1, 1], [1, 1], 16), ([1], [1], 16), ([1], [0], 14), ([2], [0], 7), ([2, 1], [1], (8, 16))],
+    ids=["each side", "one for all", "valid", "every other", "both"],
+)
+def test_images_as_pytorch_lays_them_are_copied_for_matrix_units_as_are_weights_and_result(stride, padding, side):
+    sides = side if isinstance(side, tuple) else (side, side)
+    found = flat(inside(aten.convolution.default, (IMAGE, KERNEL, None, stride, padding, [1], False, [0], 1)))
+    assert found == ["result", COPIES + 4 * 32 * sides[0] * sides[1] * 2]
+
+
+def test_nothing_is_copied_of_images_whose_channels_lie_last_or_by_gpus_without_matrix_units():
+    last = [each.to(memory_format=torch.channels_last) for each in (IMAGE, KERNEL)]
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert flat(inside(aten.convolution.default, (*last, None, *how))) == ["result"]
+    (block,) = blocks(inside(aten.convolution.default, (IMAGE, KERNEL, None, *how)))
+    assert block.formula(Gpu(matrix_units=()), *block.lengths) == 0
+
+
+def test_a_workspace_has_as_many_lengths_whatever_the_sides_of_the_image_are():
+    found = set()
+    for points in (6, 7):
+        tensors = meta(1, 32, points), meta(1, 16, points), meta(32, 16, 1)
+        arguments = (*tensors, None, [1], [0], [1], False, [0], 1, [True, True, False])
+        found.add(tuple(len(each.lengths) for each in blocks(inside(aten.convolution_backward.default, arguments))))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
