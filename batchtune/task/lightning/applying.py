@@ -66,7 +66,7 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
 
         owner.train_dataloader, self._wrapped = train_dataloader, owner
 
-    def _sized(self, loader: Any) -> object:
+    def _sized(self, loader: object) -> object:
         size = self._found.micro_batch_size
         if loader_parts(loader, "the training data loader").batch_size == size:
             return loader
@@ -80,7 +80,7 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         set_learning_rate(trainer.optimizers, self._found.learning_rate, schedulers, where=type(pl_module).__name__)
 
-    def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: object, pl_module: LightningModule, stage: str) -> None:
         """Gives the user's hook back."""
         del trainer, pl_module, stage
         if self._wrapped is not None:
