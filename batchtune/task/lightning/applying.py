@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from batchtune.task.adapting.adapted import loader_parts, recommended, require_world, resized, say, set_learning_rate
 from batchtune.task.lightning.trainer import LightningModule, clip_arguments
 
@@ -66,7 +68,7 @@ class ApplyResult(Callback):  # type: ignore[misc]  # Lightning is no dependency
 
         owner.train_dataloader, self._wrapped = train_dataloader, owner
 
-    def _sized(self, loader: object) -> object:
+    def _sized(self, loader: DataLoader[object]) -> object:
         size = self._found.micro_batch_size
         if loader_parts(loader, "the training data loader").batch_size == size:
             return loader
