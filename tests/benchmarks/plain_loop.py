@@ -53,8 +53,6 @@ def loop(task: SimpleNamespace, batch_size: int, precision: str, habit: Habit) -
     """Trains a new model for a few steps, with the last batch and loss alive while the next step begins."""
     device, dtype = torch.device("cuda"), _AUTOCAST.get(precision)
     torch.manual_seed(0)
-    if precision == "tf32":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model = task.build_model().to(device).train()
     made = getattr(task, "build_optimizer", None)
     optimizer = made(model, 1e-3) if made else torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -219,7 +217,8 @@ class Truth:
         except torch.OutOfMemoryError:
             return _OUT_OF_MEMORY
         except RuntimeError as error:
-            if "ALLOC_FAILED" in str(error):
+            out_of_memory = torch.cuda.memory_stats().get("num_ooms")  # a convolution says that it found no engine
+            if "ALLOC_FAILED" in str(error) or out_of_memory:
                 return _OUT_OF_MEMORY
             os.write(writing, traceback.format_exc()[-600:].encode())
             return _RAISES
