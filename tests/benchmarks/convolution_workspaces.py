@@ -9,7 +9,6 @@ itself, forward and for each gradient; its workspace is what was asked of the al
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import itertools
 import json
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1])]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+import on_gpu  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -177,16 +177,5 @@ def compare() -> None:
     print("\n".join(text[6:]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="on a GPU")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring")
-    given = parser.parse_args()
-    if given.measure:
-        measure(given.seconds)
-    else:
-        compare()
-
-
 if __name__ == "__main__":
-    main()
+    on_gpu.run(__doc__, measure, compare, seconds=60.0)

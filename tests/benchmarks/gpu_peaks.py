@@ -3,13 +3,12 @@
     .venv-cuda/bin/python tests/benchmarks/gpu_peaks.py           # compares, writes results/gpu_peaks.md: minutes
     python tests/benchmarks/gpu_peaks.py --measure --seconds 120  # on a GPU: measures anew, writes data/gpu_peaks.json
 
-Cases and sizes are those of data/gpu_peaks.json. Nothing of the estimate is fitted to these peaks but the width of its
-bands.
+Cases and sizes are those of data/gpu_peaks.json. These peaks chose the width of the bands, and between two readings of
+the single convolutions for narrow inputs in fp32 (`_NARROW` in convolutions.py); nothing else is fitted to them.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import functools
 import json
@@ -25,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 import estimate_allocator  # noqa: E402
+import on_gpu  # noqa: E402
 import torch  # noqa: E402
 import zoo  # noqa: E402
 
@@ -135,16 +135,5 @@ def compare() -> None:
     print("\n".join(text[5:9]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="on a GPU")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of measuring")
-    given = parser.parse_args()
-    if given.measure:
-        measure(given.seconds)
-    else:
-        compare()
-
-
 if __name__ == "__main__":
-    main()
+    on_gpu.run(__doc__, measure, compare, seconds=120.0)
