@@ -20,6 +20,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,6 +36,9 @@ _HARD_PAUSE = 2  # omp.h: omp_pause_hard
 _OWN_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch asks NVML whether there is a GPU: CUDA itself cannot be forked
 _FILES = Path("/proc/self/fd")
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")  # open as soon as a GPU was asked for, by whatever library
+_BEARS_FORKS = (
+    "jemalloc_bg_thd"  # pyarrow's, loaded with pandas: jemalloc's own fork handlers begin it anew when needed
+)
 
 
 Make: TypeAlias = Callable[[Channel, Callable[[str], Task], Callable[[], None] | None, int], Child]
@@ -134,12 +138,14 @@ def _ending_with_parent(commands: int) -> Iterator[None]:
 def _can_fork() -> bool:
     """Whether a fork of this process is as good as a new one: no other thread is lost, and no device is open."""
     _end_openmp_threads()
+    _end_progress_threads()
     pid = os.fork()  # before which libraries that can be forked end threads of theirs
     if pid == 0:
         os._exit(torch.cuda._is_in_bad_fork() or torch.xpu._is_in_bad_fork())  # noqa: SLF001 - torch has no public name
     asked_torch = os.waitpid(pid, 0)[1] != 0
     links = [_target(file) for file in _FILES.iterdir()]
-    alone = len(list(Path("/proc/self/task").iterdir())) == 1
+    threads = [(each / "comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
+    alone = len([name for name in threads if name != _BEARS_FORKS]) == 1
     return alone and not asked_torch and not any(link.startswith(_DEVICES) for link in links)
 
 
@@ -156,6 +162,13 @@ def _end_openmp_threads() -> None:
     end = getattr(ctypes.CDLL(str(library)), "omp_pause_resource_all", None) if library.is_file() else None
     if end is not None:
         end(_HARD_PAUSE)
+
+
+def _end_progress_threads() -> None:
+    """Ends those that look whether tqdm's bars are stuck; the next bar starts another."""
+    for thread in threading.enumerate():
+        if type(thread).__module__ == "tqdm._monitor":
+            methodcaller("exit")(thread)
 
 
 def _fork_one_by_one(answers: int) -> tuple[int, Callable[[], None]]:
