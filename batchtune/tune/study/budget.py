@@ -26,6 +26,7 @@ MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirma
 TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told what the rest is enough for
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline whose run nobody has limited
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
+AGAIN = "searched_again"  # attribute of the study: how often, since fresh seeds had left nothing better than today's
 Clock = Callable[[], float]
 
 
@@ -62,8 +63,9 @@ class StudyParts:
 
     @property
     def search_budget(self) -> list[float]:
-        """What the search may use; with a larger one it goes on."""
-        return [self.budget.total, self.plan.config.budget.trials]
+        """What the search may use; with a larger one it goes on, and where it is to once fresh seeds have spoken."""
+        again = self.study.user_attrs.get(AGAIN, 0)
+        return [self.budget.total, self.plan.config.budget.trials, *([again] if again else [])]
 
     @property
     def has_searched(self) -> bool:

@@ -10,11 +10,19 @@ from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import over
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.scores import SECONDS, at_pace, comparable_paces, finalists, is_disturbed
+from batchtune.tune.verdict.scores import (
+    SECONDS,
+    Scoring,
+    at_pace,
+    comparable_paces,
+    finalists,
+    is_disturbed,
+)
 from batchtune.vocabulary import FAILED_FOR_GOOD
 
 IN_TURN = "timed_in_turn"  # attribute of the study: parameters, and the seconds of a step
 IN_TURN_SHARE, LEAST_IN_TURN, MOST_IN_TURN = 0.02, 2.0, 30.0  # of budget.total, and seconds
+FINALISTS = "finalists"  # attribute of the study: what was chosen last, from what, and whether any of it was new
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
 
 
@@ -115,17 +123,27 @@ class Confirmation:
         """The baseline and the configurations to confirm; chosen anew when the budget changes: the search went on."""
         parts, config = self._parts, self._parts.plan.config
         chosen_from = [*parts.search_budget, config.confirm.top]
-        stored = parts.study.user_attrs.get("finalists")
-        if stored and stored["chosen_from"] == chosen_from:
+        stored = parts.study.user_attrs.get(FINALISTS, {})
+        if stored.get("chosen_from") == chosen_from:
             return list(stored["params"])
         count = parts.budget.affordable_contenders()
         if count < config.confirm.top:
             parts.observer.note(
                 f"{count} of {config.confirm.top} contenders on fresh seeds: budget.total has room for no more"
             )
-        planned = [*self._ranked()[:count], parts.space.baseline]
-        parts.study.set_user_attr("finalists", {"chosen_from": chosen_from, "params": planned})
+        best = [params for params in self._ranked() if not self._is_refused(params)][:count]
+        planned = [*best, parts.space.baseline]
+        are_new = any(params not in stored.get("params", []) for params in best)
+        kept = {"chosen_from": chosen_from, "params": planned, "are_new": are_new}
+        parts.study.set_user_attr(FINALISTS, kept)
         return planned
+
+    def _is_refused(self, params: dict[str, Value]) -> bool:
+        """Whether too many runs of a configuration on fresh seeds came to no result."""
+        parts, objective = self._parts, self._parts.plan.config.objective
+        confirmed = [trial for trial in parts.history.records() if trial.role == "confirm"]
+        same = [trial for trial in confirmed if parts.space.of(trial) == params]
+        return Scoring(objective.kind, objective.goal).refused(same)
 
     def _ranked(self) -> list[dict[str, Value]]:
         """The configurations of the search by all runs so far, the best first; see `finalists`."""

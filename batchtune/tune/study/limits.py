@@ -10,7 +10,7 @@ from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.plan.tokens import split
 from batchtune.tune.study.history import Role, StudyHistory, over
-from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
+from batchtune.tune.verdict.scores import JOULES, SECONDS, WORTHLESS, cost_of
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
@@ -79,13 +79,16 @@ class Limits:
         behind the contenders: with all of them far ahead it need not run to its end.
         """
         if params == self._space.baseline:
-            costs = [cost for trial, cost in self._history.costs("confirm") if trial.params != params]
-            best = max(costs, default=self._history.best_cost())
+            best = max(self._taken("confirm", params), default=self._history.best_cost())
             return LOST_FACTOR * best if best is not None else None
         own = [cost for trial, cost in self._history.costs("search") if trial.params == params]
-        ran = [trial for trial in self._history.records() if trial.role == "baseline" and over(trial)]
-        baseline = [cost for trial in ran if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
-        return max([LOST_FACTOR * min(own), *baseline]) if own else None
+        return max([LOST_FACTOR * min(own), *self._taken("baseline")]) if own else None
+
+    def _taken(self, role: Role, but: Mapping[str, Value] | None = None) -> list[float]:
+        """What the target cost runs of a role, or what they were given without it; of some parameters none count."""
+        ran = [trial for trial in self._history.records() if trial.role == role and trial.outcome not in WORTHLESS]
+        others = [trial for trial in ran if over(trial) and self._space.of(trial) != but]
+        return [cost for trial in others if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
 
 
 def _evaluated(probe: ProbeResult) -> int | None:

@@ -13,12 +13,12 @@ from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan
-from batchtune.tune.study.budget import Clock, StudyParts
-from batchtune.tune.study.confirmation import Confirmation
+from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
+from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import recommend
-from batchtune.tune.verdict.scores import cost_of
+from batchtune.tune.verdict.scores import config_of, cost_of
 
 
 class TuneStudy:
@@ -79,21 +79,42 @@ class TuneStudy:
             self._run_baseline()
         self.trials.drain()  # what an earlier start left
         if not parts.has_searched:  # another machine may have, meanwhile
-            parts.observer.stage("searching")
-            if self._opens_with_the_search() and len(parts.pool) > 1:
-                self.search.open_side_by_side()
-            else:
-                self.search.open()
-                if self._opens_with_the_search():
-                    parts.tell_budget()
-                if parts.history.best_cost() is None:  # then its time is what there is to go by
-                    self._run_baseline()
-            self.search.run()
+            self._search()
         if parts.budget.seconds_left() > 0:
             self._run_baseline()
         if parts.plan.config.confirm.seeds:
-            parts.observer.stage("confirming")
-            self._confirmation.run()
+            self._confirm()
+            while self._is_to_go_on():
+                parts.study.set_user_attr(AGAIN, parts.study.user_attrs.get(AGAIN, 0) + 1)
+                parts.observer.announce("nothing better on fresh seeds, and there is time: the search goes on")
+                self.search.run()
+                self._confirm()
+
+    def _search(self) -> None:
+        parts = self.parts
+        parts.observer.stage("searching")
+        if self._opens_with_the_search() and len(parts.pool) > 1:
+            self.search.open_side_by_side()
+        else:
+            self.search.open()
+            if self._opens_with_the_search():
+                parts.tell_budget()
+            if parts.history.best_cost() is None:  # then its time is what there is to go by
+                self._run_baseline()
+        self.search.run()
+
+    def _confirm(self) -> None:
+        self.parts.observer.stage("confirming")
+        self._confirmation.run()
+
+    def _is_to_go_on(self) -> bool:
+        """Whether to search again: fresh seeds have refuted what seemed better than the baseline, and there is time."""
+        parts = self.parts
+        found, were_new = self.recommendation()[0], parts.study.user_attrs.get(FINALISTS, {}).get("are_new")
+        if found is None or not were_new or parts.cost is None or parts.machines.several:
+            return False
+        is_today = any(trial.role == "baseline" and config_of(trial) == config_of(found) for trial in self.records())
+        return is_today and self.search.is_wanted()
 
     def _opens_with_the_search(self) -> bool:
         """Whether a first run can do without the baseline's: there is a target, and a range test says where to start.

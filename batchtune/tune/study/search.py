@@ -92,6 +92,7 @@ class Search:
         elif parts.history.searched() < parts.plan.config.budget.trials:
             parts.observer.note("the search ends: what is left of budget.total is for confirmation")
         parts.study.set_user_attr("searched", parts.search_budget)
+        self._quiet = 0  # another search begins anew
 
     def _run_one(self, worker: Worker) -> bool:
         """Runs one trial on a worker, if there is to be another."""

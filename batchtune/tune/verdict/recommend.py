@@ -208,7 +208,7 @@ def _scores(group: Sequence[Trial], baseline: Sequence[float], scoring: Scoring)
 
     Fewer may miss the target, diverge or fail: each then counts as no better than the baseline's worst run.
     """
-    if 2 * scoring.missed(group) >= len(group):
+    if scoring.refused(group):
         return []
     found, cost = [scoring.of(trial) for trial in group], scoring.cost
     spent = [cost.spent(trial) for trial in group] if cost else []

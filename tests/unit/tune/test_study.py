@@ -24,7 +24,7 @@ from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import open_storage
 from batchtune.tune.verdict.recommend import recommend
-from batchtune.tune.verdict.scores import SECONDS
+from batchtune.tune.verdict.scores import SECONDS, config_of
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 
@@ -964,13 +964,48 @@ def failing_on_fresh_seeds(tmp_path, outcome):
 @pytest.mark.parametrize("outcome", [WorkerDied("crash", "SIGSEGV"), UserCodeError("evaluate raised")])
 def test_a_contender_that_fails_on_fresh_seeds_is_no_answer_and_is_not_run_again(tmp_path, outcome):
     first, second, again = failing_on_fresh_seeds(tmp_path, outcome)
-    failed = [trial for trial in first.records() if trial.role == "confirm" and trial.state == "fail"]
-    assert len(failed) == 3
+    failed = [config_of(trial) for trial in first.records() if trial.role == "confirm" and trial.state == "fail"]
+    assert set(collections.Counter(failed).values()) == {3}
     found, _ = first.recommendation()
     assert found.global_batch_size == 16
     assert found.reason == "no other configuration came to a result on most of its fresh seeds"
     assert again.specs == []
     assert second.recommendation() == first.recommendation()
+
+
+class Lucky(law.LawWorker):
+    """High rates reach the target on the seed of the search, and on no other."""
+
+    def train(self, **spec):
+        if spec["learning_rate"] < 0.01 or spec["seed"] == 0:
+            return super().train(**spec)
+        return super().train(**spec | {"learning_rate": 1e-4})
+
+
+def test_what_fresh_seeds_refute_is_searched_for_again_while_there_is_time(tmp_path):
+    worker = Lucky(noise=0.05)
+    tuned = study(tmp_path, worker, budget=Budget(run=120.0, total=3600.0, trials=30))
+    tuned.run()
+    records = tuned.records()
+    first = next(trial.number for trial in records if trial.role == "confirm")
+    refuted = {trial.learning_rate for trial in records if trial.outcome == "capped" and trial.role == "confirm"}
+    assert max(refuted) >= 0.01
+    assert any(trial.role == "search" for trial in records[first:])
+    found, _ = tuned.recommendation()
+    assert 1e-3 < found.learning_rate < 0.01
+    assert found.speedup_over_baseline.low > 1
+    again = Lucky(noise=0.05)
+    study(tmp_path, again, budget=Budget(run=120.0, total=3600.0, trials=30)).run()
+    assert again.specs == []
+
+
+def test_the_baseline_has_time_on_fresh_seeds_where_contenders_come_to_nothing(tmp_path):
+    worker = Lucky(noise=0.05)
+    tuned = study(tmp_path, worker, budget=Budget(run=120.0, total=3600.0, trials=10))
+    tuned.run()
+    fresh = [trial for trial in tuned.records() if trial.role == "confirm" and trial.learning_rate == 1e-3]
+    assert len(fresh) == 3
+    assert all(trial.outcome == "reached" for trial in fresh)
 
 
 class Breaking(law.LawWorker):
