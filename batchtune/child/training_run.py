@@ -121,18 +121,18 @@ def train(
 
 def time_in_turn(
     task: Task, memory: DeviceMemory, command: TimeInTurn, parallel: Ranks | None = None
-) -> list[list[float]]:
+) -> tuple[tuple[float, ...], ...]:
     """Seconds of an optimizer step of each run, data loading included, round by round; see `TimeInTurn`."""
     memory.release()
     ranks = parallel or ALONE
     runs = [_Run(task, memory, spec, StepClock(), parallel=parallel) for spec in command.specs]
     for run in runs:
         run.warm_up()
-    rounds: list[list[float]] = []
+    rounds: list[tuple[float, ...]] = []
     ends = time.perf_counter() + command.seconds
     while len(rounds) < _FEWEST_ROUNDS or ranks.agree(time.perf_counter() < ends):
-        rounds.append([run.stretch(command.stretch_seconds) for run in runs])
-    return rounds
+        rounds.append(tuple(run.stretch(command.stretch_seconds) for run in runs))
+    return tuple(rounds)
 
 
 class _Run:

@@ -32,15 +32,15 @@ class Confirmation:
     def __init__(self, parts: StudyParts, trials: Trials, belief: Belief) -> None:
         self._parts, self._trials, self._belief = parts, trials, belief
 
-    def run(self) -> None:
-        """The finalists and the baseline on fresh seeds, interleaved so that a slow spell of the machine hits all."""
+    def run(self, seeds: int) -> None:
+        """The finalists and the baseline on so many fresh seeds, all in turn: a slow spell of the machine hits all."""
         parts, config = self._parts, self._parts.plan.config
         planned = self._finalists()
         if planned == [parts.space.baseline]:
             return
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
-        seeds = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + config.confirm.seeds)
-        missing = [(params, seed) for seed in seeds for params in planned if (params, seed) not in done]
+        fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
+        missing = [(params, seed) for seed in fresh for params in planned if (params, seed) not in done]
         at_once = len(parts.pool)
         while missing:
             if parts.budget.seconds_left() <= 0:
@@ -53,6 +53,13 @@ class Confirmation:
             missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
         self._time_in_turn(planned)
+
+    def has_time_for(self, seeds: int) -> bool:
+        """Whether the finalists and the baseline can run on so many fresh seeds each, by what those so far took."""
+        parts, planned = self._parts, self._finalists()
+        ran = [trial.params for trial in parts.history.finished("confirm")]
+        needed = sum((self._seconds(params) or 0.0) * (seeds - ran.count(params)) for params in planned)
+        return needed / len(parts.pool) <= parts.budget.seconds_left()
 
     def _affordable(
         self, missing: list[tuple[dict[str, Value], int]], planned: list[dict[str, Value]]
@@ -90,12 +97,13 @@ class Confirmation:
         if parts.cost is not SECONDS or parts.machines.several or not is_disturbed(ran):
             return
         seconds = min(max(IN_TURN_SHARE * parts.budget.total, LEAST_IN_TURN), MOST_IN_TURN)
-        if [params for params, _ in known] == planned or parts.budget.seconds_left() < seconds:
+        if [params for params, _ in known[: len(planned)]] == planned or parts.budget.seconds_left() < seconds:
             return
         specs = tuple(self._trials.spec(params, "confirm", parts.plan.config.seed) for params in planned)
         if rounds := self._trials.time_in_turn(specs, seconds):
             paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
-            parts.study.set_user_attr(IN_TURN, list(zip(planned, paces, strict=True)))
+            others = [[params, pace] for params, pace in known if params not in planned]
+            parts.study.set_user_attr(IN_TURN, [*zip(planned, paces, strict=True), *others])
 
     def as_timed_in_turn(self, trials: Sequence[Trial]) -> list[Trial]:
         """The trials, those of configurations whose steps were timed in turn with what their steps take by that."""
@@ -120,7 +128,7 @@ class Confirmation:
         return any(trial.state in {"waiting", "running"} or self._is_done(trial) for trial in same)
 
     def _finalists(self) -> list[dict[str, Value]]:
-        """The baseline and the configurations to confirm; chosen anew when the budget changes: the search went on."""
+        """The baseline and the configurations to confirm; chosen anew when the search went on, if any are new then."""
         parts, config = self._parts, self._parts.plan.config
         chosen_from = [*parts.search_budget, config.confirm.top]
         stored = parts.study.user_attrs.get(FINALISTS, {})
@@ -132,8 +140,9 @@ class Confirmation:
                 f"{count} of {config.confirm.top} contenders on fresh seeds: budget.total has room for no more"
             )
         best = [params for params in self._ranked() if not self._is_refused(params)][:count]
-        planned = [*best, parts.space.baseline]
-        are_new = any(params not in stored.get("params", []) for params in best)
+        planned, before = [*best, parts.space.baseline], stored.get("params", [])
+        are_new = any(params not in before for params in best)
+        planned = planned if are_new else before or planned
         kept = {"chosen_from": chosen_from, "params": planned, "are_new": are_new}
         parts.study.set_user_attr(FINALISTS, kept)
         return planned

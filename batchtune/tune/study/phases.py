@@ -17,7 +17,7 @@ from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.recommend import recommend
+from batchtune.tune.verdict.recommend import MOST_MORE, recommend
 from batchtune.tune.verdict.scores import config_of, cost_of
 
 
@@ -104,8 +104,22 @@ class TuneStudy:
         self.search.run()
 
     def _confirm(self) -> None:
-        self.parts.observer.stage("confirming")
-        self._confirmation.run()
+        """On as many fresh seeds as configured; on more where nobody set that, they may tell, and there is time."""
+        parts, confirm = self.parts, self.parts.plan.config.confirm
+        parts.observer.stage("confirming")
+        self._confirmation.run(confirm.seeds)
+        is_open = "seeds" not in confirm.model_fields_set and parts.cost is not None and not parts.machines.several
+        seeds, most = confirm.seeds, MOST_MORE * confirm.seeds
+        while is_open and (wanted := self._seeds_to_tell()) and seeds < wanted <= most:
+            if not self._confirmation.has_time_for(wanted):
+                return
+            parts.observer.announce(f"{wanted} fresh seeds of each may tell, and there is time for them")
+            self._confirmation.run(wanted)
+            seeds = wanted
+
+    def _seeds_to_tell(self) -> int | None:
+        found, _ = self.recommendation()
+        return found.seeds_to_confirm if found is not None else None
 
     def _is_to_go_on(self) -> bool:
         """Whether to search again: fresh seeds have refuted what seemed better than the baseline, and there is time."""

@@ -150,7 +150,7 @@ def _verdict(
     came = "got there" if cost else "came to"
     reason = f"no significant {gained} over the baseline; the best candidate {came} {told}"
     more, hint = None, ""
-    if gain is not None and not gain.at_least and not missed:
+    if gain is not None and not missed:
         more, hint = _what_would_tell(gain, min(len(theirs), len(ours)), slowdown([*winners, *baselines]))
     return _of(baselines, ours, scoring, reason + hint).model_copy(update={"seeds_to_confirm": more})
 

@@ -1008,6 +1008,28 @@ def test_the_baseline_has_time_on_fresh_seeds_where_contenders_come_to_nothing(t
     assert all(trial.outcome == "reached" for trial in fresh)
 
 
+def fresh_seeds(tmp_path, confirm):
+    """On how many seeds each configuration was confirmed where three leave it open, and what is recommended then."""
+    near = Baseline(batch_size=16, learning_rate=6e-3)
+    tuned = study(tmp_path, law.LawWorker(noise=0.3), confirm=confirm, baseline=near)
+    tuned.run()
+    confirmed = [config_of(trial) for trial in tuned.records() if trial.role == "confirm"]
+    return set(collections.Counter(confirmed).values()), tuned.recommendation()[0]
+
+
+def test_where_three_seeds_leave_it_open_more_are_run_while_there_is_time(tmp_path):
+    counts, found = fresh_seeds(tmp_path / "more", Confirm(top=2))
+    assert len(counts) == 1
+    assert 3 < min(counts) <= 12
+    assert found.speedup_over_baseline.low > 1
+
+
+def test_who_sets_the_number_of_seeds_has_so_many(tmp_path):
+    counts, found = fresh_seeds(tmp_path / "set", Confirm(seeds=3, top=2))
+    assert counts == {3}
+    assert found.seeds_to_confirm > 3
+
+
 class Breaking(law.LawWorker):
     """The baseline diverges after two seconds; its metric is `last` then."""
 
