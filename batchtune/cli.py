@@ -18,7 +18,7 @@ from batchtune.cli_report import Open, report
 from batchtune.config.options import check_options
 from batchtune.console import complete_gpus, complete_keys, with_session
 from batchtune.errors import RunInterrupted, UsageError
-from batchtune.session import Session
+from batchtune.session import Session, complain, discard_stdout, keep_to_open_streams, open_stdout
 from batchtune.task.spec import TEMPLATE
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
-        sys.stdout.write(f"batchtune {__version__}\n")
+        with open_stdout() as stdout:
+            stdout.write(f"batchtune {__version__}\n")
         raise typer.Exit
 
 
@@ -240,8 +241,16 @@ def schema(
 
 def main() -> NoReturn:
     """The console entry point; exits with the documented code."""
+    keep_to_open_streams()
     try:
-        code = app(standalone_mode=False)
+        with open_stdout():
+            code = app(standalone_mode=False)
+    except UsageError as error:  # of --help and --version
+        complain(str(error))
+        code = error.exit_code
+    except BrokenPipeError:
+        discard_stdout()
+        code = 0
     except typer.Exit as end:
         code = end.exit_code
     except typer.Abort:

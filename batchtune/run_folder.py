@@ -24,6 +24,7 @@ SHOWN_EVERY_SECONDS = 5
 """Between two pages of a run that goes on."""
 _SHOWING_SHARE = 0.005  # of the time a processor may work on them
 _OURS = ("config.yaml", "study.log", "attempts.jsonl", "result.json", "report.html", "identity.json")
+_ASIDE = ".earlier"
 
 
 class RunFolder:
@@ -51,6 +52,7 @@ class RunFolder:
         self._lock, self._show_due, self._is_shown = _taken(self.path), time.monotonic() + SHOWN_EVERY_SECONDS, False
         try:
             with _writing(self.path):
+                self._settle()
                 for name in _OURS:
                     for half in self.path.glob(f".{name}.*.tmp"):
                         half.unlink(missing_ok=True)
@@ -59,11 +61,26 @@ class RunFolder:
             self.close()
             raise
 
-    def clear(self) -> None:
-        """Takes away all that runs write, to start over."""
-        with _writing(self.path):
+    def set_aside(self) -> None:
+        """Starts over: all that runs have written is set aside, and comes back if nothing is measured in its place."""
+        with _writing(aside := self.path / _ASIDE):
+            aside.mkdir()
+            for name in _OURS:
+                if (self.path / name).exists():
+                    (self.path / name).replace(aside / name)
+
+    def _settle(self) -> None:
+        """Takes away what was set aside, or takes it back."""
+        aside = self.path / _ASIDE
+        if not aside.is_dir():
+            return
+        if self.identity() is None:  # nothing was measured
+            self._latest, self._is_shown = None, False
             for name in _OURS:
                 (self.path / name).unlink(missing_ok=True)
+            for each in aside.iterdir():
+                each.replace(self.path / each.name)
+        shutil.rmtree(aside)
 
     def close(self) -> None:
         """Draws the report of the result as it is now, and lets another process have the folder.
@@ -71,6 +88,8 @@ class RunFolder:
         Raises:
             RunInterrupted: while the report was drawn; with the result, which is saved.
         """
+        with contextlib.suppress(OSError):  # the next to open it does
+            self._settle()
         latest, self._latest = self._latest, None
         try:
             if latest is None and self._is_shown:  # of a run that came to nothing: the page is an earlier one's again
@@ -249,7 +268,7 @@ def _shown(value: object) -> str:
 def probe_folder(name: str, task: str, root: Path = ROOT) -> RunFolder:
     """The run folder of a probe of the task (as its user named it): of that name, unless another task has it."""
     path = Path(task.partition(":")[0]).resolve()
-    candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"]
+    candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(os.fsencode(task)).hexdigest()[:8]}"]
     named = [each for each in candidates if is_run_name(each)]
     free = [each for each in named if kept_value(root / each, "task", "path") in (task, None)]
     return RunFolder(free[0] if free else name, root)

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from batchtune.errors import UsageError, without_passwords
 
@@ -69,7 +69,7 @@ class Session:
             result = result.model_copy(update={"error": None})  # it stands right above
         from rich.console import Console
 
-        with _stdout() as stdout:
+        with open_stdout() as stdout:
             stdout.write(self._drawn(result, Console()))
 
     def _drawn(self, result: Document, console: Console) -> str:
@@ -135,6 +135,34 @@ def complain(message: str) -> None:
     sys.stderr.flush()
 
 
+def keep_to_open_streams() -> None:
+    """Lets no reader of ours end a measurement: what a closed stdout, or a stderr that nobody reads, gets is lost."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - one of the three was closed
+        os.dup2(file, file)  # which children have, too
+    os.close(file)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - to its end
+    sys.stderr = cast("TextIO", _Forgiving(sys.stderr or open(2, "w", encoding="utf-8", closefd=False)))  # noqa: SIM115
+
+
+class _Forgiving:
+    """A text stream that loses what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def _page_of(result: Document) -> Path | None:
     from batchtune.result import page_of
 
@@ -146,7 +174,7 @@ def _print(text: str, *, exact: bool) -> None:
     from batchtune.report.terminal import written_in
 
     text = text if text.endswith("\n") else text + "\n"
-    with _stdout() as stdout:
+    with open_stdout() as stdout:
         if exact and hasattr(stdout, "buffer"):
             stdout.flush()
             stdout.buffer.write(text.encode("utf-8", "replace"))
@@ -155,7 +183,7 @@ def _print(text: str, *, exact: bool) -> None:
 
 
 @contextlib.contextmanager
-def _stdout() -> Iterator[TextIO]:
+def open_stdout() -> Iterator[TextIO]:
     """Standard output, flushed at the end; one that takes no more is said in a line."""
     try:
         yield sys.stdout

@@ -16,7 +16,6 @@ from batchtune.tune.plan.configure import configure, identity_of, read_warm_star
 from batchtune.tune.plan.open_task import require_executor
 from batchtune.tune.progress import Progress, Recorder, Status
 from batchtune.tune.start import run_study
-from batchtune.tune.study.storage import delete_study, open_storage
 
 _Kind = TypeVar("_Kind", bound=BaseException)
 
@@ -60,9 +59,7 @@ def run_tune(
     folder.open()
     try:
         if fresh:
-            if config.storage is not None:
-                delete_study(open_storage(config.storage, folder.path), config.name)
-            folder.clear()
+            folder.set_aside()
         folder.check_identity(identity_of(config))
         if folder.identity() is None:  # nothing but what failed, if anything: it may have been another task's
             folder.forget_attempts()
@@ -70,7 +67,7 @@ def run_tune(
             progress.load_earlier()
         folder.write("config.yaml", config.to_yaml())
         told = Forwarder(Recorder(progress, observer))
-        return run_and_save(lambda: run_study(config, told, progress, known), progress)
+        return run_and_save(lambda: run_study(config, told, progress, known, fresh=fresh), progress)
     finally:
         folder.close()
 

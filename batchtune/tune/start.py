@@ -14,11 +14,13 @@ from batchtune.tune.progress import Progress
 from batchtune.tune.scaling import scale
 from batchtune.tune.study.budget import outlook_at_start
 from batchtune.tune.study.phases import TuneStudy
-from batchtune.tune.study.storage import Agreement, open_storage
+from batchtune.tune.study.storage import Agreement, delete_study, open_storage
 
 
-def run_study(config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None) -> None:
-    """Probe, then study, by what `progress` knows already.
+def run_study(
+    config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None, *, fresh: bool = False
+) -> None:
+    """Probe, then study, by what `progress` knows already; a fresh one takes the place of that in the storage.
 
     Raises:
         BatchtuneError: it cannot go on; `progress` has what was found until then.
@@ -35,6 +37,8 @@ def run_study(config: Config, observer: Observer, progress: Progress, warm_start
             told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)
             observer.announce(told)
         storage = open_storage(config.storage, progress.folder.path)
+        if fresh and config.storage is not None:
+            delete_study(storage, config.name)
         agreement = Agreement(storage, config, opened.device_name)
         plan = plan_study(config, progress, pool.first, opened, agreement, observer, warm_start)
         progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)

@@ -6,7 +6,9 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import yaml
 import batchtune
 from batchtune.__main__ import main
 from batchtune.result import result_schema as result_schema_of_the_package
+
+ROOT = Path(__file__).resolve().parents[2]
 
 COMMANDS = ("init", "probe", "tune", "report", "env", "schema")
 ESCAPE = "\x1b"
@@ -510,7 +514,10 @@ def test_with_json_every_command_prints_its_document_and_writes_it_to_the_file(q
         assert finished.document == json.loads((quick_cli.folder / "out.json").read_text()), command
 
 
-@pytest.mark.parametrize("arguments", [("report", "tune.json"), ("report", "tune.json", "--json", "-o", "out.json")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--version",), ("--help",), ("report", "tune.json"), ("report", "tune.json", "--json", "-o", "out.json")],
+)
 def test_a_full_disk_behind_stdout_is_said_in_one_line(cli, arguments):
     cli.write("tune.json", unusual("tune"))
     with Path("/dev/full").open("w") as full:
@@ -520,6 +527,28 @@ def test_a_full_disk_behind_stdout_is_said_in_one_line(cli, arguments):
     assert finished.err.count("\n") == 1
     if "-o" in arguments:
         assert (cli.folder / "out.json").read_text() == (cli.folder / "tune.json").read_text() + "\n"
+
+
+@pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
+def test_a_stderr_that_nobody_reads_costs_nobody_the_result(cli, lost):
+    probing = shlex.join(
+        [sys.executable, "-m", "batchtune", "probe", "linear.py", "--max", "8", "--no-throughput", "--json"]
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"{probing} {lost}"]
+    done = subprocess.run(command, cwd=cli.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["probe"]["max_batch_size"] == 8
+    assert (cli.run_folder("probe-linear") / "result.json").read_text() == done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("report none", 2)])
+def test_closed_streams_are_no_bug(cli, arguments, code):
+    command = ["bash", "-c", f"{shlex.quote(sys.executable)} -m batchtune {arguments} >&-"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=cli.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == code / 2
 
 
 def test_a_file_has_no_colours_even_where_they_are_forced(cli):

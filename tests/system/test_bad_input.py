@@ -242,7 +242,6 @@ def test_a_full_output_device_loses_nothing(tuned, quick_cli):
 def test_a_full_disk_is_told_when_an_attempt_is_kept(tmp_path):
     folder = RunFolder("full", tmp_path)
     folder.open()
-    folder.clear()
     (folder.path / "attempts.jsonl").symlink_to("/dev/full")
     with pytest.raises(UsageError, match=r"attempts\.jsonl: cannot be written: No space left on device; make room"):
         folder.append_attempt(Attempt(batch_size=1, outcome="fit"))

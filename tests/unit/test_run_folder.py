@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,16 +57,37 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         RunFolder("digits", tmp_path / "file").open()
 
 
-def test_fresh_takes_away_what_runs_write_and_nothing_else(folder, tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("measures", [False, True])
+def test_what_was_measured_before_a_fresh_start_goes_when_it_has_measured_and_nothing_else_does(
+    folder, tmp_path, measures, is_killed
+):
+    folder.keep_identity({"task": "before"})
     folder.append_attempt(Attempt(batch_size=1, outcome="fit"))
     folder.write_result(RESULT)
     (folder.path / "notes.txt").write_text("mine")
     folder.close()
+    kept = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     again = RunFolder("digits", tmp_path / "runs")
     again.open()
-    again.clear()
+    again.set_aside()
+    assert (again.identity(), again.has_result(), list(again.attempts())) == (None, False, [])
+    again.write("config.yaml", "task: now\n")
+    again.write_result(RESULT.model_copy(update={"status": "failed"}))
+    if measures:
+        again.keep_identity({"task": "now"})
+    name = "digits"
+    if is_killed:  # nobody closes it
+        name = shutil.copytree(again.path, again.path.with_name("killed")).name
     again.close()
-    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "notes.txt"]
+    after = RunFolder(name, tmp_path / "runs")
+    after.open()
+    if measures:
+        assert (after.identity(), list(after.attempts())) == ({"task": "now"}, [])
+        assert (after.path / "notes.txt").read_text() == "mine"
+    after.close()
+    assert measures or {path.name: path.read_bytes() for path in after.path.iterdir()} == kept
+    assert not (after.path / ".earlier").exists()
 
 
 def test_attempts_of_an_earlier_search_are_forgotten_and_its_result_is_not(folder):
