@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import time
@@ -124,7 +125,8 @@ def _pick(found: dict[str, float] | float, metric: str, task: Task) -> float:
     if metric not in found:
         names = ", ".join(found) or "nothing"
         what = f"{task.where} logs" if task.adapted else f"evaluate() in {task.where} returns"
-        choose = f"; choose one: objective.metric={next(iter(found))}" if found else ""
+        meant = [each for each in found if each.endswith(metric)] or difflib.get_close_matches(metric, found)
+        choose = f"; choose one: objective.metric={next(iter([*meant, *found]))}" if found else ""
         raise UsageError(f"objective.metric '{metric}' is not among what {what}: {names}{choose}")
     return found[metric]
 

@@ -176,10 +176,14 @@ class StepContext:
         if self.micro_batch == 0:
             optimizer.zero_grad(set_to_none=True)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> object:
         """Steps an optimizer after the last micro-batch, in place of `optimizer.step()`: unscales, clips and steps.
 
-        A closure computes the loss and its gradients anew, as LBFGS asks for; it calls `context.backward`.
+        A closure computes the loss and its gradients anew, as LBFGS asks for; it calls `context.backward`, and what it
+        leaves is clipped each time.
+
+        Returns:
+            What the optimizer's step returns: with a closure usually its loss.
 
         Raises:
             UserCodeError: it cannot be stepped so.
@@ -187,7 +191,7 @@ class StepContext:
         if not any(optimizer is each for each in self._optimizers):
             raise UserCodeError(f"context.step was given {kind_of(optimizer)} that build_optimizer has not returned")
         if not self.is_last_micro_batch:
-            return
+            return None
         again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
         if scaled and (closure is not None or again):
             why = "with a closure" if closure is not None else "twice in one train_step"
@@ -198,9 +202,14 @@ class StepContext:
         with self._stepping():
             if closure is None:
                 self._clipper.clip([optimizer])
-                self._precision.scaler.step(optimizer)
-            else:
-                optimizer.step(closure)
+                return self._precision.scaler.step(optimizer)
+
+            def clipped() -> object:
+                loss = closure()
+                self._clipper.clip([optimizer])
+                return loss
+
+            return optimizer.step(clipped)  # type: ignore[arg-type]  # what torch calls a loss may be anything
 
     def step_without_loss(self, optimizer: Optimizer) -> None:
         """Steps an optimizer for the memory that it takes: gradients that nobody has computed are zero."""

@@ -61,7 +61,8 @@ class StepClock:
 EVALUATION_GROWTH = 1.07  # evaluations 7 % of training time apart: the same relative resolution for fast and slow runs
 EVALUATION_SHARE = 0.3  # …but never so dense that evaluating takes more than this share of the run's wall time
 MOST_WAITING = 5.0  # of the limit: a run that the machine slows down more than this ends all the same
-WORSE_SHARE = 0.2  # of the limit: a run that is worse than before training for so long has diverged…
+WORSE_BY = 0.5  # of the metric before training: a GAN's, or that of a warm-up, is a little worse for a while
+WORSE_SHARE = 0.2  # of the limit: a run that is worse by more than that for so long has diverged…
 WORSE_LOOKS = 5  # …if it was looked at so often meanwhile
 _WARM_UP_STEPS = 3
 _FEWEST_ROUNDS = 3  # of steps that are timed in turn
@@ -281,11 +282,11 @@ class _Run:
         return bool(self._ranks.together("first", float(bool(go_on))))
 
     def _worse_for_long(self, value: float) -> bool:
-        """Whether the run has been worse than before training for so long that it will hardly come back."""
+        """Whether the run has been far worse than before training for so long that it will hardly come back."""
         if self._start_value is None:
             self._start_value = value
         sign, now = (1 if self._spec.goal == "minimize" else -1), self._clock.seconds
-        if sign * value <= sign * self._start_value:
+        if sign * value <= sign * self._start_value + WORSE_BY * abs(self._start_value):
             self._worse_since, self._worse_looks = None, 0
             return False
         self._worse_since = now if self._worse_since is None else self._worse_since

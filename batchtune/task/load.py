@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -70,11 +71,20 @@ def _hint(error: BaseException, place: Path | str) -> str:
     """What to do where the task's file hides the module that it imports, or a Trainer wants a launcher's ranks."""
     if "fsdp only works in distributed training" in str(error):
         return " Leave its fsdp out, and tune with --ranks N --strategy fsdp"
+    if isinstance(error, ImportError) and "relative import" in str(error) and isinstance(place, Path):
+        return _as_module(place.resolve())
     if isinstance(place, str) or not isinstance(error, ImportError) or not error.name:
         return ""
     if error.name.partition(".")[0] != place.stem:
         return ""
     return f"; this file hides your own module '{place.stem}': call it otherwise, e.g. {TEMPLATE}"
+
+
+def _as_module(path: Path) -> str:
+    """How to name a file of a package, whose relative imports then work."""
+    folders = list(itertools.takewhile(lambda each: (each / "__init__.py").exists(), path.parents))
+    name = ".".join([*(each.name for each in reversed(folders)), path.stem])
+    return f"; it is part of a package: name it as a module, {name}, in {folders[-1].parent}" if folders else ""
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -224,7 +234,12 @@ def _loaders(module: ModuleType | None) -> Iterator[tuple[object, str]]:
 
 
 def _own_rate(task: Task) -> Iterator[tuple[object, str]]:
-    """The learning rate of the optimizers that build_optimizer makes when it is left to choose."""
+    """The default of what build_optimizer takes for a learning rate; or that of the optimizers that it makes alone."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError, IndexError):
+        yield (
+            list(inspect.signature(task.source.build_optimizer).parameters.values())[1].default,
+            "build_optimizer's default",
+        )
     with contextlib.suppress(Exception):  # one that cannot choose has none
         optimizers = Optimizers(task.source.build_optimizer(task.model()))
         yield highest_rate(optimizers), f"{optimizers.name}'s lr"

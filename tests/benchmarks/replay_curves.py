@@ -19,7 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from batchtune.child.training_run import MOST_WAITING, WORSE_LOOKS, WORSE_SHARE, RunSpec, StepClock, next_evaluation
+from batchtune.child.training_run import (
+    MOST_WAITING,
+    WORSE_BY,
+    WORSE_LOOKS,
+    WORSE_SHARE,
+    RunSpec,
+    StepClock,
+    next_evaluation,
+)
 from batchtune.document import CurvePoint
 
 DATA = Path(__file__).parent / "data"
@@ -208,7 +216,7 @@ class Record:
             clock.see(1, *load.take(step_seconds))
         while True:
             value, seconds = run.value(steps / stretch), clock.seconds
-            worse = [*worse, seconds] if value > start else []
+            worse = [*worse, seconds] if value > start + WORSE_BY * abs(start) else []
             measured = clock.measured_seconds if clock.measured_seconds > seconds else None
             go_on = yield CurvePoint(
                 seconds=seconds,

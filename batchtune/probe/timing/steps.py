@@ -72,9 +72,15 @@ def step_line(times: Sequence[tuple[int, float, float]]) -> StepLine | None:
 
 
 def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
-    """The largest size and the powers of two (times `multiple_of`) well below it, at most `MAX_POINTS`, ascending."""
+    """The largest size and the powers of two (times `multiple_of`) well below it, at most `MAX_POINTS`, ascending.
+
+    Of more powers the largest, and one of the least: what a step takes whatever its size is hidden in the others.
+    """
     powers = [multiple_of * 2**power for power in range(maximum.bit_length())]
-    return [*[size for size in powers if minimum <= size <= maximum / _APART][1 - MAX_POINTS :], maximum]
+    powers = [size for size in powers if minimum <= size <= maximum / _APART]
+    if len(powers) >= MAX_POINTS:
+        powers = [powers[1], *powers[2 - MAX_POINTS :]]
+    return [*powers, maximum]
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:

@@ -170,7 +170,11 @@ def _optimizer_line(names: str, known: OptimizerSettings) -> str:
     if " + " in names:
         return f"# optimizers: {names}, as your {known.made_by or 'build_optimizer'} makes them"
     made = "".join(f", {name}={value!r}" for name, value in known.values.items())
-    return f"# optimizer: {names}(model.parameters(), lr=learning_rate{made})"
+    whole = f"{names}(model.parameters(), lr=learning_rate{made})"
+    if known.differing:
+        differing = " and ".join(known.differing)
+        whole = f"{names}, as your {known.made_by or 'build_optimizer'} makes it: groups differ in {differing}"
+    return f"# optimizer: {whole}"
 
 
 def pytorch(result: Document) -> str:

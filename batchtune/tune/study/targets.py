@@ -65,6 +65,9 @@ class Targets:
             UserCodeError: the metric is no number before training.
             UsageError: the target is met before training.
         """
+        if "cut_off" in self._history.last_attributes("baseline") and self._history.best_cost() is None:
+            total = f"budget.total ({self._config.budget.total:g} s)"
+            raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
         if not self._counted:
             self.check_start()
             return
@@ -72,9 +75,6 @@ class Targets:
         if not self._history.finished("baseline") and self._history.best_cost() is None:
             failed = [trial for trial in self._history.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
-            if "cut_off" in self._history.last_attributes("baseline"):
-                total = f"budget.total ({self._config.budget.total:g} s)"
-                raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
             what, remedy = "could not be trained", "change baseline: in the configuration"
             if self._history.last_outcome("baseline") == "oom":  # the last words of a library may name no memory
                 what, remedy = "ran out of memory", "make baseline.batch_size smaller, or memory.limit larger"

@@ -29,8 +29,12 @@ class TestUsersOwn:
 
     def test_a_metric_that_is_not_there_is_answered_with_those_that_are(self, trainer):
         scores = trainer(evaluate=lambda _model: {"val_loss": 2.0, "accuracy": 0.5})
-        with pytest.raises(UsageError, match=r"'f1' is not among what .* in model.py returns: val_loss, accuracy"):
+        with pytest.raises(UsageError, match=r"'f1' is not among what .* in model.py returns: val_loss, accuracy; cho"):
             metric_value(scores, "f1", 8)
+
+    def test_the_one_that_was_meant_is_proposed(self, trainer):
+        with pytest.raises(UsageError, match=r"choose one: objective\.metric=eval_f1$"):
+            metric_value(trainer(evaluate=lambda _model: {"eval_loss": 2.0, "eval_f1": 0.5}), "f1", 8)
 
     def test_the_model_is_in_eval_mode_without_gradients_and_back_afterwards(self, trainer):
         seen = []

@@ -110,7 +110,7 @@ class TestInTurn:
 
         command = TimeInTurn(specs=(spec_of(), spec_of()), seconds=2.0, stretch_seconds=0.1)
         rounds = loop.time_in_turn(linear_task(compute_loss=compute_loss), fake_device(), command)
-        assert rounds == [[60.0, 60.0]] * 3
+        assert rounds == ((60.0, 60.0),) * 3
 
 
 class TestEndings:
@@ -221,6 +221,10 @@ class TestEndings:
         values = itertools.chain([1.0, 0.5], itertools.count(2.0))
         done = run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values))
         assert (done.outcome, done.points[-1].seconds) == ("diverged", 6.0)
+
+    def test_a_run_that_is_a_little_worse_than_before_training_has_not_diverged(self, run):
+        values = itertools.chain([1.0], itertools.repeat(1.4))
+        assert run(spec_of(metric="x", limit_seconds=20.0), evaluate=lambda _model: next(values)).outcome == "finished"
 
     def test_a_run_that_comes_back_from_above_its_start_goes_on(self, run):
         values = itertools.chain([1.0, 2.0, 3.0, 2.0], itertools.repeat(0.9))

@@ -138,6 +138,33 @@ class TestOwnStep:
         losses = [float(own.step(iter([batch]))) for _ in range(5)]
         assert losses[-1] < 1e-3 * float(MSE(torch.zeros_like(batch[1]), batch[1]))
 
+    def test_what_a_closure_leaves_is_clipped_and_its_loss_comes_back(self, trainer):
+        norms, losses = [], []
+
+        class Tells(torch.optim.SGD):
+            def step(self, closure):
+                loss = closure()
+                norms.append(torch.cat([each.grad.flatten() for each in self.param_groups[0]["params"]]).norm().item())
+                return loss
+
+        def step(model, batch, optimizer, context):
+            def closure():
+                loss = MSE(model(batch[0]), batch[1])
+                context.backward(loss)
+                return loss
+
+            losses.append(context.step(optimizer, closure))
+            return losses[-1]
+
+        own = trainer(
+            build_optimizer=lambda model, lr: Tells(model.parameters(), lr=lr),
+            train_step=step,
+            gradient_clipping=GradientClipping(norm=1e-3),
+        )
+        own.step(iter(batches_of(own, 1)))
+        assert norms == pytest.approx([1e-3], rel=1e-3)
+        assert losses[0].item() > 0
+
     def test_state_is_kept_from_step_to_step_of_one_run(self, trainer):
         seen = []
 

@@ -30,10 +30,11 @@ def build_optimizer(model, lr=None):
         ("train = DataLoader(points, batch_size=4)\nval = DataLoader(points, batch_size=8)", None, None),
         ("def train_loader(batch_size=16): ...", (16, "train_loader's default"), None),
         ("def build_optimizer(model, lr): return torch.optim.SGD(model.parameters(), lr)", None, None),
+        (RATES, None, (0.2, "SGD's lr")),
         (
-            RATES,
+            RATES.replace("lr=None", "lr=0.01").replace("lr or rate", "lr * rate"),
             None,
-            (0.2, "SGD's lr"),
+            (0.01, "build_optimizer's default"),
         ),
     ],
 )

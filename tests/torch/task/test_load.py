@@ -85,6 +85,14 @@ class TestWhatIsNotThere:
             "; this file hides your own module 'my_task': call it otherwise, e.g. batchtune_task.py"
         )
 
+    def test_a_file_of_a_package_is_told_the_name_of_its_module(self, tmp_path):
+        package = tmp_path / "work" / "quant"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "train.py").write_text("from .model import Net\n")
+        with pytest.raises(UserCodeError, match=rf"name it as a module, quant\.train, in {tmp_path}/work$"):
+            load_task(str(package / "train.py"))
+
     def test_a_library_that_a_task_wants_is_told_with_the_line(self, message):
         text = message("\nimport no_such_library\n")
         assert "ModuleNotFoundError: my_task.py:2: No module named 'no_such_library'" in text

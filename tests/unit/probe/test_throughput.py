@@ -39,7 +39,7 @@ class TestSizes:
         assert sizes_to_time(17) == [1, 2, 4, 8, 17]
 
     def test_of_many_the_largest_are_timed(self):
-        assert sizes_to_time(100_000) == [1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000]
+        assert sizes_to_time(100_000) == [2, 2048, 4096, 8192, 16384, 32768, 65536, 100_000]
 
     def test_what_must_be_a_multiple_is_one(self):
         assert sizes_to_time(120, multiple_of=24) == [24, 48, 96, 120]
