@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -91,7 +92,7 @@ def init(
     if session.json or session.output:
         session.deliver_text(json.dumps({"written": [str(file) for file in files]}))
     elif not session.quiet:
-        next_step = f"batchtune tune {directory / 'config.yaml'}"
+        next_step = f"batchtune tune {shlex.quote(str(directory / 'config.yaml'))}"
         session.deliver_text("".join(f"wrote {file}\n" for file in files) + f"next: {next_step}\n")
 
 

@@ -67,6 +67,8 @@ def report(
 
     name = "json" if session.json else format_
     _require_use(name, list(EXPORTS), set_, log_to if format_ != "table" else None, allow if against is None else None)
+    if against is not None and log_to is not None:
+        raise UsageError(f"--log-to {log_to}: not together with --against; give one of them")
     if against is not None:
         raise _compared(session, run, against, allow or "5%", name)
     result = _read(session, run)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, Document, TaskInfo, ThroughputPoint
-from batchtune.errors import BatchtuneError, UsageError
+from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
 from batchtune.probe.session import ProbeSession
 from batchtune.processes.local import LocalLauncher
@@ -105,6 +105,12 @@ def _run_in(folder: RunFolder, session: ProbeSession) -> Result:
         if error.result is not None and _is_worth_keeping(error.result, folder):
             with contextlib.suppress(UsageError):  # no space: the caller still has the result to show
                 folder.write_result(error.result)
+        elif isinstance(error, RunInterrupted):
+            stays = RunInterrupted(
+                "interrupted before there was a checked answer; the result of the earlier probe stays"
+            )
+            stays.result = error.result
+            raise stays from None
         raise
     else:
         try:
@@ -122,7 +128,7 @@ def _is_worth_keeping(result: Document, folder: RunFolder) -> bool:
 
     Of the same code, that is: what an older state of it, or another task of that name, came to is worth less.
     """
-    if result.status == "interrupted":
+    if result.status == "interrupted" and not (result.probe and result.probe.verified_in_fresh_process):
         with contextlib.suppress(UsageError):  # none, or none that can be read
             earlier = load_result(folder.path)
             same = (earlier.kind, earlier.task.path, earlier.task.sha256)

@@ -79,7 +79,9 @@ class Progress:
             try:
                 self.earlier = load_result(self.folder.path)
             except UsageError as error:
-                raise UsageError(f"{error}. Or use --fresh to start over, or another 'name' to keep both") from None
+                raise UsageError(
+                    f"{error}. Without that file the study goes on with its trials; --fresh starts over"
+                ) from None
 
     def earlier_probe(self) -> ProbeResult | None:
         """An earlier start's probe, where it came to its end."""

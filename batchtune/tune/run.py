@@ -88,8 +88,10 @@ def run_and_save(run: Callable[[], None], progress: Progress) -> Result:
     except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):
-            keeps = f"{where} keeps the trials, and 'batchtune report {where.name} -v' shows them"
-            stopped = RunInterrupted(f"interrupted; the same command goes on from here ({keeps})")
+            keeps = f" ({where} keeps the trials, and 'batchtune report {where.name} -v' shows them)"
+            stopped = RunInterrupted(
+                f"interrupted; the same command goes on from here{keeps if progress.study else ''}"
+            )
         elif isinstance(error, OSError | RuntimeError) and (unwritten := _behind(error, OSError)):  # of the journal
             stopped = UsageError(
                 f"{where}: the study cannot go on: {unwritten.strerror or unwritten}; make room and start again: the "

@@ -192,6 +192,40 @@ def test_a_run_folder_of_another_configuration_is_refused_by_the_key_that_change
     assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (("device=cuda",), 5, "cuda"),
+        (("--workers", "99"), 2, "99"),
+        (("baseline.batch_size=9999",), 2, "9,999"),
+        (("task=broken.py",), 3, "broken.py"),
+    ],
+)
+def test_a_fresh_start_that_is_refused_takes_nothing_away(tuned, quick_cli, change, code, message):
+    tuned.copy_to(quick_cli)
+    quick_cli.write("broken.py", "raise RuntimeError('broken')")
+    before = {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()}
+    answer = quick_cli("tune", "config.yaml", "--fresh", *change)
+    assert (answer.code, message in answer.err) == (code, True), answer.err
+    assert {path.name: path.read_bytes() for path in quick_cli.run_folder().iterdir()} == before
+
+
+def test_a_damaged_line_of_a_study_is_told_by_its_number_and_a_damaged_result_can_be_left_out(tuned, quick_cli):
+    tuned.copy_to(quick_cli)
+    result, journal = quick_cli.run_folder() / "result.json", quick_cli.run_folder() / "study.log"
+    result.write_text("{")
+    refused = quick_cli("tune", "config.yaml")
+    assert (refused.code, "Without that file the study goes on with its trials" in refused.err) == (2, True)
+    result.unlink()
+    again = quick_cli("tune", "config.yaml", "--json", "-q")
+    assert (again.code, len(again.document["trials"])) == (0, len(tuned.document["trials"])), again.err
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([*lines[:4], "junk\n", *lines[5:]]))
+    refused = quick_cli("tune", "config.yaml")
+    assert refused.code == 2
+    assert "study.log: line 5 is damaged; take the line away" in refused.err
+
+
 def test_a_study_does_not_go_on_on_another_device(tuned, quick_cli):
     tuned.copy_to(quick_cli)
     file = quick_cli.run_folder() / "identity.json"

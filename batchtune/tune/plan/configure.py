@@ -56,6 +56,8 @@ def configure(
     if not config.name:
         config = config.model_copy(update={"name": default_name(Path(f"{task_name(config.task)}.py"))})
     if save_config is not None:
+        if Path(save_config).is_dir():
+            raise UsageError(f"--save-config {save_config}: is a folder; name a file, e.g. config.yaml")
         try:
             write_atomically(Path(save_config), _as_file(config, told))
         except OSError as error:

@@ -7,6 +7,7 @@ no sign of life for a while is given back, and whoever asks next runs it again.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -150,7 +151,11 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     if storage is None:
         journal = folder / "study.log"
         _mend_journal(journal)
-        return Journal(journal)
+        try:
+            return Journal(journal)
+        except (ValueError, RecursionError):
+            remedy = "take the line away and start again, or use --fresh to start over"
+            raise UsageError(f"{journal}: line {_damaged_line(journal)} is damaged; {remedy}") from None
     try:
         if storage.startswith("sqlite"):  # one machine's
             return optuna.storages.get_storage(storage)
@@ -164,6 +169,17 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
             raise UsageError(f"storage {storage}: {missing} is not installed; run: pip install {package}") from None
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
+
+
+def _damaged_line(journal: Path) -> int:
+    """The number of the first line that is no JSON object."""
+    for number, line in enumerate(journal.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            if not isinstance(json.loads(line), dict):
+                return number
+        except (ValueError, RecursionError):
+            return number
+    return 1
 
 
 def _proxy(url: str) -> BaseStorage:

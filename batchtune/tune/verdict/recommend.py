@@ -53,9 +53,9 @@ def recommend(
         return _unconfirmed(trials, scoring), None
     ours = _baseline_scores(groups[base], scoring)
     contenders = {config: group for config, group in groups.items() if config != base}
-    enough = min(len(groups[base]), max(len(group) for group in contenders.values()))
-    contenders = {config: group for config, group in contenders.items() if len(group) >= enough}
     usable = {config: each for config, group in contenders.items() if (each := _scores(group, ours, scoring))}
+    enough = min(len(groups[base]), max(map(len, usable.values()), default=0))
+    usable = {config: each for config, each in usable.items() if len(each) >= enough}
     if not usable and not ours:
         return _unconfirmed(trials, scoring), None
     if not usable:

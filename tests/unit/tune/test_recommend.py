@@ -54,6 +54,14 @@ def test_a_clear_winner_comes_with_its_interval():
     assert found.speedup_over_baseline.low <= 11 / 5 <= found.speedup_over_baseline.high
 
 
+def test_a_contender_without_a_result_puts_none_aside_that_had_time_for_fewer_seeds():
+    trials = confirmed(((32, 1e-3), (None, None, None)), ((64, 1e-2), (None, None, None)), ((64, 2e-2), (2.0,)))
+    trials = [each.model_copy(update={"training_seconds": each.time_to_target_seconds or 6.0}) for each in trials]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert found.reason.startswith("not confirmed")
+    assert "no other configuration" not in found.reason
+
+
 class TestNoise:
     """A candidate that seems faster, by runs too noisy to say so."""
 

@@ -12,7 +12,7 @@ class Stopped:
     """A tuning that is stopped by an error, perhaps on top of an interruption."""
 
     def __init__(self, folder, error, *, interrupted):
-        self.folder = SimpleNamespace(path=folder)
+        self.folder, self.study = SimpleNamespace(path=folder), None
         self.error, self.interrupted, self.statuses = error, interrupted, []
 
     def run(self):
