@@ -31,6 +31,7 @@ OUTCOMES = {
     "user_error": "the task's code raised",
 }
 """Of attempts that did not fit."""
+_FAR_ABOVE = 1.02  # times the answer: a size that fitted is worth a word
 _LIMITED_BY = {
     "memory": "the next size runs out of memory",
     "max": "limited by the largest size allowed",
@@ -124,6 +125,9 @@ def certificate(probe: ProbeResult) -> str:
         parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
     elif probe.limited_by:
         parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
+    fitted = max((each.batch_size for each in probe.attempts if each.fits), default=0)
+    if probe.verified_in_fresh_process and fitted > _FAR_ABOVE * (probe.max_batch_size or fitted):
+        parts.append(f"{fitted:,} fitted in one process, and others may need more memory for it")
     if probe.peak_reserved_bytes is not None and probe.memory_limit_bytes:
         parts.append(f"peak {size(probe.peak_reserved_bytes, LEAST_PEAK)} of {size(probe.memory_limit_bytes)}")
     return "; ".join(parts)

@@ -12,7 +12,7 @@ from batchtune.report.terminal import render
 from batchtune.report.view.model import Column, byte_sizes, counts, numbers, table
 from batchtune.report.view.read import view_of
 from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
-from batchtune.report.view.words import certificate_facts
+from batchtune.report.view.words import certificate, certificate_facts
 
 
 class Cells(HTMLParser):
@@ -119,3 +119,11 @@ def test_what_a_cpus_answer_keeps_back_is_told_with_its_certificate():
     kept = probe.model_copy(update={"attempts": [*probe.attempts[:-1], checked]})
     assert {fact.name: fact.text for fact in certificate_facts(kept)}["kept back"].startswith("12 MiB, as the same")
     assert "kept back" not in {fact.name for fact in certificate_facts(probe)}
+
+
+def test_a_larger_size_that_fitted_once_is_told_beside_the_answer():
+    probe = ProbeResult.model_validate(probed())
+    larger = probe.attempts[-1].model_copy(update={"batch_size": 2 * probe.max_batch_size, "purpose": "search"})
+    with_it = probe.model_copy(update={"attempts": [*probe.attempts, larger]})
+    assert f"{2 * probe.max_batch_size:,} fitted in one process, and others may need more" in certificate(with_it)
+    assert "in one process" not in certificate(probe)
