@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchtune.config.checks import SOLVED
+from batchtune.config.checks import SOLVED, one_or_several
 from batchtune.config.load import config_of_task, default_name, load_config
 from batchtune.config.schema import Config
 from batchtune.document import NoiseScale, RangeTest
@@ -45,7 +45,7 @@ def configure(
         UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be written.
     """
     texts = options.get("overrides") or ()
-    overrides = [*_overrides_of(options), *([texts] if isinstance(texts, str) else texts)]
+    overrides = [*_overrides_of(options), *(one_or_several("overrides", texts) if texts else ())]
     if not isinstance(given, Config):
         config, told = _read(spec_of(given), overrides, observer)
     elif overrides:
