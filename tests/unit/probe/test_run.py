@@ -1,6 +1,7 @@
 """A whole probe on a scripted GPU: precisions that fail beside others that do not, and what it learns of contexts."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 from fakes import FakeChild, opened
@@ -287,6 +288,14 @@ def test_what_names_no_task_is_refused_by_every_function(function, given):
         UsageError, match=r"the task is a \w+; it must be a path or a text such as 'model.py:attribute'"
     ):
         function(given)
+
+
+@pytest.mark.parametrize("function", [batchtune.probe, batchtune.estimate, batchtune.tune])
+def test_an_empty_task_is_refused_though_the_folder_has_one(function, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").touch()
+    with pytest.raises(UsageError, match=r"^the task is empty; use model\.py, path\.py:name or pkg\.module:name$"):
+        function("")
 
 
 def test_an_argument_that_no_function_has_is_told_with_the_function():
