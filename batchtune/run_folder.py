@@ -249,7 +249,7 @@ def _shown(value: object) -> str:
 def probe_folder(name: str, task: str, root: Path = ROOT) -> RunFolder:
     """The run folder of a probe of the task (as its user named it): of that name, unless another task has it."""
     path = Path(task.partition(":")[0]).resolve()
-    candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"]
+    candidates = [name, f"{name}-{path.parent.name}", f"{name}-{hashlib.sha256(os.fsencode(task)).hexdigest()[:8]}"]
     named = [each for each in candidates if is_run_name(each)]
     free = [each for each in named if kept_value(root / each, "task", "path") in (task, None)]
     return RunFolder(free[0] if free else name, root)
