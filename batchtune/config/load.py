@@ -69,7 +69,7 @@ def _complete(
     known = os.environ if environment is None else environment
     lay_under(document, known)
     names = {f"BATCHTUNE_{key.upper().replace('.', '_')}": key for key in known_keys()}
-    settings = [(key, known[name], name) for name, key in names.items() if name in known]
+    settings = [(key, text, name) for name, key in names.items() if (text := known.get(name, "").strip())]
     problems = _lay_over(document, origins, [*settings, *map(_split_override, overrides)])
     found: list[tuple[str, str]] = []
     while True:
