@@ -208,6 +208,20 @@ class TestProblems:
     def test_two_problems_in_one_place_are_both_told(self, problems):
         assert len(problems("task: m.py", "space={'': {'': 1}}")) == 2
 
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("gradient_clipping.norm=-1", "gradient_clipping.norm: should be greater than 0"),
+            ("gradient_clipping.nrm=1", "unknown key 'gradient_clipping.nrm'. Did you mean 'norm'?"),
+            ("gradient_clipping.colour=1", "unknown key 'gradient_clipping.colour'. Known here: norm, value."),
+            ("space.decay={min: low, max: 1.0}", "space.decay.min: should be a valid number"),
+            ("task=", "task: should be a valid string, not None"),
+        ],
+    )
+    def test_what_is_wrong_with_a_part_is_not_told_of_the_whole_as_well(self, problems, text, told):
+        (line,) = problems("task: m.py", text)
+        assert line.startswith(f"'{text}': {told}")
+
     def test_a_switch_is_no_number(self, problems):
         assert problems("task: m.py\nbatch_size: {max: true}") == [
             "config.yaml:2: batch_size.max: should be a number, not true"

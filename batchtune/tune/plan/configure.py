@@ -90,7 +90,7 @@ def _overrides_of(options: Mapping[str, Any]) -> list[str]:
     """What options of the command line say, as texts that are laid over a configuration."""
     keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
     keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy"}
-    given = [f"{key}={options[name]!r}" for name, key in keys.items() if options.get(name) is not None]
+    given = [f"{key}={options[name]}" for name, key in keys.items() if options.get(name) is not None]
     if found := SOLVED.fullmatch(options.get("target") or ""):
         metric, sign, value = found.groups()
         goal = "minimize" if sign == "<" else "maximize"
