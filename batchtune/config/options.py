@@ -198,6 +198,13 @@ def check_options(function: Callable[..., object], given: dict[str, Any]) -> Non
     least, most = given.get("min"), given.get("max")
     if least is not None and most is not None and least > most:
         raise UsageError(f"--min {least} is greater than --max {most}; swap them or raise --max")
+    ranks = next((name for name in ("nproc_per_node", "world_size") if given.get(name) == 1), None)
+    if ranks is not None and given["strategy"] != "ddp":
+        from batchtune.config.ranks import TorchrunEnv, nothing_to_share  # takes long to load
+
+        if TorchrunEnv.from_environment() is None:  # which starts several by itself
+            add = f"{flag_of(ranks, options_of(function)[ranks])} 2"
+            raise UsageError(f"--{nothing_to_share(given['strategy'], add=add)}")
 
 
 def with_variables(function: Callable[..., object], given: dict[str, Any]) -> dict[str, Any]:

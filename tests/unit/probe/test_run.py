@@ -7,7 +7,9 @@ import pytest
 from fakes import FakeChild, opened
 
 import batchtune
+from batchtune.config.options import check_options
 from batchtune.config.probe import ProbeOptions
+from batchtune.config.ranks import OF_LAUNCHERS
 from batchtune.device.sharing import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
@@ -273,6 +275,14 @@ def test_options_of_the_library_that_make_no_sense_are_named(options, words):
         (partial(batchtune.tune, __file__, warm_start=3), "--warm-start 3: must be a text, not an int"),
         (partial(batchtune.tune, __file__, run_folders=None), "run_folders None: must be a text, not a NoneType"),
         (partial(batchtune.check, "model.py"), r"the configuration is a str; it must be a batchtune\.config"),
+        (
+            partial(batchtune.probe, __file__, strategy="fsdp"),
+            "--strategy fsdp: there is nothing to share on one rank; add --nproc-per-node 2, or drop it",
+        ),
+        (
+            partial(batchtune.estimate, __file__, strategy="fsdp"),
+            "--strategy fsdp: there is nothing to share on one rank; add --world-size 2, or drop it",
+        ),
         (partial(batchtune.load_result, 3), "path 3: must be a text, not an int"),
     ],
 )
@@ -296,6 +306,14 @@ def test_an_empty_task_is_refused_though_the_folder_has_one(function, tmp_path, 
     Path("model.py").touch()
     with pytest.raises(UsageError, match=r"^the task is empty; use model\.py, path\.py:name or pkg\.module:name$"):
         function("")
+
+
+def test_ranks_that_torchrun_has_started_share_what_no_option_says(monkeypatch):
+    for name in OF_LAUNCHERS:
+        monkeypatch.setenv(name, "2")
+    given = {"strategy": "fsdp", "nproc_per_node": 1}
+    check_options(batchtune.probe, given)
+    assert given == {"strategy": "fsdp", "nproc_per_node": 1}
 
 
 def test_an_argument_that_no_function_has_is_told_with_the_function():
