@@ -207,7 +207,7 @@ def check_options(function: Callable[..., object], given: dict[str, Any]) -> Non
             raise UsageError(f"--{nothing_to_share(given['strategy'], add=add)}")
 
 
-def with_variables(function: Callable[..., object], given: dict[str, Any]) -> dict[str, Any]:
+def with_variables(function: Callable[..., object], given: dict[str, object]) -> dict[str, object]:
     """What a command line gives for a function; options of which it says nothing are as their variables have them.
 
     Those are read as the configuration reads them, so that one environment is for all commands.
