@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from batchtune.config import options
+from batchtune.config import checks, options
 
 if TYPE_CHECKING:
     from batchtune.config.schema import Config
@@ -75,7 +75,8 @@ def probe(  # noqa: D417 - takes_options adds them
         accumulation_steps=accumulation or 0,
         lengths=how.pop("lengths"),
     )
-    return probe_task(task, search, observer=observer or usual_observer(), run_folders=run_folders, **how)
+    kept = None if run_folders is None else checks.text("run_folders", run_folders)
+    return probe_task(task, search, observer=observer or usual_observer(), run_folders=kept, **how)
 
 
 @overload
@@ -235,7 +236,7 @@ def tune(  # noqa: D417 - takes_options adds them
 
     given: dict[str, object] = {"batch_size": batch_size, "lr": lr, "budget": budget, "target": target}
     given |= {"ranks": ranks, "strategy": strategy, "overrides": overrides}
-    told, root = observer or usual_observer(), Path(run_folders)
+    told, root = observer or usual_observer(), Path(checks.text("run_folders", run_folders))
     return configure_and_run(config, given, save_config, fresh=fresh, observer=told, root=root, warm_start=warm_start)
 
 
@@ -254,8 +255,12 @@ def check(config: Config, *, observer: Observer | None = None) -> dict[str, obje
     return run_check(config, observer or Observer())
 
 
-def environment(device: str = "auto") -> dict[str, object]:
+@options.takes_options
+def environment(device: options.Device = "auto") -> dict[str, object]:  # noqa: D417 - takes_options adds them
     """Versions, device, driver and live sensor readings of this machine.
+
+    Args:
+        (options)
 
     Raises:
         batchtune.errors.DeviceError: there is no such device.
@@ -273,4 +278,4 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     """
     from batchtune.result import load_result as load
 
-    return load(path)
+    return load(checks.text("path", path))

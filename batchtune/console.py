@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from batchtune.config.checks import count
-from batchtune.config.options import flag_of, options_of
+from batchtune.config.options import flag_of, options_of, with_variables
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError, without_passwords
 from batchtune.session import Session, complain, discard_stdout
 
@@ -53,7 +53,7 @@ def with_session(
         if trains:
             _follow_first_rank()
         with _command(**common) as session, _leading() if trains else contextlib.nullcontext():
-            function(session, **given)
+            function(session, **(with_variables(like, given) if like else given))
 
     # a backspace tells Typer that the lines after it keep their ends
     run.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("\n\nExamples:", "\n\n\b\nExamples:")
@@ -79,7 +79,10 @@ def _parameters_like(
         flag, how = flag_of(name, option), dict[str, Any](help=option.help, autocompletion=completions.get(name))
         if option.off is not None:
             flag, default, how = f"--no-{name}", False, {"help": option.off, "callback": lambda value: not value}
-        given = typer.Option(flag, metavar=option.metavar, envvar=option.variable, **how)
+        if option.variable is not None:  # read by `with_variables`, which has the default, too
+            shown = "" if default is None else f"; default: {default}"
+            default, how["help"] = None, f"{option.help}  [env var: {option.variable}{shown}]"
+        given = typer.Option(flag, metavar=option.metavar, **how)
         annotation: Any = Annotated[kind if default is not None else kind | None, given]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 Setting = Literal["device", "memory_limit", "ranks"]
 _FLAGS: dict[Setting, str] = {"device": "--device", "memory_limit": "--memory-limit", "ranks": "--nproc-per-node"}
-_KEYS: dict[Setting, str] = {"device": "device", "memory_limit": "memory.limit", "ranks": "ranks.per_trial"}
+_KEYS = {
+    "--device": "device",
+    "--memory-limit": "memory.limit",
+    "--nproc-per-node": "ranks.per_trial",
+    "--lengths auto": "batch_size.unit tokens",
+}
+"""What stands in a configuration for an option that `tune` does not have."""
 _BEFORE_THE_HOST = re.compile(r"(://[^:/@\s]{0,200}:).{0,500}(?=@)")  # a password may hold an @: up to the last one
 _IN_THE_QUERY = re.compile(r"([?&]\w{0,50}(?:passw|pwd|secret|token)\w{0,50}=)[^&\s'\"]{0,500}", re.IGNORECASE)
 
@@ -48,8 +54,11 @@ class BatchtuneError(Exception):
         super().__init__(without_passwords(f"{_FLAGS[setting]} {detail}" if setting else detail))
 
     def in_configuration(self) -> Self:
-        """The same error for who has set the value in a configuration."""
-        return type(self)(f"{_KEYS[self.setting]} {self.detail}") if self.setting else self
+        """The same error for who has a configuration: of options that `tune` lacks, it names the keys."""
+        text = f"{_FLAGS[self.setting]} {self.detail}" if self.setting else self.detail
+        for flag, key in _KEYS.items():
+            text = re.sub(rf"{flag}\b", key, text)
+        return type(self)(text)
 
 
 class UsageError(BatchtuneError):

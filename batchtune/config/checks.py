@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import os
 import re
 from collections.abc import Iterable
 from typing import TypeGuard
@@ -62,14 +63,18 @@ def parse_bytes(value: object) -> object:
     return size if match and match[2] else parse_bytes(size)
 
 
-def text(flag: str, value: object) -> object:  # noqa: ARG001 - the signature of a check
-    """Anything; whoever uses it knows what it may be."""
-    return value
+def text(flag: str, value: object) -> str:
+    """A text or a path; whoever uses it knows which."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{flag} {value}: must be a text, not {kind_of(value)}")
+    return os.fspath(value)
 
 
-def switch(flag: str, value: object) -> bool:  # noqa: ARG001 - the signature of a check
+def switch(flag: str, value: object) -> bool:
     """Yes or no."""
-    return bool(value)
+    if not isinstance(value, bool):
+        raise UsageError(f"{flag} {value}: must be True or False, not {kind_of(value)}")
+    return value
 
 
 def count(flag: str, value: object) -> int:
@@ -164,20 +169,23 @@ def _length(flag: str, value: object) -> Length:
     raise UsageError(f"{flag} {shown}: is no length; write auto, 128,256,512, or 128x64,256x128")
 
 
-def precisions(flag: str, value: str | Iterable[str]) -> tuple[str, ...]:
+def precisions(flag: str, value: object) -> tuple[str, ...]:
     """Names, of which `all` stands alone."""
     names = one_or_several(flag, value)
     unknown = [name for name in names if name not in PRECISIONS]
     if unknown:
         raise UsageError(f"{flag} {unknown[0]}: unknown; use {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
-    if not names or ("all" in names and len(names) > 1):
-        raise UsageError(f"{flag} {', '.join(names) or '(none)'}: name at least one, and all alone")
+    if "all" in names and len(names) > 1:
+        raise UsageError(f"{flag} {', '.join(names)}: name all alone")
     return names
 
 
-def one_or_several(flag: str, value: str | Iterable[str]) -> tuple[str, ...]:  # noqa: ARG001 - as all checks
+def one_or_several(flag: str, value: object) -> tuple[str, ...]:
     """Texts, of which one may stand for itself."""
-    return (str(value),) if isinstance(value, str) else tuple(value)
+    given = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not given:
+        raise UsageError(f"{flag} (none): name at least one")
+    return tuple(text(flag, each) for each in given)
 
 
 def strategy(flag: str, value: object) -> str:

@@ -65,13 +65,17 @@ def _complete(
     overrides: Sequence[str],
     environment: Mapping[str, str] | None,
 ) -> Config:
-    """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too."""
+    """Validates; entries found wrong are taken out and the rest is checked again, so that contradictions show too.
+
+    What is wrong then with a section that lacks an entry, or with its absence, may be so for that reason alone.
+    """
     known = os.environ if environment is None else environment
     lay_under(document, known)
     names = {f"BATCHTUNE_{key.upper().replace('.', '_')}": key for key in known_keys()}
-    settings = [(key, known[name], name) for name, key in names.items() if name in known]
+    settings = [(key, text, name) for name, key in names.items() if (text := known.get(name, "").strip())]
     problems = _lay_over(document, origins, [*settings, *map(_split_override, overrides)])
     found: list[tuple[str, str]] = []
+    taken: list[tuple[str, ...]] = []
     while True:
         try:
             config = Config.model_validate(document)
@@ -82,8 +86,10 @@ def _complete(
                 found_at = _written_keys(detail["loc"], document, missing=detail["type"] == "missing")
                 by_key.setdefault(found_at, []).append(detail)
             for keys, details in by_key.items():
-                found.append((_where(keys, origins, file), _explain(details, keys)))
+                if not any(each[: len(keys)] == keys for each in taken):
+                    found.append((_where(keys, origins, file), _explain(details, keys)))
                 _take_out(document, keys, missing=details[0]["type"] == "missing")
+            taken += by_key
     if found or problems:
         lines = {where: where.removeprefix(f"{file}:") for where, _ in found}
         found.sort(key=lambda each: int(lines[each[0]]) if lines[each[0]].isdigit() else 0)  # from elsewhere: first

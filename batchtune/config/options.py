@@ -32,7 +32,8 @@ class Option:
         help: what it is for.
         check: of `batchtune.config.checks`; what is None where that is the default is not checked.
         flag: where it is called otherwise than its parameter.
-        variable: of the environment, that gives it, too.
+        variable: of the environment, that gives it on the command line, too.
+        unset: what the configuration takes in that variable for nothing given, in small letters.
         metavar: what stands for its value in the help.
         off: the help of the flag that switches it off, where it is on.
         is_several: it may be given again and again.
@@ -44,6 +45,7 @@ class Option:
     _: KW_ONLY
     flag: str | None = None
     variable: str | None = None
+    unset: tuple[str, ...] = ()
     metavar: str | None = None
     off: str | None = None
     is_several: bool = False
@@ -62,7 +64,11 @@ Precision = Annotated[
 MemoryLimit = Annotated[
     int | str | None,
     Option(
-        "Memory that may be reserved, e.g. 20GiB.", checks.memory, variable="BATCHTUNE_MEMORY_LIMIT", metavar="SIZE"
+        "Memory that may be reserved, e.g. 20GiB.",
+        checks.memory,
+        variable="BATCHTUNE_MEMORY_LIMIT",
+        unset=("off", "no", "none", "false"),
+        metavar="SIZE",
     ),
 ]
 Margin = Annotated[
@@ -72,10 +78,16 @@ Margin = Annotated[
 Minimum = Annotated[int, Option("Smallest micro-batch size.", checks.count, variable="BATCHTUNE_BATCH_SIZE_MIN")]
 Maximum = Annotated[
     int | None,
-    Option("Largest micro-batch size; never exceeded.", checks.count, variable="BATCHTUNE_BATCH_SIZE_MAX"),
+    Option(
+        "Largest micro-batch size; never exceeded.",
+        checks.count,
+        variable="BATCHTUNE_BATCH_SIZE_MAX",
+        unset=("auto",),
+    ),
 ]
 MultipleOf = Annotated[
-    int, Option("Try only multiples of this.", checks.count, variable="BATCHTUNE_BATCH_SIZE_MULTIPLE_OF")
+    int,
+    Option("Try only multiples of this.", checks.count, variable="BATCHTUNE_BATCH_SIZE_MULTIPLE_OF", unset=("auto",)),
 ]
 Steps = Annotated[int, Option("Optimizer steps of one attempt.", checks.count)]
 Device = Annotated[str, Option("auto, cpu, cuda:0, mps, …", checks.text, variable="BATCHTUNE_DEVICE")]
@@ -186,6 +198,39 @@ def check_options(function: Callable[..., object], given: dict[str, Any]) -> Non
     least, most = given.get("min"), given.get("max")
     if least is not None and most is not None and least > most:
         raise UsageError(f"--min {least} is greater than --max {most}; swap them or raise --max")
+    ranks = next((name for name in ("nproc_per_node", "world_size") if given.get(name) == 1), None)
+    if ranks is not None and given["strategy"] != "ddp":
+        from batchtune.config.ranks import TorchrunEnv, nothing_to_share  # takes long to load
+
+        if TorchrunEnv.from_environment() is None:  # which starts several by itself
+            add = f"{flag_of(ranks, options_of(function)[ranks])} 2"
+            raise UsageError(f"--{nothing_to_share(given['strategy'], add=add)}")
+
+
+def with_variables(function: Callable[..., object], given: dict[str, object]) -> dict[str, object]:
+    """What a command line gives for a function; options of which it says nothing are as their variables have them.
+
+    Those are read as the configuration reads them, so that one environment is for all commands.
+
+    Raises:
+        UsageError: a variable cannot be used as it is.
+    """
+    parameters, options = inspect.signature(function).parameters, options_of(function)
+    silent = [name for name, option in options.items() if option.variable and given[name] is None]
+    found = {name: _of_variable(options[name]) for name in silent}
+    return given | {name: parameters[name].default if value is None else value for name, value in found.items()}
+
+
+def _of_variable(option: Option) -> object:
+    """What an option's variable says; None where that is nothing."""
+    from batchtune.config.yaml_values import MalformedYamlError, parse_value  # what reads YAML takes long to load
+
+    name = str(option.variable)
+    try:
+        value = parse_value(os.environ.get(name, ""))
+    except MalformedYamlError as error:
+        raise UsageError(f"{name}: {error.problems[0][1]}") from None
+    return None if value is None or str(value).lower() in option.unset else option.check(name, value)
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:

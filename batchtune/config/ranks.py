@@ -35,6 +35,11 @@ class TorchrunEnv:
         return cls(int(known["RANK"]), world_size, int(known.get("GROUP_WORLD_SIZE", world_size // each)))
 
 
+def nothing_to_share(*strategies: str, add: str) -> str:
+    """Why one rank takes no strategy but that of who says nothing, and what would make it several."""
+    return f"strategy {', '.join(strategies)}: there is nothing to share on one rank; add {add}, or drop it"
+
+
 def _each_once(value: list[Strategy]) -> list[Strategy]:
     if len(set(value)) < len(value):
         raise ValueError(f"{', '.join(value)}: each strategy once")
@@ -75,10 +80,7 @@ class Ranks(Section):
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
         if self.strategies != ("ddp",) and self.of_each == self.nodes == 1:
-            raise ValueError(
-                f"strategy {', '.join(self.strategies)}: there is nothing to share on one rank; add per_trial "
-                "(--ranks 2), or drop it"
-            )
+            raise ValueError(nothing_to_share(*self.strategies, add="per_trial (--ranks 2)"))
         return self
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from types import NoneType
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -297,5 +298,6 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
     for name, field in model.model_fields.items():
         name = field.alias or name  # noqa: PLW2901 - the key as people write it
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        kinds = [kind for kind in get_args(field.annotation) or [field.annotation] if kind is not NoneType]
+        if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+            yield from known_keys(kinds[0], f"{prefix}{name}.")

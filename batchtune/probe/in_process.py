@@ -16,7 +16,7 @@ from batchtune.device.failures import classify, free_frames, leaves_device_usabl
 from batchtune.device.memory import open_device
 from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
-from batchtune.errors import DeviceError, NothingFitsError
+from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
 from batchtune.observer import Observer
 from batchtune.probe.search import bracket, next_size
 from batchtune.task.state import KeptState, kept_random_numbers, named, trained_by
@@ -40,8 +40,11 @@ def find_in_process(
     Raises:
         NothingFitsError: no size runs.
         DeviceError: there is no such device, or a failure has left it unusable for this process.
+        UsageError: the step is no function.
         Exception: what `step` raised, where it raises at every size.
     """
+    if not callable(step):
+        raise UsageError(f"the step is {kind_of(step)}; it must be a function that takes a batch size")
     memory = open_memory(device)
     limit = memory_limit or memory.default_limit(margin)
     trained = trained_by(step) if restore == "auto" else named(restore)

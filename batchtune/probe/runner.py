@@ -90,11 +90,11 @@ class Probe:
             LengthSearch(self._tries, self._options, self._observer, self._prior).run(ahead)
 
     def largest(self) -> int:
-        """The size that `find` finds; 0, and a note, where nothing fits."""
+        """The size that `find` finds for a study; 0, and a note, where nothing fits."""
         try:
             self.find()
         except NothingFitsError as error:
-            self._observer.announce(str(error))
+            self._observer.announce(str(error.in_configuration()))
         return self.result().max_batch_size or 0
 
     def time_steps(self) -> None:

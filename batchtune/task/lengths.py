@@ -72,24 +72,24 @@ class TaskLengths(TaskData):
 
     def _look_for_lengths(self, asked: AskedLengths) -> LengthsSeen:
         knows = self.has("sample_length") and self.has("train_dataset")
-        if self.adapted or not (knows or self._makes_lengths()):
+        as_given, makes = asked if asked != "auto" else (), self._makes_lengths()
+        if not (knows or as_given):
+            raise UsageError(
+                f"--lengths auto: {self.where} has no sample_length(sample) with a train_dataset to choose by; write it"
+                f"{', or name the lengths' if makes else ''}"
+            )
+        if self.adapted or not (knows or makes):
             raise UsageError(
                 f"--lengths: {self.where} has no make_batch(batch_size, length), and no sample_length(sample) with a "
                 "train_dataset; write one of them"
             )
-        as_given = asked if asked != "auto" else ()
         if not knows:
-            if not as_given:
-                raise UsageError(
-                    f"--lengths auto: {self.where} has no sample_length(sample) with a train_dataset to choose by; "
-                    "write it, or the lengths: --lengths 128,256,512,1024"
-                )
             return LengthsSeen(edges=as_given)
         with kept_random_numbers("cpu"):
             samples = samples_at(self.train_data)
             lengths = ((at, checked_length(self.source.sample_length(each), self.where, at)) for at, each in samples)
             found = look_at_lengths(lengths, asked, self.train_size())
-        return found.model_copy(update={"edges": as_given}) if as_given and self._makes_lengths() else found
+        return found.model_copy(update={"edges": as_given}) if as_given and makes else found
 
     def _makes_lengths(self) -> bool:
         return self.has("make_batch") and takes(self.source.make_batch, 2)

@@ -17,7 +17,9 @@ def spec_of(task: object) -> str:
     """A task as a function of the library is given it, as a text; UsageError for what names none."""
     if not isinstance(task, str | os.PathLike):
         raise UsageError(f"the task is {kind_of(task)}; it must be a path or a text such as 'model.py:attribute'")
-    return os.fspath(task)
+    if not (spec := os.fspath(task)):  # a variable of the shell that is not set
+        raise UsageError("the task is empty; use model.py, path.py:name or pkg.module:name")
+    return spec
 
 
 def split_spec(spec: str) -> tuple[Path | str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from batchtune.config.schema import Config
-from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
+from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
 from batchtune.result import ROOT, Result, of_first_rank
 from batchtune.run_folder import RunFolder
@@ -83,8 +83,9 @@ def run_and_save(run: Callable[[], None], progress: Progress) -> Result:
         run()
         return progress.save("complete")
     except BatchtuneError as error:
-        error.result = progress.save_if_possible("failed", error)
-        raise
+        told = error.in_configuration() if isinstance(error, NothingFitsError) else error
+        told.result = progress.save_if_possible("failed", told)
+        raise told from None
     except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):

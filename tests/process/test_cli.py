@@ -51,13 +51,22 @@ LIMITED = ("--memory-limit", "300MiB", "--max")
 WORK = {
     "a new task": [("init", "mine"), ("tune", "mine/config.yaml", "budget.trials=9", "--dry-run", "-q")],
     "wide": [("probe", "wide.py", *LIMITED, 999, "--tolerance", 0.1, "--no-throughput", "--json", "-o", "out.json")],
-    "capped": [("probe", "linear.py", *LIMITED, 7, "--multiple-of", 3, "-q")],
+    "capped": [("probe", "linear.py", *LIMITED, 7, "-q")],
     "all precisions": [
         ("probe", "linear.py", *LIMITED, 2, "--precision", "all", "--device", "cpu", "--no-throughput", "--json", "-q")
     ],
     "huge": [("probe", "huge.py", "--memory-limit", "100MiB", "--json", "-q")],
     "fresh": [(*SMALLER, "--json", "--fresh"), (*SMALLER, "--json")],
     "environment": [("env", "--device", "cpu", "--json", "-o", "env.json")],
+}
+
+ENVIRONMENT = {
+    "a new task": {"BATCHTUNE_BUDGET_TRIALS": "7", "BATCHTUNE_SEED": "5"},
+    "capped": {
+        "BATCHTUNE_BATCH_SIZE_MULTIPLE_OF": "3",
+        "BATCHTUNE_BATCH_SIZE_MAX": "5",
+        "BATCHTUNE_PRECISION": "[fp32]",
+    },
 }
 
 
@@ -72,8 +81,7 @@ def work(tuned, new_quick_cli):
         cli.write("huge.py", WIDE.replace("batch_size, 1", "batch_size * 512, 1"))
         if name == "fresh":
             tuned.copy_to(cli)
-        environment = {"BATCHTUNE_BUDGET_TRIALS": "7", "BATCHTUNE_SEED": "5"} if name == "a new task" else {}
-        return cli, *(cli(*command, environment=environment) for command in WORK[name])
+        return cli, *(cli(*command, environment=ENVIRONMENT.get(name, {})) for command in WORK[name])
 
     return carried_out
 

@@ -247,11 +247,12 @@ class TestFailures:
         ({"tolerance": 1.0}, "--tolerance 1.0: is a share"),
         ({"memory_limit": "much"}, "'much' is not a size"),
         ({"device": "tpu9"}, "torch knows no such device"),
+        ({"step": 3}, "the step is an int; it must be a function that takes a batch size"),
     ],
 )
 def test_options_that_make_no_sense_are_named(options, words):
     with pytest.raises(UsageError, match=words):
-        batchtune.find_batch_size(print, **options)
+        batchtune.find_batch_size(**{"step": print} | options)
 
 
 SEARCH = {"device": "cpu", "max": 8, "memory_limit": "500MiB"}

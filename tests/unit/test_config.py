@@ -172,7 +172,7 @@ def test_the_schema_refuses_what_the_configuration_refuses(wrong):
 
 def test_the_known_keys_are_sections_and_leaves():
     keys = set(known_keys())
-    assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit"} <= keys
+    assert {"task", "budget", "budget.total", "confirm.seeds", "memory.limit", "gradient_clipping.norm"} <= keys
 
 
 def test_the_password_of_a_storage_is_kept_and_not_shown():

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import batchtune
 from batchtune.config.load import config_of_task, load_config
+from batchtune.config.options import options_of, with_variables
 from batchtune.config.schema import Baseline, Config
 from batchtune.errors import UsageError
 from batchtune.task.spec import split_spec
@@ -82,10 +84,54 @@ class TestPrecedence:
     def test_the_task_may_come_from_the_command_line(self, load, tmp_path):
         assert load("seed: 1", "task=other.py").task == str(tmp_path / "other.py")
 
+    def test_an_empty_variable_is_as_good_as_none(self, load):
+        assert load("task: model.py\nseed: 1", BATCHTUNE_BUDGET_TOTAL="", BATCHTUNE_SEED=" ").seed == 1
+
     def test_the_process_environment_is_the_default(self, tmp_path, monkeypatch):
         monkeypatch.setenv("BATCHTUNE_LEARNING_RATE_MAX", "1e-2")
         (tmp_path / "config.yaml").write_text("task: model.py")
         assert load_config(tmp_path / "config.yaml").learning_rate.max == 0.01
+
+
+SILENT = dict.fromkeys(options_of(batchtune.probe))
+"""A command line of `probe` that gives no option."""
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("BATCHTUNE_BATCH_SIZE_MAX", "auto", "max", None),
+        ("BATCHTUNE_BATCH_SIZE_MAX", "64", "max", 64),
+        ("BATCHTUNE_BATCH_SIZE_MAX", " ", "max", None),
+        ("BATCHTUNE_BATCH_SIZE_MULTIPLE_OF", "auto", "multiple_of", 1),
+        ("BATCHTUNE_PRECISION", "[bf16, fp32]", "precision", ("bf16", "fp32")),
+        ("BATCHTUNE_PRECISION", "all", "precision", ("all",)),
+        ("BATCHTUNE_PRECISION", "", "precision", "auto"),
+        ("BATCHTUNE_MEMORY_LIMIT", "off", "memory_limit", None),
+        ("BATCHTUNE_MEMORY_LIMIT", "2GiB", "memory_limit", 2**31),
+        ("BATCHTUNE_MEMORY_MARGIN", "0", "margin", 0.0),
+        ("BATCHTUNE_DEVICE", "cuda:1", "device", "cuda:1"),
+    ],
+)
+def test_probe_reads_variables_as_the_configuration_does(monkeypatch, variable, text, option, value):
+    monkeypatch.setenv(variable, text)
+    assert with_variables(batchtune.probe, SILENT)[option] == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "words"),
+    [
+        ("BATCHTUNE_MEMORY_MARGIN", "2", "BATCHTUNE_MEMORY_MARGIN 2: is a share: at least 0 and less than 1"),
+        ("BATCHTUNE_MEMORY_LIMIT", "0", "BATCHTUNE_MEMORY_LIMIT 0: must be more than 0 bytes"),
+        ("BATCHTUNE_PRECISION", "[", "BATCHTUNE_PRECISION: not valid YAML"),
+    ],
+)
+def test_probe_names_the_variable_that_is_wrong(monkeypatch, variable, text, words):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(UsageError, match=f"^{words}"):
+        with_variables(batchtune.probe, SILENT)
+    option = next(name for name, each in options_of(batchtune.probe).items() if each.variable == variable)
+    assert with_variables(batchtune.probe, SILENT | {option: 0.1})[option] == 0.1
 
 
 class TestProblems:
@@ -161,6 +207,20 @@ class TestProblems:
 
     def test_two_problems_in_one_place_are_both_told(self, problems):
         assert len(problems("task: m.py", "space={'': {'': 1}}")) == 2
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("gradient_clipping.norm=-1", "gradient_clipping.norm: should be greater than 0"),
+            ("gradient_clipping.nrm=1", "unknown key 'gradient_clipping.nrm'. Did you mean 'norm'?"),
+            ("gradient_clipping.colour=1", "unknown key 'gradient_clipping.colour'. Known here: norm, value."),
+            ("space.decay={min: low, max: 1.0}", "space.decay.min: should be a valid number"),
+            ("task=", "task: should be a valid string, not None"),
+        ],
+    )
+    def test_what_is_wrong_with_a_part_is_not_told_of_the_whole_as_well(self, problems, text, told):
+        (line,) = problems("task: m.py", text)
+        assert line.startswith(f"'{text}': {told}")
 
     def test_a_switch_is_no_number(self, problems):
         assert problems("task: m.py\nbatch_size: {max: true}") == [

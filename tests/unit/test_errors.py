@@ -54,6 +54,21 @@ def test_a_text_made_to_take_long_does_not():
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (errors.UsageError("9 bytes is more", setting="memory_limit"), "memory.limit 9 bytes is more"),
+        (errors.DeviceError("tpu9: no such device", setting="device"), "device tpu9: no such device"),
+        (errors.NothingFitsError("nothing fits; a larger --memory-limit"), "nothing fits; a larger memory.limit"),
+        (errors.UsageError("--lengths auto: no sample_length"), "batch_size.unit tokens: no sample_length"),
+        (errors.UsageError("--devices 2"), "--devices 2"),
+    ],
+)
+def test_who_has_a_configuration_is_told_of_its_keys(error, told):
+    found = error.in_configuration()
+    assert (type(found), str(found)) == (type(error), told)
+
+
+@pytest.mark.parametrize(
     ("value", "kind"), [(3, "an int"), ("", "a str"), (None, "a NoneType"), (OSError(), "an OSError")]
 )
 def test_a_kind_of_value_has_its_article(value, kind):

@@ -310,6 +310,11 @@ def test_another_task_of_the_same_name_has_a_folder_of_its_own(tmp_path):
     assert third.path.name not in {"probe-model", "probe-model-other"}
 
 
+def test_a_task_whose_name_the_locale_cannot_read_has_a_folder(tmp_path):
+    name = "modell_ä.py".encode().decode("ascii", "surrogateescape")  # an argument under LC_ALL=C
+    assert probe_folder("probe-model", name, tmp_path).path.name == "probe-model"
+
+
 def test_a_folder_tells_which_process_is_running_in_it(folder):
     assert running_in(folder.path) == str(os.getpid())
     folder.close()

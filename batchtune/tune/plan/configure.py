@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchtune.config.checks import SOLVED
+from batchtune.config.checks import SOLVED, one_or_several
 from batchtune.config.load import config_of_task, default_name, load_config
 from batchtune.config.schema import Config
 from batchtune.document import NoiseScale, RangeTest
@@ -45,7 +45,7 @@ def configure(
         UsageError: it is none, neither task nor options say what the baseline is, or the file cannot be written.
     """
     texts = options.get("overrides") or ()
-    overrides = [*_overrides_of(options), *([texts] if isinstance(texts, str) else texts)]
+    overrides = [*_overrides_of(options), *(one_or_several("overrides", texts) if texts else ())]
     if not isinstance(given, Config):
         config, told = _read(spec_of(given), overrides, observer)
     elif overrides:
@@ -92,7 +92,7 @@ def _overrides_of(options: Mapping[str, Any]) -> list[str]:
     """What options of the command line say, as texts that are laid over a configuration."""
     keys = {"batch_size": "baseline.batch_size", "lr": "baseline.learning_rate", "budget": "budget.total"}
     keys |= {"ranks": "ranks.per_trial", "strategy": "ranks.strategy"}
-    given = [f"{key}={options[name]!r}" for name, key in keys.items() if options.get(name) is not None]
+    given = [f"{key}={options[name]}" for name, key in keys.items() if options.get(name) is not None]
     if found := SOLVED.fullmatch(options.get("target") or ""):
         metric, sign, value = found.groups()
         goal = "minimize" if sign == "<" else "maximize"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from batchtune.config.schema import Config
-from batchtune.errors import DeviceError, UsageError
+from batchtune.errors import DeviceError, UsageError, kind_of
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool, launcher_of
 from batchtune.processes.worker import Worker
@@ -29,6 +29,8 @@ def require_executor(executor: Literal["local", "ray"]) -> None:
 
 def check(config: Config, observer: Observer) -> dict[str, object]:
     """Opens the task as `tune` would and trains nothing: the facts that a dry run shows."""
+    if not isinstance(config, Config):
+        raise UsageError(f"the configuration is {kind_of(config)}; it must be a batchtune.config.schema.Config")
     require_executor(config.executor)
     with Worker(worker_settings(config), launcher_of(config.ranks, observer)) as worker:
         return open_task(worker, config).model_dump(exclude_unset=True)

@@ -1,10 +1,15 @@
 """A whole probe on a scripted GPU: precisions that fail beside others that do not, and what it learns of contexts."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 from fakes import FakeChild, opened
 
 import batchtune
+from batchtune.config.options import check_options
 from batchtune.config.probe import ProbeOptions
+from batchtune.config.ranks import OF_LAUNCHERS
 from batchtune.device.sharing import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
@@ -246,11 +251,44 @@ class TestContexts:
         ({"max": "100"}, "--max 100: must be an int, not a str"),
         ({"verify_steps": "20"}, "--verify-steps 20: must be an int"),
         ({"nproc_per_node": None}, "--nproc-per-node None: must be an int"),
+        ({"device": 0}, "--device 0: must be a text, not an int"),
+        ({"precision": None}, "--precision None: must be a text, not a NoneType"),
+        ({"precision": ["bf16", 5]}, "--precision 5: must be a text, not an int"),
+        ({"precision": []}, r"--precision \(none\): name at least one"),
+        ({"no_oom": "x"}, "--no-oom x: must be True or False, not a str"),
+        ({"run_folders": 3}, "run_folders 3: must be a text, not an int"),
     ],
 )
 def test_options_of_the_library_that_make_no_sense_are_named(options, words):
     with pytest.raises(UsageError, match=words):
-        batchtune.probe(**{"task": "model.py"} | options)
+        batchtune.probe(**{"task": __file__} | options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (partial(batchtune.environment, None), "--device None: must be a text, not a NoneType"),
+        (partial(batchtune.estimate, __file__, gpus=[]), r"--gpu \(none\): name at least one"),
+        (partial(batchtune.estimate, __file__, gpus=None), "--gpu None: must be a text, not a NoneType"),
+        (partial(batchtune.estimate, __file__, gpus=["A100-80GB", 3]), "--gpu 3: must be a text, not an int"),
+        (partial(batchtune.tune, __file__, overrides=[3]), "overrides 3: must be a text, not an int"),
+        (partial(batchtune.tune, __file__, warm_start=3), "--warm-start 3: must be a text, not an int"),
+        (partial(batchtune.tune, __file__, run_folders=None), "run_folders None: must be a text, not a NoneType"),
+        (partial(batchtune.check, "model.py"), r"the configuration is a str; it must be a batchtune\.config"),
+        (
+            partial(batchtune.probe, __file__, strategy="fsdp"),
+            "--strategy fsdp: there is nothing to share on one rank; add --nproc-per-node 2, or drop it",
+        ),
+        (
+            partial(batchtune.estimate, __file__, strategy="fsdp"),
+            "--strategy fsdp: there is nothing to share on one rank; add --world-size 2, or drop it",
+        ),
+        (partial(batchtune.load_result, 3), "path 3: must be a text, not an int"),
+    ],
+)
+def test_arguments_of_the_other_functions_that_make_no_sense_are_named(call, words):
+    with pytest.raises(UsageError, match=f"^{words}"):
+        call()
 
 
 @pytest.mark.parametrize("function", [batchtune.probe, batchtune.estimate, batchtune.tune])
@@ -260,6 +298,22 @@ def test_what_names_no_task_is_refused_by_every_function(function, given):
         UsageError, match=r"the task is a \w+; it must be a path or a text such as 'model.py:attribute'"
     ):
         function(given)
+
+
+@pytest.mark.parametrize("function", [batchtune.probe, batchtune.estimate, batchtune.tune])
+def test_an_empty_task_is_refused_though_the_folder_has_one(function, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").touch()
+    with pytest.raises(UsageError, match=r"^the task is empty; use model\.py, path\.py:name or pkg\.module:name$"):
+        function("")
+
+
+def test_ranks_that_torchrun_has_started_share_what_no_option_says(monkeypatch):
+    for name in OF_LAUNCHERS:
+        monkeypatch.setenv(name, "2")
+    given = {"strategy": "fsdp", "nproc_per_node": 1}
+    check_options(batchtune.probe, given)
+    assert given == {"strategy": "fsdp", "nproc_per_node": 1}
 
 
 def test_an_argument_that_no_function_has_is_told_with_the_function():

@@ -53,6 +53,7 @@ def test_a_target_says_metric_direction_and_value(target, goal):
         ({"lr": "fast"}, "--lr fast: must be a number greater than 0, for example 1e-3"),
         ({"lr": 0.0}, "--lr 0.0: must be a number"),
         ({"budget": "soon"}, "--budget: 'soon' is not a duration"),
+        ({"strategy": "fsdp"}, "'ranks.strategy=fsdp': ranks: strategy fsdp: there is nothing to share on one rank"),
         ({"save_config": "missing/tune.yaml"}, "--save-config missing/tune.yaml: cannot be written: No such file"),
     ],
 )

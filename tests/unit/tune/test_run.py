@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchtune.errors import RunInterrupted, UsageError
+from batchtune.errors import NothingFitsError, RunInterrupted, UsageError
 from batchtune.tune.run import run_and_save
 
 
@@ -53,6 +53,13 @@ def test_a_lock_that_cannot_be_taken_says_what_came_first(tmp_path):
     stopped = Stopped(tmp_path, error, interrupted=False)
     with pytest.raises(UsageError, match="the study cannot go on: Read-only file system; make room and start again"):
         run_and_save(stopped.run, stopped)
+
+
+def test_where_nothing_fits_the_keys_of_the_configuration_are_named(tmp_path):
+    stopped = Stopped(tmp_path, NothingFitsError("nothing fits; a larger --memory-limit"), interrupted=False)
+    with pytest.raises(NothingFitsError, match=r"^nothing fits; a larger memory\.limit$"):
+        run_and_save(stopped.run, stopped)
+    assert stopped.statuses == ["failed"]
 
 
 def test_an_error_of_ours_stays_one(tmp_path):
