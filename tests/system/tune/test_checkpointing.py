@@ -57,6 +57,7 @@ def test_each_has_a_largest_batch_of_its_own_and_the_answer_says_which(deep_cli)
         assert told in deep_cli("report", "config", *written).out
 
 
+@pytest.mark.long  # tests/cuda/test_checkpointing.py has ranks choose it on simulated cards
 @pytest.mark.timeout(400)
 def test_ranks_choose_it_too(deep_cli):
     done = deep_cli(
