@@ -17,8 +17,10 @@ import os
 import select
 import signal
 import stat
+import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from operator import methodcaller
 from pathlib import Path
@@ -36,9 +38,12 @@ _HARD_PAUSE = 2  # omp.h: omp_pause_hard
 _OWN_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch asks NVML whether there is a GPU: CUDA itself cannot be forked
 _FILES = Path("/proc/self/fd")
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")  # open as soon as a GPU was asked for, by whatever library
-_BEARS_FORKS = (
-    "jemalloc_bg_thd"  # pyarrow's, loaded with pandas: jemalloc's own fork handlers begin it anew when needed
-)
+_BEAR_FORKS = (
+    "libarrow.so",
+)  # pyarrow's, which pandas loads: its pools and its jemalloc have fork handlers of their own
+_EVERYWHERE = ("libc.so", "libstdc++.so", "libpthread.so", "libgcc_s.so", "ld-linux", "[vdso]")  # below any thread
+_STACK_BYTES = 4096
+_LOOKS, _LOOK_SECONDS = 10, 0.01  # until a thread waits
 
 
 Make: TypeAlias = Callable[[Channel, Callable[[str], Task], Callable[[], None] | None, int], Child]
@@ -144,9 +149,35 @@ def _can_fork() -> bool:
         os._exit(torch.cuda._is_in_bad_fork() or torch.xpu._is_in_bad_fork())  # noqa: SLF001 - torch has no public name
     asked_torch = os.waitpid(pid, 0)[1] != 0
     links = [_target(file) for file in _FILES.iterdir()]
-    threads = [(each / "comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
-    alone = len([name for name in threads if name != _BEARS_FORKS]) == 1
+    others = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
+    alone = all(map(_bears_forks, others))
     return alone and not asked_torch and not any(link.startswith(_DEVICES) for link in links)
+
+
+def _bears_forks(thread: Path) -> bool:
+    """Whether a thread of this process that waits is of a library that begins its threads anew in a fork.
+
+    The addresses on its stack tell: they lie in the code of that library, and of none that does not bear it.
+    """
+    try:
+        for _ in range(_LOOKS):
+            if (state := (thread / "syscall").read_text().split()) != ["running"]:
+                break
+            time.sleep(_LOOK_SECONDS)
+        with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+            memory.seek(int(state[-2], 16))
+            stack = memory.read(_STACK_BYTES)
+    except (OSError, ValueError, IndexError):  # it has ended, or the system does not tell
+        return False
+    code = [each.split() for each in Path("/proc/self/maps").read_text().splitlines() if " r-xp " in each]
+    words = [word for (word,) in struct.iter_unpack("N", stack[: len(stack) // 8 * 8])]
+    found = set()
+    for span, *_, file in code:
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if any(begin <= word < end for word in words):
+            found.add(Path(file).name)
+    own = {name for name in found if not name.startswith(_EVERYWHERE)}
+    return bool(own) and all(name.startswith(_BEAR_FORKS) for name in own)
 
 
 def _target(file: Path) -> str:

@@ -88,10 +88,6 @@ def evaluate(model):
 """
 A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 A_BAR = "from tqdm import tqdm\nassert list(tqdm(range(3))) == [0, 1, 2] and tqdm.monitor.is_alive()\n"
-AN_ALLOCATOR = "import ctypes\n" + A_THREAD.replace("target=time.sleep, args=(600,)", "target=wait").replace(
-    "threading.Thread",
-    "wait = lambda: (ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd'), time.sleep(600))\nthreading.Thread",
-)  # pyarrow's has this name
 A_GPU = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
 RUN = RunSpec(
     micro_batch_size=8, accumulation_steps=1, learning_rate=1e-3, precision="fp32", seed=0, metric="val_loss",
@@ -131,9 +127,7 @@ def runs(worker, printed, number=3):
     return found
 
 
-@pytest.mark.parametrize(
-    ("before", "is_fork"), [("", True), (A_THREAD, False), (A_GPU, False), (A_BAR, True), (AN_ALLOCATOR, True)]
-)
+@pytest.mark.parametrize(("before", "is_fork"), [("", True), (A_THREAD, False), (A_GPU, False), (A_BAR, True)])
 def test_every_run_begins_as_the_first_did(worker_of, before, is_fork):
     worker, printed = worker_of(before + TASK)
     assert worker.start().forks == is_fork
