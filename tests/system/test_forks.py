@@ -1,4 +1,4 @@
-"""Threads of libraries that a task loads when it is imported, and whether its runs are forks of one image beside them."""
+"""Threads of libraries that a task loads when it is imported, and whether its runs are forks beside them."""
 
 import subprocess
 
