@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from batchtune.child import heartbeat
 from batchtune.child.evaluate import require_metric
@@ -135,11 +136,17 @@ class Session:
         )
 
 
+def _of_double_precision(model: nn.Module) -> Iterator[str]:
+    """A sentence where weights are of a type that autocast does not touch."""
+    if any(each.dtype in {torch.float64, torch.complex128} for each in model.parameters()):
+        yield "weights are float64, which autocast leaves alone: what is called fp32 or bf16 here computes in float64"
+
+
 def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
     model = ranks.sketch(task.model) if ranks else task.model()
-    notes = task.adapted.notes if task.adapted else ()
+    notes = (*(task.adapted.notes if task.adapted else ()), *_of_double_precision(model))
     if task.is_for_inference:
         return {"optimizer": "", "notes": notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}

@@ -95,6 +95,14 @@ def test_parameters_of_the_optimizer_that_are_not_the_models_are_counted(done, o
     assert Child(None).open(opening).foreign_parameters == 2
 
 
+@pytest.mark.parametrize(("method", "told"), [("double", 1), ("float", 0)])
+def test_weights_that_no_precision_changes_are_told(done, opening, tmp_path, method, told):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(f"import torch\ndef build_model(): return torch.nn.Linear(2, 1).{method}()\n")
+    notes = Child(None).open(opening).notes
+    assert [note.startswith("weights are float64") for note in notes] == [True] * told
+
+
 def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path):
     with (tmp_path / "model.py").open("a") as task:
         task.write(
