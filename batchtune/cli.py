@@ -179,17 +179,21 @@ def tune(
     with session.observer() as observer:
         loaded = configure(config, options, observer, options.pop("save_config"))
     if dry_run:
-        _check(session, loaded)
+        _check(session, loaded, warm_start)
         return
     with session.observer(loaded.budget.given_total) as observer:
         result = api.tune(loaded, warm_start=warm_start, fresh=fresh, observer=observer)
     session.deliver(result, open_page=open_page)
 
 
-def _check(session: Session, loaded: Config) -> None:
+def _check(session: Session, loaded: Config, warm_start: str | None) -> None:
     """`tune --dry-run`: opens the task, trains nothing, and tells what was found."""
+    from batchtune.result import ROOT
+    from batchtune.tune.plan.configure import read_warm_start
     from batchtune.tune.plan.open_task import verdict
 
+    if warm_start is not None:
+        read_warm_start(warm_start, loaded, ROOT)
     with session.observer() as observer:
         facts = api.check(loaded, observer=observer)
     session.notes(verdict(loaded, facts))

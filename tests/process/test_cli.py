@@ -450,6 +450,14 @@ def test_colours_are_for_terminals_and_no_color_is_honoured(tuned):
     assert not coloured.search(on_a_terminal(tuned.cli, "report", NO_COLOR="1"))
 
 
+@pytest.mark.parametrize("refused", [("--workers", "99"), ("--warm-start", "none")])
+def test_a_dry_run_refuses_what_the_command_would(quick_cli, refused):
+    finished = quick_cli("tune", "config.yaml", "--dry-run", *refused)
+    assert finished.code == 2
+    assert finished.err.count("\n") == 1
+    assert refused[1] in finished.err
+
+
 def test_a_dry_run_says_its_verdict_alone_in_a_terminal(tuned):
     shown = on_a_terminal(tuned.cli, "tune", "config.yaml", "--dry-run")
     assert "nothing is wrong, and nothing was trained" in " ".join(shown.split())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from batchtune.config.schema import Config
 from batchtune.errors import DeviceError, UsageError, kind_of
 from batchtune.observer import Observer
-from batchtune.processes.pool import WorkerPool, launcher_of
+from batchtune.processes.pool import WorkerPool
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.tune.plan.space import argument_distributions, clipping_distribution
@@ -32,8 +32,11 @@ def check(config: Config, observer: Observer) -> dict[str, object]:
     if not isinstance(config, Config):
         raise UsageError(f"the configuration is {kind_of(config)}; it must be a batchtune.config.schema.Config")
     require_executor(config.executor)
-    with Worker(worker_settings(config), launcher_of(config.ranks, observer)) as worker:
-        return open_task(worker, config).model_dump(exclude_unset=True)
+    workers = config.workers if config.executor == "local" else 1  # a cluster's are counted there
+    with WorkerPool(worker_settings(config), workers, observer, config.ranks) as pool:
+        opened = open_task(pool.first, config)
+        pool.grow(opened)
+        return opened.model_dump(exclude_unset=True)
 
 
 def open_pool(config: Config, observer: Observer, attempts: Iterable[Mapping[str, object]]) -> WorkerPool:
