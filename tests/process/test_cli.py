@@ -545,19 +545,6 @@ def test_a_full_disk_behind_stdout_is_said_in_one_line(cli, arguments):
         assert (cli.folder / "out.json").read_text() == (cli.folder / "tune.json").read_text() + "\n"
 
 
-@pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
-def test_a_stderr_that_nobody_reads_costs_nobody_the_result(cli, lost):
-    probing = shlex.join(
-        [sys.executable, "-m", "batchtune", "probe", "linear.py", "--max", "8", "--no-throughput", "--json"]
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = ["bash", "-c", f"{probing} {lost}"]
-    done = subprocess.run(command, cwd=cli.folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["probe"]["max_batch_size"] == 8
-    assert (cli.run_folder("probe-linear") / "result.json").read_text() == done.stdout
-
-
 @pytest.mark.parametrize(("arguments", "code"), [("--version", 0), ("report none", 2)])
 def test_closed_streams_are_no_bug(cli, arguments, code):
     command = ["bash", "-c", f"{shlex.quote(sys.executable)} -m batchtune {arguments} >&-"]

@@ -6,6 +6,9 @@ import json
 import os
 import re
 import resource
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ import batchtune.api
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # The configuration
 
@@ -271,6 +276,19 @@ def test_a_full_output_device_loses_nothing(tuned, quick_cli):
     assert "--output /dev/full: cannot be written: No space left on device" in answer.err
     assert "train with" in answer.out  # shown, since it could not be written
     assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("lost", ["2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
+def test_a_stderr_that_nobody_reads_costs_nobody_the_result(cli, lost):
+    probing = shlex.join(
+        [sys.executable, "-m", "batchtune", "probe", "linear.py", "--max", "8", "--no-throughput", "--json"]
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", f"{probing} {lost}"]
+    done = subprocess.run(command, cwd=cli.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["probe"]["max_batch_size"] == 8
+    assert (cli.run_folder("probe-linear") / "result.json").read_text() == done.stdout
 
 
 def test_a_full_disk_is_told_when_an_attempt_is_kept(tmp_path):
