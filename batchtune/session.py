@@ -138,7 +138,7 @@ def complain(message: str) -> None:
 def keep_to_open_streams() -> None:
     """Lets no reader of ours end a measurement: what a closed stdout, or a stderr that nobody reads, gets is lost."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - one of the three was closed
-        os.dup2(file, file)  # which children have, too
+        os.set_inheritable(file, True)  # noqa: FBT003 - children have it, too
     os.close(file)
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - to its end
     sys.stderr = cast("TextIO", _Forgiving(sys.stderr or open(2, "w", encoding="utf-8", closefd=False)))  # noqa: SIM115

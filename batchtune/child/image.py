@@ -38,9 +38,7 @@ _HARD_PAUSE = 2  # omp.h: omp_pause_hard
 _OWN_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch asks NVML whether there is a GPU: CUDA itself cannot be forked
 _FILES = Path("/proc/self/fd")
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/")  # open as soon as a GPU was asked for, by whatever library
-_BEAR_FORKS = (
-    "libarrow.so",
-)  # pyarrow's, which pandas loads: its pools and its jemalloc have fork handlers of their own
+_BEAR_FORKS = ("libarrow.so",)  # pyarrow's, which pandas loads: its pools and its jemalloc have handlers of forks
 _EVERYWHERE = ("libc.so", "libstdc++.so", "libpthread.so", "libgcc_s.so", "ld-linux", "[vdso]")  # below any thread
 _STACK_BYTES = 4096
 _LOOKS, _LOOK_SECONDS = 10, 0.01  # until a thread waits

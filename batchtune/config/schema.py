@@ -128,9 +128,7 @@ class Confirm(Section):
     """How the answer is confirmed against the baseline on fresh seeds."""
 
     seeds: Annotated[int, Field(ge=0), NoSwitch] = Field(
-        default=3,
-        description="Fresh seeds of each configuration, by default more where these leave it open and there is time; "
-        "0 (confirm: off): no confirmation.",
+        default=3, description="Fresh seeds of each configuration, by default more if these leave it open; 0: none."
     )
     top: Count = Field(default=2, description="How many of the best configurations are confirmed.")
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -184,8 +183,8 @@ def current_settings(task: Task) -> CurrentSettings:
     if task.adapted:
         return task.adapted.current_settings()
     source = task.source
-    sizes = [*_constants(source, _BATCH_SIZES), *_default(source), *_loaders(_module_of(source))]
-    rates = [*_constants(source, _RATES), *_own_rate(task)]
+    sizes = [*_constants(source, _BATCH_SIZES), *_default(source, "train_loader", 0), *_loaders(_module_of(source))]
+    rates = [*_constants(source, _RATES), *_default(source, "build_optimizer", 1), *_own_rate(task)]
     return CurrentSettings(
         batch_size=next(((each, where) for each, where in sizes if isinstance(each, int) and each >= 1), None),
         learning_rate=next(
@@ -219,10 +218,10 @@ def _place(module: ModuleType | None, name: str) -> str:
     return path.name
 
 
-def _default(source: Any) -> Iterator[tuple[object, str]]:
+def _default(source: object, name: str, place: int) -> Iterator[tuple[object, str]]:
+    """The default of a function's argument, by its place."""
     with contextlib.suppress(AttributeError, TypeError, ValueError, IndexError):
-        first = list(inspect.signature(source.train_loader).parameters.values())[0]  # noqa: RUF015 - it may have none
-        yield first.default, "train_loader's default"
+        yield list(inspect.signature(getattr(source, name)).parameters.values())[place].default, f"{name}'s default"
 
 
 def _loaders(module: ModuleType | None) -> Iterator[tuple[object, str]]:
@@ -234,12 +233,7 @@ def _loaders(module: ModuleType | None) -> Iterator[tuple[object, str]]:
 
 
 def _own_rate(task: Task) -> Iterator[tuple[object, str]]:
-    """The default of what build_optimizer takes for a learning rate; or that of the optimizers that it makes alone."""
-    with contextlib.suppress(AttributeError, TypeError, ValueError, IndexError):
-        yield (
-            list(inspect.signature(task.source.build_optimizer).parameters.values())[1].default,
-            "build_optimizer's default",
-        )
+    """The learning rate of the optimizers that build_optimizer makes when it is left to choose."""
     with contextlib.suppress(Exception):  # one that cannot choose has none
         optimizers = Optimizers(task.source.build_optimizer(task.model()))
         yield highest_rate(optimizers), f"{optimizers.name}'s lr"

@@ -85,7 +85,7 @@ def run_and_save(run: Callable[[], None], progress: Progress) -> Result:
     except BatchtuneError as error:
         told = error.in_configuration() if isinstance(error, NothingFitsError) else error
         told.result = progress.save_if_possible("failed", told)
-        raise told from None
+        raise told from error.__cause__
     except (KeyboardInterrupt, Exception) as error:
         stopped: BatchtuneError
         if _behind(error, KeyboardInterrupt):

@@ -9,22 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixtures.tasks import ONES
 
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / ".github" / "actions" / "batchtune"
 DECLARED = yaml.safe_load((ACTION / "action.yml").read_text(encoding="utf-8"))
-TASK = """
-import torch
-
-def build_model():
-    return torch.nn.Linear(8, 1)
-
-def make_batch(batch_size):
-    return torch.ones(batch_size, 8)
-
-def compute_loss(model, batch):
-    return model(batch).mean()
-"""
 NOTES = """#!{python}
 import json, os, sys
 name = os.path.basename(sys.argv[0])
@@ -129,7 +118,7 @@ def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner")
     project = folder / "a project"
     project.mkdir()
-    (project / f"{HARM}.py").write_text(TASK)
+    (project / f"{HARM}.py").write_text(ONES)
     options = "--max\n8\n\n--no-throughput\n--verify-steps\n1\n"
     runner = Runner(folder, task=f"{HARM}.py", options=options, token=HARM, **{"working-directory": "a project"})
     runner.code = runner.run()

@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+from fixtures.tasks import ONES
 
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import OpenTask
@@ -13,20 +14,6 @@ WAITS = """
 static void *waits(void *nothing) { for (;;) pause(); }
 __attribute__((constructor)) static void begin(void) { pthread_t thread; pthread_create(&thread, 0, waits, 0); }
 """
-TASK = """
-import ctypes
-import torch
-ctypes.CDLL("{library}")
-
-def build_model():
-    return torch.nn.Linear(8, 1)
-
-def make_batch(batch_size):
-    return torch.ones(batch_size, 8)
-
-def compute_loss(model, batch):
-    return model(batch).mean()
-"""
 
 
 @pytest.mark.parametrize(("name", "forks"), [("libarrow.so.2600", True), ("libother.so", False)])
@@ -35,6 +22,6 @@ def test_a_library_whose_threads_begin_anew_in_a_fork_costs_no_import_a_run(tmp_
     library = tmp_path / name
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "waits.c", "-lpthread"], check=True)
     task = tmp_path / "model.py"
-    task.write_text(TASK.format(library=library))
+    task.write_text(f"import ctypes\nctypes.CDLL({str(library)!r})\n{ONES}")
     with Worker(OpenTask(task=str(task), device="cpu", precision=("fp32",))) as worker:
         assert worker.start().forks == forks

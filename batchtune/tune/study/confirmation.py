@@ -10,14 +10,7 @@ from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import over
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.scores import (
-    SECONDS,
-    Scoring,
-    at_pace,
-    comparable_paces,
-    finalists,
-    is_disturbed,
-)
+from batchtune.tune.verdict.scores import SECONDS, Scoring, at_pace, comparable_paces, finalists, is_disturbed
 from batchtune.vocabulary import FAILED_FOR_GOOD
 
 IN_TURN = "timed_in_turn"  # attribute of the study: parameters, and the seconds of a step
@@ -31,6 +24,13 @@ class Confirmation:
 
     def __init__(self, parts: StudyParts, trials: Trials, belief: Belief) -> None:
         self._parts, self._trials, self._belief = parts, trials, belief
+
+    @property
+    def seeds(self) -> int:
+        """Fresh seeds of each: as many as configured, or as the baseline has run on."""
+        parts = self._parts
+        ran = [trial.params for trial in parts.history.finished("confirm")].count(parts.space.baseline)
+        return max(parts.plan.config.confirm.seeds, ran)
 
     def run(self, seeds: int) -> None:
         """The finalists and the baseline on so many fresh seeds, all in turn: a slow spell of the machine hits all."""
@@ -97,7 +97,8 @@ class Confirmation:
         if parts.cost is not SECONDS or parts.machines.several or not is_disturbed(ran):
             return
         seconds = min(max(IN_TURN_SHARE * parts.budget.total, LEAST_IN_TURN), MOST_IN_TURN)
-        if [params for params, _ in known[: len(planned)]] == planned or parts.budget.seconds_left() < seconds:
+        timed = [params for params, _ in known]
+        if all(params in timed for params in planned) or parts.budget.seconds_left() < seconds:
             return
         specs = tuple(self._trials.spec(params, "confirm", parts.plan.config.seed) for params in planned)
         if rounds := self._trials.time_in_turn(specs, seconds):
@@ -128,7 +129,7 @@ class Confirmation:
         return any(trial.state in {"waiting", "running"} or self._is_done(trial) for trial in same)
 
     def _finalists(self) -> list[dict[str, Value]]:
-        """The baseline and the configurations to confirm; chosen anew when the search went on, if any are new then."""
+        """The baseline and the configurations to confirm; chosen anew when the search went on."""
         parts, config = self._parts, self._parts.plan.config
         chosen_from = [*parts.search_budget, config.confirm.top]
         stored = parts.study.user_attrs.get(FINALISTS, {})
@@ -140,11 +141,9 @@ class Confirmation:
                 f"{count} of {config.confirm.top} contenders on fresh seeds: budget.total has room for no more"
             )
         best = [params for params in self._ranked() if not self._is_refused(params)][:count]
-        planned, before = [*best, parts.space.baseline], stored.get("params", [])
-        are_new = any(params not in before for params in best)
-        planned = planned if are_new else before or planned
-        kept = {"chosen_from": chosen_from, "params": planned, "are_new": are_new}
-        parts.study.set_user_attr(FINALISTS, kept)
+        planned, ran = [*best, parts.space.baseline], [each.params for each in parts.history.finished("confirm")]
+        are_new = any(params not in ran for params in best)
+        parts.study.set_user_attr(FINALISTS, {"chosen_from": chosen_from, "params": planned, "are_new": are_new})
         return planned
 
     def _is_refused(self, params: dict[str, Value]) -> bool:

@@ -12,13 +12,14 @@ from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
+from batchtune.report.view.select import is_of
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
-from batchtune.tune.verdict.scores import config_of, cost_of
+from batchtune.tune.verdict.scores import cost_of
 
 
 class TuneStudy:
@@ -87,6 +88,7 @@ class TuneStudy:
             while self._is_to_go_on():
                 parts.study.set_user_attr(AGAIN, parts.study.user_attrs.get(AGAIN, 0) + 1)
                 parts.observer.announce("nothing better on fresh seeds, and there is time: the search goes on")
+                parts.observer.stage("searching")
                 self.search.run()
                 self._confirm()
 
@@ -107,9 +109,9 @@ class TuneStudy:
         """On as many fresh seeds as configured; on more where nobody set that, they may tell, and there is time."""
         parts, confirm = self.parts, self.parts.plan.config.confirm
         parts.observer.stage("confirming")
-        self._confirmation.run(confirm.seeds)
+        seeds, most = self._confirmation.seeds, MOST_MORE * confirm.seeds
+        self._confirmation.run(seeds)
         is_open = "seeds" not in confirm.model_fields_set and parts.cost is not None and not parts.machines.several
-        seeds, most = confirm.seeds, MOST_MORE * confirm.seeds
         while is_open and (wanted := self._seeds_to_tell()) and seeds < wanted <= most:
             if not self._confirmation.has_time_for(wanted):
                 return
@@ -127,7 +129,7 @@ class TuneStudy:
         found, were_new = self.recommendation()[0], parts.study.user_attrs.get(FINALISTS, {}).get("are_new")
         if found is None or not were_new or parts.cost is None or parts.machines.several:
             return False
-        is_today = any(trial.role == "baseline" and config_of(trial) == config_of(found) for trial in self.records())
+        is_today = any(trial.role == "baseline" and is_of(trial, found) for trial in self.records())
         return is_today and self.search.is_wanted()
 
     def _opens_with_the_search(self) -> bool:

@@ -154,8 +154,10 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         try:
             return Journal(journal)
         except (ValueError, RecursionError):
+            if (line := _damaged_line(journal)) is None:
+                raise
             remedy = "take the line away and start again, or use --fresh to start over"
-            raise UsageError(f"{journal}: line {_damaged_line(journal)} is damaged; {remedy}") from None
+            raise UsageError(f"{journal}: line {line} is damaged; {remedy}") from None
     try:
         if storage.startswith("sqlite"):  # one machine's
             return optuna.storages.get_storage(storage)
@@ -171,15 +173,15 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
         raise UsageError(f"storage {storage} cannot be opened: {text[:200]}") from None
 
 
-def _damaged_line(journal: Path) -> int:
-    """The number of the first line that is no JSON object."""
+def _damaged_line(journal: Path) -> int | None:
+    """The number of the first line that is no JSON object; None where all are."""
     for number, line in enumerate(journal.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             if not isinstance(json.loads(line), dict):
                 return number
         except (ValueError, RecursionError):
             return number
-    return 1
+    return None
 
 
 def _proxy(url: str) -> BaseStorage:

@@ -1024,6 +1024,15 @@ def test_where_three_seeds_leave_it_open_more_are_run_while_there_is_time(tmp_pa
     assert found.speedup_over_baseline.low > 1
 
 
+def test_contenders_that_come_later_run_on_as_many_seeds_as_the_baseline_has(tmp_path):
+    (count,), _ = fresh_seeds(tmp_path, Confirm(top=2))
+    before = study(tmp_path, confirm=Confirm(top=2), baseline=Baseline(batch_size=16, learning_rate=6e-3)).records()
+    counts, _ = fresh_seeds(tmp_path, Confirm(top=4))
+    assert counts == {count}
+    tuned = study(tmp_path, confirm=Confirm(top=4), baseline=Baseline(batch_size=16, learning_rate=6e-3))
+    assert len(tuned.records()) >= len(before) + count
+
+
 def test_who_sets_the_number_of_seeds_has_so_many(tmp_path):
     counts, found = fresh_seeds(tmp_path / "set", Confirm(seeds=3, top=2))
     assert counts == {3}
