@@ -129,13 +129,19 @@ class Cli:
     def __call__(self, *arguments: object, **options: object) -> Finished:
         return self.start(*arguments, **options).finish(120)
 
-    def start(self, *arguments: object, python: tuple[str, ...] = ("-m", "batchtune"), **options: object) -> Running:
+    def start(
+        self,
+        *arguments: object,
+        python: tuple[str, ...] = ("-m", "batchtune"),
+        popen: type[subprocess.Popen] = subprocess.Popen,
+        **options: object,
+    ) -> Running:
         """The command at work. Options are those of Popen; `environment` is laid over ours."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith("BATCHTUNE_")}
         for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
             ours.pop(name, None)
         ours |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | options.pop("environment", {})
-        process = subprocess.Popen(
+        process = popen(
             [sys.executable, *python, *map(str, arguments)],
             cwd=self.folder,
             env=ours,

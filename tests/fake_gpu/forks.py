@@ -6,7 +6,9 @@ environment, folder and files asked for, in a session of its own. Like a process
 its caller's, has no context on any card and ends with an exit status of its own. Unlike one it has torch's modules
 already: variables that torch or OpenMP read when they are loaded come too late.
 
-`children_are_forks` has batchtune start its children so. What a fork starts is started as ever.
+`children_are_forks` has batchtune start its children so. In a fork that is no child itself, batchtune and torch's
+launcher start forks, too; any other process that a fork starts is started as ever. The system tells of a fork what it
+tells of a process that was started: its command line and its environment.
 """
 
 import array
@@ -15,6 +17,7 @@ import ctypes
 import functools
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -31,6 +34,8 @@ TESTS = Path(__file__).resolve().parents[1]
 _LARGEST_REQUEST = 1 << 17
 _PR_SET_CHILD_SUBREAPER = 36  # sys/prctl.h
 _SERVER = "import sys, fake_gpu.forks; fake_gpu.forks.serve(int(sys.argv[1]))"
+_ROOM = 1 << 15  # for the command line of a fork, and as much for its environment
+_STARTS_NOBODY = "batchtune.child."
 _NOT_FOR_THE_SERVER = ("PYTORCH_", "OMP_", "FAKE_GPU", "CUDA_", "BATCHTUNE_")
 
 
@@ -64,10 +69,11 @@ def run(command, *, timeout, **how):
 
 def children_are_forks(set_attribute=setattr):
     """From now on the children that batchtune starts in this process are forks."""
-    from batchtune.processes import local as process
+    from batchtune.processes import local, torchrun
 
     quick = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    set_attribute(process, "subprocess", quick)
+    for module in (local, torchrun):
+        set_attribute(module, "subprocess", quick)
 
 
 _turn = threading.Lock()
@@ -81,8 +87,8 @@ def _start_server():
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     with theirs:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno())],
-            env=environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), " " * _ROOM],
+            env=environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ROOM": " " * _ROOM},
             pass_fds=[theirs.fileno()],
         )
     atexit.register(lambda: (ours.close(), server.wait()))  # it ends with the line
@@ -107,6 +113,7 @@ def _fork(request, files):
 
 def serve(descriptor):
     """Forks for every request until the line is closed; in each fork, runs what was asked for."""
+    _import_much()
     code, status = _requested(socket.socket(fileno=descriptor)), 0
     try:
         exec(code, vars(sys.modules["__main__"]))
@@ -124,7 +131,6 @@ def serve(descriptor):
 
 def _requested(line):
     """The code to run, in the fork that is to run it."""
-    _import_much()
     while True:
         words, control, *_ = line.recvmsg(_LARGEST_REQUEST, socket.CMSG_SPACE(3 * array.array("i").itemsize))
         if not words:
@@ -167,13 +173,17 @@ def _import_much():
     import torch
     import torch.distributed.launcher.api
 
+    import batchtune.cli
     import batchtune.estimate.prior
     import batchtune.estimate.tracing.server
     import batchtune.estimate.tracing.trace
-    import batchtune.probe.run  # noqa: F401
+    import batchtune.probe.run
+    import batchtune.tune.run  # noqa: F401
+    from batchtune.child.ranks.parallel import load_early
     from batchtune.task.load import set_libraries_apart
 
     set_libraries_apart()
+    load_early()
     assert not torch.cuda.is_initialized()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.freeze()  # a collection in a fork copies none of these pages
@@ -182,19 +192,48 @@ def _import_much():
 
 def _become(request, files):
     """Makes this fork the process that was asked for; what is left to do is to run its code, which is returned."""
+    if _STARTS_NOBODY not in " ".join(request["arguments"]) and (code := _serve_its_own(files)):
+        return code
     for own, file in enumerate(files):
         os.dup2(file, own)
     for file in files:
         os.close(file)
     os.environ.clear()
     os.environ.update(request["environment"])
+    _tell([sys.executable, *request["arguments"]], [f"{key}={value}" for key, value in request["environment"].items()])
     os.chdir(request["folder"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
-    kind, what, *rest = [each for each in request["arguments"] if each != "-P"]
-    sys.argv = [kind, *rest]
-    if kind == "-m":
-        return f"import runpy; runpy.run_module({what!r}, run_name='__main__', alter_sys=True)"
-    assert kind == "-c", f"cannot fork for {request['arguments']}"
-    return what
+    kind, *rest = itertools.dropwhile(lambda each: each in {"-P", "-u"}, request["arguments"])
+    sys.argv = [kind, *rest[kind in {"-c", "-m"} :]]
+    if kind == "-c":
+        return rest[0]
+    run = f"module({rest[0]!r}, alter_sys=True, " if kind == "-m" else f"path({kind!r}, "
+    return f"import runpy; runpy.run_{run}run_name='__main__')"
+
+
+def _serve_its_own(files):
+    """A server of this fork's own, which is a fork of it; the code to run, in the forks of that."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        for each in files:
+            os.close(each)
+        return _requested(theirs)
+    theirs.close()
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
+
+    globals()["_start_server"] = lambda: ours
+    children_are_forks()
+    elastic.Popen = Popen
+    return None
+
+
+def _tell(*texts):
+    """Has the system tell this command line and this environment of us (proc(5): arg_start and what follows it)."""
+    bounds = [int(each) for each in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]]
+    for begin, end, words in zip(bounds[::2], bounds[1::2], texts, strict=True):
+        told = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, told, len(told))
