@@ -36,7 +36,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # sys/prctl.h
 _SERVER = "import sys, fake_gpu.forks; fake_gpu.forks.serve(int(sys.argv[1]))"
 _ROOM = 1 << 15  # for the command line of a fork, and as much for its environment
 _STARTS_NOBODY = "batchtune.child."
-_NOT_FOR_THE_SERVER = ("PYTORCH_", "OMP_", "FAKE_GPU", "CUDA_", "BATCHTUNE_")
+_FOR_THE_SERVER = ("PATH", "HOME", "TMPDIR", "LANG", "LC_", "LD_")
 
 
 class Popen(subprocess.Popen):
@@ -83,7 +83,7 @@ _turn = threading.Lock()
 def _start_server():
     """The line to a server of this process' own, which can adopt only what its own children leave behind."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(_NOT_FOR_THE_SERVER)}
+    environment = {key: value for key, value in os.environ.items() if key.startswith(_FOR_THE_SERVER)}
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     with theirs:
         server = subprocess.Popen(

@@ -15,6 +15,7 @@ import kubernetes_validate
 import optuna
 import pytest
 import yaml
+from fake_gpu import forks
 from fixtures.torchrun import free_port
 
 from batchtune.result import load_result, result_schema
@@ -29,7 +30,7 @@ def tuned(recipe, folder, *overrides):
     command = [sys.executable, "-m", "batchtune", "tune", str(config), *overrides]
     command += ["--fresh", "--json", "-q", "-o", str(output)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = forks.run(command, cwd=folder, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout == output.read_text(encoding="utf-8")
     jsonschema.validate(json.loads(done.stdout), result_schema())

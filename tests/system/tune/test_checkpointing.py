@@ -14,7 +14,7 @@ activation_checkpointing: [false, true]
 baseline: {batch_size: 8, learning_rate: 1e-2}
 batch_size: {multiple_of: 4}
 objective: {kind: best_metric}
-budget: {run: 1s, total: 5m, trials: 4}
+budget: {run: 1s, total: 2m, trials: 4}
 confirm: {seeds: 1, top: 1}
 """
 AGAIN = "activation checkpointing"

@@ -13,6 +13,7 @@ from pathlib import Path
 import law
 import optuna
 import pytest
+from fake_gpu import forks
 from fakes import FakeCrew
 from fixtures.postgresql import own_server, server_programs
 from fixtures.waiting import wait_until
@@ -130,7 +131,7 @@ def start_machine(folder: Path, task: str, url: str, *changed: str) -> subproces
         (folder / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "machine.py", url, *changed]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    return forks.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def await_line(process: subprocess.Popen, beginning: str) -> str:
