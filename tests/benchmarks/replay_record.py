@@ -1,6 +1,6 @@
 """Records the learning curves that the replay benchmark answers from: batch size x learning rate x seed, by steps.
 
-    python tests/benchmarks/replay_record.py             # every task that is not recorded yet; about half an hour
+    python tests/benchmarks/replay_record.py             # every task that is not recorded yet; about two hours
     python tests/benchmarks/replay_record.py --times     # step times alone; a few minutes on a quiet machine
 
 Curves are validation loss after so many optimizer steps, so the machine's load does not enter. What a step takes is
@@ -38,7 +38,6 @@ from batchtune.tune.plan.measure_prior import DRAWS, LARGE_FACTOR, WARM_UP_STEPS
 
 TIMES = DATA / "times.json"
 BATCH_SIZES = tuple(round(2 ** (half / 2)) for half in range(6, 19))  # 8 to 512 in half octaves
-SEEDS = 12
 MOST_LOSS = 6e4  # what float16 holds; beyond it a run has diverged
 HOPELESS_STARTS = 1.2  # a loss so much above the start …
 HOPELESS_POINTS = 12  # … for so many evaluations, a factor of 2.2 in steps, will not come back
@@ -205,7 +204,7 @@ def record(task: ReplayTask, step_seconds: StepSeconds) -> dict[str, Any]:
     """Every curve of a task, up to HORIZON times what its baseline needs in the median."""
     rates = rates_of(task)
     base, points = record_batch_size(
-        task, BASELINE_BATCH_SIZE, np.array([task.baseline_rate]), SEEDS, last_step=BASELINE_STEPS
+        task, BASELINE_BATCH_SIZE, np.array([task.baseline_rate]), task.seeds, last_step=BASELINE_STEPS
     )
     baseline_steps = float(np.median(points[np.argmax(base[0] <= task.target, axis=1)]))
     horizon_seconds = HORIZON * baseline_steps * step_seconds(BASELINE_BATCH_SIZE)
@@ -213,9 +212,9 @@ def record(task: ReplayTask, step_seconds: StepSeconds) -> dict[str, Any]:
     for batch_size in BATCH_SIZES:
         started = time.perf_counter()
         last_step = round(horizon_seconds / step_seconds(batch_size))
-        curves, points = record_batch_size(task, batch_size, rates, SEEDS, last_step=last_step)
+        curves, points = record_batch_size(task, batch_size, rates, task.seeds, last_step=last_step)
         found |= {f"curves_{batch_size}": curves.astype(np.float16), f"steps_{batch_size}": points}
-        found[f"range_test_{batch_size}"] = record_range_test(task, batch_size, SEEDS)
+        found[f"range_test_{batch_size}"] = record_range_test(task, batch_size, task.seeds)
         reached = (curves <= task.target).any(axis=2).mean()
         spent = time.perf_counter() - started
         print(f"{task.name} {batch_size}: {spent:.0f} s, {reached:.0%} reached the target", flush=True)

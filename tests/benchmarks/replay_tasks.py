@@ -1,4 +1,4 @@
-"""Six small trainings of many kinds, each a batchtune task, whose learning curves the replay benchmark recorded.
+"""Ten small trainings of many kinds, each a batchtune task, whose learning curves the replay benchmark recorded.
 
     batchtune tune task=tests/benchmarks/replay_tasks.py:DIGITS_SGD
 
@@ -15,6 +15,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from replay_networks import Recurrent, TwoEncoders, VisionTransformer, autoencoder
 from sklearn.datasets import load_digits, make_classification, make_friedman1
 from torch import Tensor, nn
 from torch.nn import functional
@@ -46,6 +47,7 @@ class ReplayTask:
         target: validation loss that counts as solved.
         log10_rates: first and last learning rate of the record.
         whole_batches: the data set hands out batches; otherwise the loader collects sample by sample, as is usual.
+        seeds: of the record.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ReplayTask:
     target: float
     log10_rates: tuple[float, float]
     whole_batches: bool = True
+    seeds: int = 12
 
     @cached_property
     def _split(self) -> tuple[TensorDataset, TensorDataset]:
@@ -127,6 +130,21 @@ def friedman() -> Tensors:
     return torch.tensor(2 * rows - 1, dtype=torch.float32), torch.tensor(scaled, dtype=torch.float32)
 
 
+def halves() -> Tensors:
+    """The digits as rows, and nothing to tell of them: their upper halves are to find their lower ones."""
+    images, _ = digits((64,))
+    return images, torch.zeros(len(images))
+
+
+def signals() -> Tensors:
+    """8,000 made-up signals of 48 values, three waves and noise each, that are to be made again."""
+    draw = torch.Generator().manual_seed(0)
+    sizes, phases = torch.rand(2, 8000, 3, 1, generator=draw)
+    waves = sizes * torch.sin(torch.tensor([1.0, 2.0, 4.0])[:, None] * torch.linspace(0, 6.3, 48) + 6.3 * phases)
+    found = waves.sum(dim=1) + 0.05 * torch.randn(8000, 48, generator=draw)
+    return found, found
+
+
 def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
@@ -156,6 +174,12 @@ def character_model() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(SYMBOLS, 8), nn.Flatten(), nn.Linear(8 * CONTEXT, 64), nn.ReLU(), nn.Linear(64, SYMBOLS)
     )
+
+
+def pairing(likeness: Tensor, _: Tensor) -> Tensor:
+    """Cross-entropy of which halves belong together, in both directions; its level depends on the batch size."""
+    own = torch.arange(likeness.shape[-1])
+    return (functional.cross_entropy(likeness, own) + functional.cross_entropy(likeness.T, own)) / 2
 
 
 def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -230,4 +254,52 @@ REGRESSION = ReplayTask(
     target=0.11,
     log10_rates=(-2.25, 0.5),
 )
-TASKS = {each.name: each for each in (DIGITS_SGD, DIGITS_ADAM, DIGITS_CONV, CHARLM, TABLE, REGRESSION)}
+GRU = ReplayTask(
+    name="gru",
+    data=text,
+    validation_samples=1000,
+    model=lambda: Recurrent(SYMBOLS, 24),
+    loss=functional.cross_entropy,
+    optimizer=torch.optim.Adam,
+    baseline_rate=1e-3,
+    target=2.3,
+    log10_rates=(-3.25, -1.0),
+    seeds=8,
+)
+VIT = ReplayTask(
+    name="vit",
+    data=lambda: digits((1, 8, 8)),
+    validation_samples=360,
+    model=VisionTransformer,
+    loss=functional.cross_entropy,
+    optimizer=torch.optim.AdamW,
+    baseline_rate=1e-3,
+    target=0.25,
+    log10_rates=(-3.5, -1.25),
+    seeds=8,
+)
+CONTRASTIVE = ReplayTask(
+    name="contrastive",
+    whole_batches=False,
+    data=halves,
+    validation_samples=360,
+    model=lambda: TwoEncoders(64),
+    loss=pairing,
+    optimizer=torch.optim.Adam,
+    baseline_rate=1e-3,
+    target=3.1,
+    log10_rates=(-3.5, -0.5),
+)
+AUTOENCODER = ReplayTask(
+    name="autoencoder",
+    data=signals,
+    validation_samples=1000,
+    model=lambda: autoencoder(48),
+    loss=functional.mse_loss,
+    optimizer=torch.optim.Adam,
+    baseline_rate=1e-3,
+    target=0.009,
+    log10_rates=(-3.5, -0.5),
+)
+LOOKED_AT = (DIGITS_SGD, DIGITS_ADAM, DIGITS_CONV, CHARLM, TABLE, REGRESSION)  # while the study was made
+TASKS = {each.name: each for each in (*LOOKED_AT, GRU, VIT, CONTRASTIVE, AUTOENCODER)}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from replay_curves import Record
 from replay_record import Order, Stack, evaluation_steps, is_over
-from replay_tasks import CHARLM, DIGITS_CONV, DIGITS_SGD
+from replay_tasks import AUTOENCODER, CHARLM, CONTRASTIVE, DIGITS_CONV, DIGITS_SGD, GRU, VIT
 from replay_tuners import TUNERS, batchtune_trials, plain_spec, run_to_end
 from tune_replay import Repetition, judged, row, true_ratio
 
@@ -83,7 +83,9 @@ def test_held_means_for_good(record):
     assert "never" in row("any", [Repetition({1.25: math.inf, 1.10: math.inf}, 3.0, 3.0, 5.0, run.spent)])
 
 
-@pytest.mark.parametrize("task", [DIGITS_SGD, CHARLM, DIGITS_CONV], ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task", [DIGITS_SGD, CHARLM, DIGITS_CONV, GRU, VIT, CONTRASTIVE, AUTOENCODER], ids=lambda task: task.name
+)
 def test_models_trained_side_by_side_are_those_that_batchtune_trains_alone(task):
     rates, seeds = torch.tensor([0.003, 0.03, 0.003]), torch.tensor([0, 0, 1])
     stack = Stack.of(task, rates, seeds)

@@ -48,9 +48,10 @@ def result_schema():
 
 SMALLER = ("tune", "config.yaml", "batch_size.max=8", "baseline.batch_size=8", "budget.trials=1", "confirm=off")
 LIMITED = ("--memory-limit", "300MiB", "--max")
+BRIEF = ("--verify-steps", 5, "--no-throughput")
 WORK = {
     "a new task": [("init", "mine"), ("tune", "mine/config.yaml", "budget.trials=9", "--dry-run", "-q")],
-    "wide": [("probe", "wide.py", *LIMITED, 999, "--tolerance", 0.1, "--no-throughput", "--json", "-o", "out.json")],
+    "wide": [("probe", "wide.py", *LIMITED, 999, "--tolerance", 0.1, *BRIEF, "--json", "-o", "out.json")],
     "capped": [("probe", "linear.py", *LIMITED, 7, "-q")],
     "all precisions": [
         ("probe", "linear.py", *LIMITED, 2, "--precision", "all", "--device", "cpu", "--no-throughput", "--json", "-q")
