@@ -271,8 +271,13 @@ def main() -> NoReturn:
 
 
 def _say_what_to_type(error: Exception) -> None:
-    """Adds to what Typer says of an unknown word the one that was meant."""
+    """Adds to what Typer says of an unknown word the one that was meant; for an option, a key of the configuration."""
     message = str(getattr(error, "message", "")).replace("Value error, ", "")
     given, *known = re.findall(r"'([^']*)'", message) or [""]
     near = difflib.get_close_matches(given, known, n=1)
     vars(error)["message"] = f"{message} Did you mean '{near[0]}'?" if near else message
+    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "info_name", "")
+    wanted = option.strip("-").replace("-", "_")
+    for key in complete_keys("") if command == "tune" else []:
+        if key.rstrip("=").replace(".", "_") == wanted:
+            vars(error).update(message=f"{message}; write {key}… without dashes", possibilities=[])

@@ -30,3 +30,9 @@ def test_a_task_that_does_not_say_it_is_told_with_what_to_type(cli):
     assert answer.code == 2
     assert answer.err == "batchtune: linear.py: does not say its batch size; add --batch-size 32\n"
     assert not (cli.folder / ".batchtune").exists()
+
+
+def test_an_option_of_probe_that_tune_has_as_a_key_is_told_with_what_to_type(cli):
+    answer = cli("tune", "linear.py", "--memory-limit", "20GiB")
+    assert answer.code == 2
+    assert answer.err.endswith("No such option: --memory-limit; write memory.limit=… without dashes\n")
