@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import platform
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,7 +112,7 @@ class Session:
             memory_limit_bytes=limit,
             optimizer_defaults=task.optimizer_defaults(command.optimizer_arguments),
             forks=self._leave is not None,
-            **_about_steps(task, self._parallel, command, limit),
+            **_about_steps(task, self._parallel, command, limit, chosen[0][0]),
         )
         if command.metric is not None:
             require_metric(task, memory.device, command.metric, chosen[0][0], self._parallel)
@@ -142,11 +145,29 @@ def _of_double_precision(model: nn.Module) -> Iterator[str]:
         yield "weights are float64, which autocast leaves alone: what is called fp32 or bf16 here computes in float64"
 
 
-def _about_steps(task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None) -> dict[str, Any]:
+def _without_autocast(task: Task, precision: str) -> Iterator[str]:
+    """A sentence where no line of a train_step's file asks for the precision that is measured."""
+    if precision in {"bf16", "fp16"} and task.has("train_step"):
+        with contextlib.suppress(OSError, TypeError):  # there is no file of it
+            file = Path(inspect.getsourcefile(task.source.train_step) or "")
+            if "autocast" not in file.read_text(encoding="utf-8", errors="replace"):
+                yield (
+                    f"{file.name} has no autocast: unless what its train_step calls has one, what is called "
+                    f"{precision} here computes in fp32; put the forward pass under context.autocast()"
+                )
+
+
+def _about_steps(
+    task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None, precision: str
+) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
     model = ranks.sketch(task.model) if ranks else task.model()
-    notes = (*(task.adapted.notes if task.adapted else ()), *_of_double_precision(model))
+    notes = (
+        *(task.adapted.notes if task.adapted else ()),
+        *_of_double_precision(model),
+        *_without_autocast(task, precision),
+    )
     if task.is_for_inference:
         return {"optimizer": "", "notes": notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}

@@ -156,7 +156,8 @@ class ThroughputFit(Record):
         default=None, description="alpha / beta: half of the peak speed is reached here."
     )
     batch_size_within_5_percent: Size | None = Field(
-        default=None, description="Smallest measured batch size within 5 % of the best measured throughput."
+        default=None,
+        description="From here to the fastest of the batch sizes measured, each is within 5 % of its throughput.",
     )
 
     @property

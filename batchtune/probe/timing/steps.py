@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,14 +100,15 @@ def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
     alpha, beta = line.alpha_seconds, line.beta_seconds
     squares = sum((alpha / t + beta * b / t - 1) ** 2 for b, t, _ in rows)
     free = len(rows) - (alpha > 0) - (beta > 0)  # sizes beyond those that any such line goes through
-    best = max(point.samples_per_second for point in points)
-    near = [point.batch_size for point in points if point.samples_per_second >= _NEAR_PEAK * best]
+    best = max(points, key=lambda point: point.samples_per_second)
+    up_to_best = points[points.index(best) :: -1]
+    near = itertools.takewhile(lambda each: each.samples_per_second >= _NEAR_PEAK * best.samples_per_second, up_to_best)
     return ThroughputFit(
         alpha_seconds=alpha,
         beta_seconds_per_sample=beta,
         error_share=math.sqrt(squares / free) if len(rows) > 2 else None,  # noqa: PLR2004
         saturation_batch_size=alpha / beta if beta > 0 else None,
-        batch_size_within_5_percent=min(near),
+        batch_size_within_5_percent=min(point.batch_size for point in near),
     )
 
 

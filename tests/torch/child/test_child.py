@@ -103,6 +103,17 @@ def test_weights_that_no_precision_changes_are_told(done, opening, tmp_path, met
     assert [note.startswith("weights are float64") for note in notes] == [True] * told
 
 
+@pytest.mark.parametrize(
+    ("precision", "forward", "told"),
+    [("bf16", "model(batch)", 1), ("fp32", "model(batch)", 0), ("bf16", "context.autocast() and model(batch)", 0)],
+)
+def test_a_step_of_ones_own_that_asks_for_no_precision_is_told(done, opening, tmp_path, precision, forward, told):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(f"def train_step(model, batch, optimizers, context): return {forward}.mean()\n")
+    notes = Child(None).open(opening.but(precision=(precision,))).notes
+    assert [note.startswith("model.py has no autocast: ") for note in notes] == [True] * told
+
+
 def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path):
     with (tmp_path / "model.py").open("a") as task:
         task.write(

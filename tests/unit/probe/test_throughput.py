@@ -228,6 +228,11 @@ class TestNearPeak:
         fit = fit_step_time(timed({size: size / speed for size, speed in per_second.items()}))
         assert fit.batch_size_within_5_percent == 32
 
+    def test_a_size_below_a_slow_one_is_not(self):
+        per_second = {8: 980.0, 16: 700.0, 32: 990.0, 64: 1000.0}
+        fit = fit_step_time(timed({size: size / speed for size, speed in per_second.items()}))
+        assert fit.batch_size_within_5_percent == 32
+
     def test_a_size_that_is_fast_by_itself_counts_though_larger_ones_are_slower(self):
         per_second = {8: 1000.0, 16: 700.0, 32: 800.0}
         fit = fit_step_time(timed({size: size / speed for size, speed in per_second.items()}))
