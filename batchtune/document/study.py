@@ -21,7 +21,7 @@ from batchtune.document.probe import (
     Text,
     Value,
 )
-from batchtune.vocabulary import Goal, Kind, Strategy, Variant
+from batchtune.vocabulary import FAILED_FOR_GOOD, Goal, Kind, Strategy, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=READING)
@@ -108,6 +108,11 @@ class Trial(Record):
     def variant(self) -> Variant:
         """What it was trained by."""
         return Variant(self.strategy, self.activation_checkpointing)
+
+    @property
+    def tells_of_fresh_seed(self) -> bool:
+        """Whether it says what its configuration comes to on a fresh seed; not if it was cut off or is done again."""
+        return self.role == "confirm" and (self.state in {"complete", "pruned"} or self.outcome in FAILED_FOR_GOOD)
 
 
 class RangeTest(Record):

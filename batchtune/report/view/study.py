@@ -67,7 +67,7 @@ def headline(result: Document, found: Recommendation) -> Headline:
         size = "batch size in tokens" if found.batch_unit == "tokens" else "batch size"
         return Headline(f"{found.global_batch_size:,}", f"is the {size} to train with", choice, found.reason)
     between = "" if gain.at_least else bounds(number(gain.low), number(gain.high))
-    seeds = sum(trial.role == "confirm" and is_of(trial, found) for trial in result.trials or [])
+    seeds = sum(trial.tells_of_fresh_seed and is_of(trial, found) for trial in result.trials or [])
     told = [between, f"over {counted(seeds, 'fresh seed')}" if seeds else ""]
     said = f"{words_} ({' '.join(filter(None, told))})" if any(told) else words_
     figure = f"≥ {number(gain.low)}×" if gain.at_least else f"{number(gain.median)}×"
@@ -239,7 +239,7 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     others = []
     for group in by_configuration(runs):
         known = [each for each in (result.recommendation, result.baseline) if is_of(group[0], each)]
-        fresh = [run for run in group if run.role == "confirm" and run.state != "running"]
+        fresh = [run for run in group if run.tells_of_fresh_seed]
         made = _Configuration(group, known[0] if known else None, fresh, key)
         if is_of(group[0], result.recommendation):
             answer = made

@@ -150,6 +150,8 @@ def read_warm_start(run: str, config: Config, root: Path) -> WarmStart:
     found, prior = earlier.recommendation, earlier.prior
     if found is None or found.learning_rate is None:
         raise UsageError(f"--warm-start {run}: it holds no recommendation to start from; name a study that ended")
+    if found.batch_unit == "tokens":
+        raise UsageError(f"--warm-start {run}: its batch sizes count tokens, and this study's samples; leave it out")
     return WarmStart(
         run=run,
         batch_size=found.global_batch_size,

@@ -149,7 +149,7 @@ class Confirmation:
     def _is_refused(self, params: dict[str, Value]) -> bool:
         """Whether too many runs of a configuration on fresh seeds came to no result."""
         parts, objective = self._parts, self._parts.plan.config.objective
-        confirmed = [trial for trial in parts.history.records() if trial.role == "confirm"]
+        confirmed = [trial for trial in parts.history.records() if trial.tells_of_fresh_seed]
         same = [trial for trial in confirmed if parts.space.of(trial) == params]
         return Scoring(objective.kind, objective.goal).refused(same)
 

@@ -44,12 +44,12 @@ class Search:
         if not prior.range_tests or prior.start_batch_size is None:
             return
         self._trials.drain()
-        for number in range(parts.history.searched(), FIRST_RUNS):
+        for number in range(parts.history.searched(), min(FIRST_RUNS, parts.plan.config.budget.trials)):
+            if parts.history.last_outcome("search") not in {None, "pruned", "diverged"}:
+                return  # it got there, or something else than its learning rate was in the way
             self._queue_start(prior.start_batch_size, prior.learning_rate / RETREAT**number)
             self._trials.drain()
             parts.targets.check_start()
-            if parts.history.last_outcome("search") not in {"pruned", "diverged"}:
-                return  # it got there, or something else than its learning rate was in the way
 
     def open_side_by_side(self) -> None:
         """The same with several workers: the others find by the prior alone what promises most beside the first run."""

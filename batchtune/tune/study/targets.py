@@ -190,7 +190,7 @@ def measured(curve: list[CurvePoint], outcome: str, target: Target) -> Json:
     for point in curve if outcome not in FAILED else []:
         if meets(point.value, target):
             attributes |= {SECONDS.attribute: point.seconds, "samples_to_target": point.samples}
-            if point.joules is not None:
+            if point.joules:  # less than the counter shows is no measurement
                 attributes[JOULES.attribute] = point.joules
             return attributes | {"outcome": "reached"}
     return attributes | {"outcome": outcome}

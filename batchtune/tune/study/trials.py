@@ -184,7 +184,8 @@ class Trials:
         if cost is not None:
             spent = cost.at(run.curve[-1]) if run.curve else 0.0
             attributes[LOWER_BOUND] = (self._parts.limits.capped_at() if outcome == "pruned" else None) or spent
-        needs_all = role == "confirm" or (role == "baseline" and targets.is_automatic)
+        sets_measure = targets.is_automatic or targets.current.value is None  # by how far it gets in its whole time
+        needs_all = role == "confirm" or (role == "baseline" and sets_measure)
         if no_time_left and (needs_all or not any(point.samples for point in run.curve)):
             attributes |= CUT_OFF
         attributes |= measured(run.curve, outcome, targets.current)

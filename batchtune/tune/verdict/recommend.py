@@ -16,6 +16,7 @@ from batchtune.tune.verdict.scores import (
     Cost,
     Expected,
     Scoring,
+    baseline_run,
     config_of,
     difference_interval,
     median_interval,
@@ -46,18 +47,18 @@ def recommend(
         (recommendation, baseline); the first is None where no run was usable, the second where none was confirmed.
     """
     scoring = Scoring(kind, goal, expected)
-    whole = next((trial for trial in trials if trial.role == "baseline"), None)
+    whole = baseline_run(trials)
     base = config_of(whole) if whole is not None else None
     groups = _confirmed(trials, base)
     if base not in groups or len(groups) < 2:  # noqa: PLR2004 - nothing to compare with
-        return _unconfirmed(trials, scoring), None
+        return _unconfirmed(trials, groups, scoring), None
     ours = _baseline_scores(groups[base], scoring)
     contenders = {config: group for config, group in groups.items() if config != base}
     usable = {config: each for config, group in contenders.items() if (each := _scores(group, ours, scoring))}
     enough = min(len(groups[base]), max(map(len, usable.values()), default=0))
     usable = {config: each for config, each in usable.items() if len(each) >= enough}
     if not usable and not ours:
-        return _unconfirmed(trials, scoring), None
+        return _unconfirmed(trials, groups, scoring), None
     if not usable:
         reason = "no other configuration came to a result on most of its fresh seeds"
         return _of(groups[base], ours, scoring, reason), None
@@ -76,10 +77,9 @@ def _confirmed(trials: Sequence[Trial], base: Configuration | None) -> dict[Conf
     """The runs on fresh seeds by configuration; what the baseline failed at does not count, and is run again."""
     groups: dict[Configuration, list[Trial]] = {}
     for trial in trials:
-        failed = trial.outcome in FAILED_FOR_GOOD
-        if trial.role == "confirm" and (trial.state in {"complete", "pruned"} or failed):
+        if trial.tells_of_fresh_seed:
             group = groups.setdefault(config_of(trial), [])
-            if not failed or config_of(trial) != base:
+            if trial.outcome not in FAILED_FOR_GOOD or config_of(trial) != base:
                 group.append(trial)
     return groups
 
@@ -228,9 +228,12 @@ def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
     return ratio.median < LEVEL or (ratio.median <= TIED and ratio.low <= 1.0)
 
 
-def _unconfirmed(trials: Sequence[Trial], scoring: Scoring) -> Recommendation | None:
-    """The best configuration of search or baseline, said to be just that."""
-    runs = [trial for trial in trials if trial.role != "confirm" and scoring.of(trial) is not None]
+def _unconfirmed(
+    trials: Sequence[Trial], groups: Mapping[Configuration, Sequence[Trial]], scoring: Scoring
+) -> Recommendation | None:
+    """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that."""
+    known = [trial for trial in trials if trial.role != "confirm" and scoring.of(trial) is not None]
+    runs = [trial for trial in known if not scoring.refused(groups.get(config_of(trial), ()))]
     if not runs:
         return None
     best = min(runs, key=scoring.worth)

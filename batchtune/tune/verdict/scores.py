@@ -112,6 +112,12 @@ class Scoring:
         return bool(group) and 2 * self.missed(group) >= len(group)
 
 
+def baseline_run(trials: Sequence[Trial]) -> Trial | None:
+    """The baseline's run: the first that was not cut off or lost, of which not all is known."""
+    runs = [trial for trial in trials if trial.role == "baseline"]
+    return next((run for run in runs if run.state in {"complete", "pruned"}), runs[0] if runs else None)
+
+
 def finalists(
     trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal, expected: Expected | None = None
 ) -> list[Trial]:
@@ -121,7 +127,8 @@ def finalists(
     rates next to one another at the same size are nearly the same answer, and to confirm both tells little.
     """
     scoring = Scoring(kind, goal, expected)
-    base = next((config_of(trial) for trial in trials if trial.role == "baseline"), None)
+    whole = baseline_run(trials)
+    base = config_of(whole) if whole else None
     best: dict[Configuration, Trial] = {}
     for trial in trials:
         value, config = scoring.of(trial), config_of(trial)

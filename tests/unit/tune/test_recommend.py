@@ -401,3 +401,31 @@ def test_the_smaller_of_level_batches_is_taken_where_the_baseline_has_failed_too
     trials += [each.model_copy(update={"outcome": "crash"}) for each in lost]
     found, _ = recommend(trials, kind="time_to_target", goal="minimize")
     assert found.global_batch_size == 64
+
+
+def test_what_fresh_seeds_have_refuted_is_not_recommended_by_its_single_run():
+    search = [trial(1, "search", 64, 1e-2, 2.0), trial(2, "search", 128, 1e-2, 3.0)]
+    fresh = [trial(3 + n, "confirm", 64, 1e-2, None) for n in range(3)]
+    found, _ = recommend([*confirmed(), *search, *fresh], kind="time_to_target", goal="minimize")
+    assert (found.global_batch_size, found.seeds_to_confirm) == (128, 3)
+    assert "not confirmed" in found.reason
+
+
+def test_a_baseline_that_was_lost_before_it_could_say_what_it_is_voids_no_confirmation():
+    lost = trial(0, "baseline", 32, 1e-3, None, state="fail").model_copy(update={"precision": "bf16"})
+    trials = [lost, *confirmed(((32, 1e-3), (10, 11, 12)), ((64, 1e-2), (4, 5, 6)))]
+    found, base = recommend(trials, kind="time_to_target", goal="minimize")
+    assert (found.global_batch_size, base.global_batch_size) == (64, 32)
+    assert found.speedup_over_baseline.low > 1
+
+
+def test_runs_that_were_cut_off_or_lost_tell_nothing_of_a_fresh_seed():
+    cut_off = trial(0, "confirm", 64, 1e-2, None, state="fail")
+    told = [
+        cut_off.tells_of_fresh_seed,
+        cut_off.model_copy(update={"outcome": "oom"}).tells_of_fresh_seed,
+        cut_off.model_copy(update={"outcome": "crash"}).tells_of_fresh_seed,
+        trial(1, "confirm", 64, 1e-2, None, state="pruned").tells_of_fresh_seed,
+        trial(2, "search", 64, 1e-2, 1.0).tells_of_fresh_seed,
+    ]
+    assert told == [False, False, True, True, False]

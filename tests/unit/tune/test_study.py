@@ -597,6 +597,23 @@ def test_a_baseline_cut_off_by_the_budget_sets_no_target_and_runs_again_with_a_l
     assert [trial.state for trial in again.records() if trial.role == "baseline"] == ["fail", "complete"]
 
 
+def test_a_baseline_that_is_cut_off_runs_again_where_a_run_is_judged_by_how_far_it_gets(tmp_path):
+    changes = {"objective": Objective(kind="best_metric"), "confirm": Confirm(seeds=0)}
+    with contextlib.suppress(NothingFitsError):
+        study(tmp_path, budget=Budget(run=10.0, total=30.0, trials=1), clock=Watch(), **changes).run()
+    again = study(tmp_path, budget=Budget(run=10.0, total=1e6, trials=1), **changes)
+    again.run()
+    assert [each.state for each in again.records() if each.role == "baseline"] == ["fail", "complete"]
+
+
+@pytest.mark.parametrize("trials", [1, 2])
+def test_first_runs_that_come_to_nothing_are_no_more_than_were_asked_for(tmp_path, trials):
+    settled = {"prior": measured(1.0)}
+    tuned = study(tmp_path, settled=settled, objective=Objective(target=0.5), budget=Budget(run=120.0, trials=trials))
+    tuned.run()
+    assert [each.role for each in tuned.records()].count("search") == trials
+
+
 class Watch:
     """A clock: every look at it takes a second."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from batchtune.document import CurvePoint, Target
 from batchtune.tune.findings import target_warnings
-from batchtune.tune.study.targets import automatic_target, levelled_off
+from batchtune.tune.study.targets import automatic_target, levelled_off, measured
 
 
 def curve(*values):
@@ -60,3 +60,10 @@ def test_a_run_of_a_moment_does_not_level_off():
     brief = [replace(point, seconds=point.seconds / 10) for point in curve(10, *[1.0] * 40)]
     assert levelled_off(curve(10, *[1.0] * 40), "minimize")
     assert not levelled_off(brief, "minimize")
+
+
+@pytest.mark.parametrize(("joules", "told"), [(0.0, None), (2.0, 2.0)])
+def test_energy_below_what_the_counter_shows_is_no_measurement(joules, told):
+    reached = CurvePoint(seconds=1.0, samples=8, value=0.1, joules=joules)
+    found = measured([reached], "finished", Target(metric="val_loss", goal="minimize", value=0.5, reason="set"))
+    assert (found["outcome"], found.get("energy_to_target_joules")) == ("reached", told)
