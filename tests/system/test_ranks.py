@@ -16,6 +16,7 @@ from batchtune.config.probe import ProbeOptions
 from batchtune.errors import BatchtuneError
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe
+from batchtune.processes import local
 from batchtune.processes.ranks import RankLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
@@ -194,7 +195,8 @@ def test_an_error_of_the_code_on_one_rank_names_the_rank(group):
     assert "rank 1 has another opinion" in found["message"]
 
 
-def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
+def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings, monkeypatch):
+    monkeypatch.setattr(local, "subprocess", subprocess)  # a fork of the tests' server takes memory of its own
     limited = settings.but(rank_memory_limits_bytes=(2 * LIMIT, LIMIT))
     options = ProbeOptions(tolerance=0.3, verify_steps=2, throughput=False)
     with Worker(limited, RankLauncher(2, "ddp")) as group:
@@ -203,7 +205,7 @@ def test_a_probe_of_a_group_finds_the_size_that_fits_on_every_rank(settings):
         assert group.settings.rank_memory_limits_bytes == (2 * LIMIT, LIMIT)  # of the group that came after the first
     assert found.memory_limit_bytes == LIMIT
     assert found.max_batch_size * ROW_BYTES < LIMIT
-    assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 3  # two batches at a time, and libraries
+    assert found.first_failing_batch_size * ROW_BYTES > LIMIT // 2  # libraries take some of it
     ranks = found.data_parallel
     assert (ranks.world_size, ranks.limiting_rank, ranks.global_batch_size) == (2, 1, 2 * found.max_batch_size)
 

@@ -237,7 +237,9 @@ def naming_the_line(trace: Trace, precision: str) -> Iterator[None]:
         operator = re.search(r"no rule registered for HigherOrderOperator (\w+)", text)
         text = f"{operator[1]} is no operator that can be recorded" if operator else text
         missing = re.search(r"Could not run '([\w:.]+)' with arguments from the '\w*CUDA", text)
-        text = f"torch has no {missing[1]} for sparse tensors without data; probe measures them" if missing else text
+        text = (
+            f"torch has no {missing[1]} for such tensors (sparse ones, say); probe measures them" if missing else text
+        )
         text = f"{_LAZY}: give them their sizes" if "UninitializedParameter" in text else text
         assumed = "".join(f" ({each.text})" for each in trace.notes[:1])
         refusal = CannotTraceError(

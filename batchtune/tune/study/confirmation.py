@@ -11,7 +11,6 @@ from batchtune.tune.study.history import over
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.scores import SECONDS, Scoring, at_pace, comparable_paces, finalists, is_disturbed
-from batchtune.vocabulary import FAILED_FOR_GOOD
 
 IN_TURN = "timed_in_turn"  # attribute of the study: parameters, and the seconds of a step
 IN_TURN_SHARE, LEAST_IN_TURN, MOST_IN_TURN = 0.02, 2.0, 30.0  # of budget.total, and seconds
@@ -118,9 +117,8 @@ class Confirmation:
 
     def _is_done(self, trial: Trial) -> bool:
         """Whether a run has told what there is to tell; what the baseline failed at is worth another try."""
-        failed_for_good = trial.role == "confirm" and trial.outcome in FAILED_FOR_GOOD
         space = self._parts.space
-        return over(trial) or (failed_for_good and space.of(trial) != space.baseline)
+        return over(trial) or (trial.tells_of_fresh_seed and space.of(trial) != space.baseline)
 
     def _is_taken(self, params: dict[str, Value], seed: int) -> bool:
         """Whether another machine has queued this run already, or runs it, or ran it."""

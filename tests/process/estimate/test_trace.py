@@ -190,7 +190,7 @@ def test_a_selection_by_mask_is_estimated_as_if_everything_were_selected(ask):
 
 def test_sparse_tensors_are_refused_with_what_measures_them(ask):
     source = MLP.replace("return model(batch)", "return model(batch) + torch.eye(4).to_sparse().to(batch.device).sum()")
-    assert "for sparse tensors without data; probe measures them" in ask(source)["refused"]
+    assert "for such tensors (sparse ones, say); probe measures them" in ask(source)["refused"]
 
 
 def test_what_needs_data_is_refused_with_its_line(ask):

@@ -3,7 +3,7 @@
 import io
 from html.parser import HTMLParser
 
-from documents import probed
+from documents import probed, trial, tuned
 from rich.console import Console
 
 from batchtune.document import ProbeResult
@@ -13,6 +13,7 @@ from batchtune.report.view.model import Column, byte_sizes, counts, numbers, tab
 from batchtune.report.view.read import view_of
 from batchtune.report.view.settings import UNCHECKED, is_checked, to_train_with
 from batchtune.report.view.words import certificate, certificate_facts
+from batchtune.result import Result
 
 
 class Cells(HTMLParser):
@@ -127,3 +128,12 @@ def test_a_larger_size_that_fitted_once_is_told_beside_the_answer():
     with_it = probe.model_copy(update={"attempts": [*probe.attempts, larger]})
     assert f"{2 * probe.max_batch_size:,} fitted in one process, and others may need more" in certificate(with_it)
     assert "in one process" not in certificate(probe)
+
+
+def test_runs_that_were_cut_off_count_as_no_fresh_seeds():
+    document = tuned()
+    whole = view_of(Result.model_validate(document)).headline.words
+    cut_off = trial(99, 128, 0.004, None, role="confirm", state="fail", value=None)
+    document["trials"].append(cut_off | {"message": "budget.total was used up"})
+    assert view_of(Result.model_validate(document)).headline.words == whole
+    assert "fresh seed" in whole

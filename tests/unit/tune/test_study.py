@@ -606,6 +606,31 @@ def test_a_baseline_that_is_cut_off_runs_again_where_a_run_is_judged_by_how_far_
     assert [each.state for each in again.records() if each.role == "baseline"] == ["fail", "complete"]
 
 
+def test_a_fresh_run_that_was_interrupted_puts_no_contender_aside(tmp_path):
+    changes, worker = {"confirm": Confirm(seeds=3, top=1)}, law.LawWorker(noise=0.0)
+    worker.fail_at = {12}
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, worker, budget=Budget(run=60.0, total=3000.0, trials=10), **changes).run()
+    again = study(tmp_path, law.LawWorker(noise=0.0), budget=Budget(run=60.0, total=4000.0, trials=10), **changes)
+    again.run()
+    (lost,) = [each for each in again.records() if each.role == "confirm" and each.state == "fail"]
+    found, _ = again.recommendation()
+    assert (found.global_batch_size, found.learning_rate) == (lost.batch_size, lost.learning_rate)
+
+
+def test_a_search_whose_first_run_got_there_is_not_opened_again_when_it_is_gone_on_with(tmp_path):
+    given = {"settled": {"prior": measured(0.02)}, "objective": Objective(target=0.5), "confirm": Confirm(seeds=0)}
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, law.LawWorker(noise=0.05, fail_at=[2]), **given).run()
+    again = study(tmp_path, **given)
+    again.run()
+    rates = [each.learning_rate for each in again.records() if each.role == "search"]
+    assert rates[0] == 0.02
+    assert not [
+        rate for rate in rates if rate == pytest.approx(0.02 / 3, rel=0.01) or rate == pytest.approx(0.02 / 9, rel=0.01)
+    ]
+
+
 @pytest.mark.parametrize("trials", [1, 2])
 def test_first_runs_that_come_to_nothing_are_no_more_than_were_asked_for(tmp_path, trials):
     settled = {"prior": measured(1.0)}

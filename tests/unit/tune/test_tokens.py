@@ -1,7 +1,9 @@
 """Batches of tokens: what they are made of, and a plan with every size in tokens."""
 
+import json
 from unittest.mock import Mock
 
+import documents
 import pytest
 
 from batchtune.config.schema import Config
@@ -88,6 +90,16 @@ def test_sizes_and_speeds_of_the_probe_are_of_the_longest_samples():
 def test_before_the_study_all_is_measured_in_samples_without_bounds():
     assert in_samples(config(batch_size={"min": 4096})).batch_size.min == 1
     assert in_samples(Config(task="model.py", batch_size={"min": 4})).batch_size.min == 4
+
+
+def test_a_warm_start_from_a_study_of_tokens_is_refused_where_samples_count(tmp_path):
+    (tmp_path / "model.py").touch()
+    earlier = documents.tuned()
+    earlier["task"]["path"] = str(tmp_path / "model.py")
+    earlier["recommendation"]["batch_unit"] = "tokens"
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    with pytest.raises(UsageError, match="its batch sizes count tokens, and this study's samples"):
+        read_warm_start(str(tmp_path / "earlier.json"), Config(task=str(tmp_path / "model.py")), tmp_path)
 
 
 def test_a_warm_start_is_refused(tmp_path):
