@@ -273,6 +273,9 @@ class Recommendation(Record):
         default=None, description="The confirm.seeds that would confirm it; absent where nothing is left to confirm."
     )
     confirm_command: Text | None = Field(default=None, description="What goes on with the study until they have run.")
+    timed_in_turn: bool | None = Field(
+        default=None, description="Its seconds are those of steps timed beside the baseline's, the machine being busy."
+    )
     reason: Text
 
     @property

@@ -30,10 +30,10 @@ def plan_study(
     Raises:
         BatchtuneError: nothing fits, or another machine's study is not this one; `progress` has what was found.
     """
-    begun = agreement.look()
-    if begun is not None:
-        observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
+    if (begun := agreement.look()) is not None:
         progress.probe, progress.prior = begun
+        if config.storage is not None:
+            observer.note(f"study {config.name} was begun on another machine or earlier: joining it")
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
         progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
@@ -41,7 +41,7 @@ def plan_study(
         others = {each.name: _fits(config, progress, worker, opened, observer, each) for each in config.variants[1:]}
         progress.probe = probe.model_copy(update={"other_variants": others or None})
     progress.save("interrupted")
-    progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)
+    progress.prior = progress.prior or (progress.earlier.prior if progress.earlier else None)  # without a storage yet
     if progress.prior is None:
         measured = measure_prior(in_samples(config), progress.probe, opened, worker, observer, warm_start)
         progress.prior = prior_in_tokens(config, progress.probe, opened, measured)

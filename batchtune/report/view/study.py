@@ -187,11 +187,14 @@ class _Configuration:
     @property
     def interval(self) -> Interval | None:
         """The median with its interval; without the study's own, the least and the most of the runs that count."""
-        told = getattr(self.found, self.key, None)
+        told: Interval | None = getattr(self.found, self.key, None)
+        return told or self.of_runs
+
+    @property
+    def of_runs(self) -> Interval | None:
+        """The same by its runs as they were, also where the study tells what they would take on an idle machine."""
         known = [value for each in self.fresh or self.runs if (value := score(each, self.key)) is not None]
-        if told is not None or not known:
-            return told
-        return Interval(median=statistics.median(known), low=min(known), high=max(known))
+        return Interval(median=statistics.median(known), low=min(known), high=max(known)) if known else None
 
     @property
     def runs_today(self) -> bool:
@@ -288,6 +291,8 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
     best = answer.interval if answer else None
+    if answer and answer.found and answer.found.timed_in_turn and not each.found:
+        best = answer.of_runs  # of two paces nothing can be divided
     return "confirmed" if best is None else _against(best, each.interval, result, each.key)
 
 

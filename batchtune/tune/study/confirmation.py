@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 from batchtune.document import Trial, Value
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import over
+from batchtune.tune.study.history import over, params_of, to_record
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
-from batchtune.tune.verdict.scores import SECONDS, Scoring, at_pace, comparable_paces, finalists, is_disturbed
+from batchtune.tune.verdict.scores import (
+    SECONDS,
+    WORTHLESS,
+    Scoring,
+    at_pace,
+    comparable_paces,
+    finalists,
+    is_disturbed,
+)
 
 IN_TURN = "timed_in_turn"  # attribute of the study: parameters, and the seconds of a step
 IN_TURN_SHARE, LEAST_IN_TURN, MOST_IN_TURN = 0.02, 2.0, 30.0  # of budget.total, and seconds
@@ -122,16 +130,16 @@ class Confirmation:
 
     def _is_taken(self, params: dict[str, Value], seed: int) -> bool:
         """Whether another machine has queued this run already, or runs it, or ran it."""
-        records, space = self._parts.history.records(), self._parts.space
-        same = [trial for trial in records if trial.seed == seed and space.of(trial) == params]
-        return any(trial.state in {"waiting", "running"} or self._is_done(trial) for trial in same)
+        trials = self._parts.study.get_trials(deepcopy=False)
+        same = [each for each in trials if each.user_attrs.get("seed") == seed and params_of(each) == params]
+        return any(not each.state.is_finished() or self._is_done(to_record(each)) for each in same)
 
     def _finalists(self) -> list[dict[str, Value]]:
-        """The baseline and the configurations to confirm; chosen anew when the search went on."""
+        """The baseline and what to confirm; chosen anew when the search went on, or where all came to nothing."""
         parts, config = self._parts, self._parts.plan.config
         chosen_from = [*parts.search_budget, config.confirm.top]
         stored = parts.study.user_attrs.get(FINALISTS, {})
-        if stored.get("chosen_from") == chosen_from:
+        if stored.get("chosen_from") == chosen_from and not self._came_to_nothing(stored["params"]):
             return list(stored["params"])
         count = parts.budget.affordable_contenders()
         if count < config.confirm.top:
@@ -144,12 +152,21 @@ class Confirmation:
         parts.study.set_user_attr(FINALISTS, {"chosen_from": chosen_from, "params": planned, "are_new": are_new})
         return planned
 
+    def _came_to_nothing(self, planned: list[dict[str, Value]]) -> bool:
+        """Whether no contender is left, and nothing to compare one with."""
+        *contenders, baseline = planned
+        ran = self._on_fresh_seeds(baseline)
+        return bool(ran) and all(each.outcome in WORTHLESS for each in ran) and all(map(self._is_refused, contenders))
+
     def _is_refused(self, params: dict[str, Value]) -> bool:
         """Whether too many runs of a configuration on fresh seeds came to no result."""
-        parts, objective = self._parts, self._parts.plan.config.objective
-        confirmed = [trial for trial in parts.history.records() if trial.tells_of_fresh_seed]
-        same = [trial for trial in confirmed if parts.space.of(trial) == params]
-        return Scoring(objective.kind, objective.goal).refused(same)
+        objective = self._parts.plan.config.objective
+        return Scoring(objective.kind, objective.goal).refused(self._on_fresh_seeds(params))
+
+    def _on_fresh_seeds(self, params: dict[str, Value]) -> list[Trial]:
+        """What a configuration's runs on fresh seeds came to, those left out that tell nothing."""
+        ran = [trial for trial in self._parts.history.records() if trial.tells_of_fresh_seed]
+        return [trial for trial in ran if self._parts.space.of(trial) == params]
 
     def _ranked(self) -> list[dict[str, Value]]:
         """The configurations of the search by all runs so far, the best first; see `finalists`."""

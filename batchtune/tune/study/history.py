@@ -35,17 +35,18 @@ _KNOWN, _PREDICTED = 1.33, 2.0  # times as long as runs of its size had it, or a
 
 def is_settled(trial: FrozenTrial) -> bool:
     """Whether it is known what the trial tries; one that is cut off while the sampler proposes has no parameters."""
-    return {"batch_size", "learning_rate"} <= _params(trial).keys()
+    return {"batch_size", "learning_rate"} <= params_of(trial).keys()
 
 
-def _params(trial: FrozenTrial) -> dict[str, Any]:
+def params_of(trial: FrozenTrial) -> dict[str, Any]:
+    """The parameters of a trial that has begun, or is queued."""
     return dict(trial.system_attrs.get("fixed_params", {}) | trial.params)
 
 
 def to_record(trial: FrozenTrial) -> Trial:
     """The result document's view of a trial of the study that is settled."""
     attributes: Json = trial.user_attrs
-    params = _params(trial)
+    params = params_of(trial)
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     kept["state"] = trial.state.name.lower()

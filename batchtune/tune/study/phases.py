@@ -60,8 +60,6 @@ class TuneStudy:
         self.belief = Belief(self.parts)
         self.search = Search(self.parts, self.trials, self.belief)
         self._confirmation = Confirmation(self.parts, self.trials, self.belief)
-        if "prior" not in study.user_attrs:
-            study.set_user_attr("prior", plan.prior.model_dump(mode="json", exclude_none=True))
         self.trials.revive()
 
     def run(self) -> None:
@@ -125,12 +123,13 @@ class TuneStudy:
 
     def _is_to_go_on(self) -> bool:
         """Whether to search again: fresh seeds have refuted what seemed better than the baseline, and there is time."""
-        parts = self.parts
-        found, were_new = self.recommendation()[0], parts.study.user_attrs.get(FINALISTS, {}).get("are_new")
+        parts, (found, baseline) = self.parts, self.recommendation()
+        were_new = parts.study.user_attrs.get(FINALISTS, {}).get("are_new")
         if found is None or not were_new or parts.cost is None or parts.machines.several:
             return False
         is_today = any(trial.role == "baseline" and is_of(trial, found) for trial in self.records())
-        return is_today and self.search.is_wanted()
+        is_open = is_today or (baseline is None and found.seeds_to_confirm is not None)  # all were refuted
+        return is_open and self.search.is_wanted()
 
     def _opens_with_the_search(self) -> bool:
         """Whether a first run can do without the baseline's: there is a target, and a range test says where to start.
@@ -171,7 +170,7 @@ class TuneStudy:
         found, baseline = recommend(trials, kind=objective.kind, goal=objective.goal, expected=self.belief.expected())
         if found is not None and trials != records:
             reason = f"{found.reason}; by the steps that each needed, timed in turn since the machine was busy"
-            found = found.model_copy(update={"reason": reason})
+            found = found.model_copy(update={"reason": reason, "timed_in_turn": True})
         return self._with_unit(found), self._with_unit(baseline)
 
     def _with_unit(self, found: Recommendation | None) -> Recommendation | None:

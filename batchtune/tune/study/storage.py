@@ -85,14 +85,13 @@ def delete_study(storage: BaseStorage, name: str) -> None:
 
 
 class Agreement:
-    """What the starts of a study go by that share a storage: the probe and the prior of the one that had them first.
+    """What the starts of a study go by, on one machine or several: the probe and the prior of the first that had them.
 
-    The journal in the run folder is of one machine, and the folder itself says what it holds: nothing to agree on.
+    They are kept with the trials, which mean nothing without them.
     """
 
     def __init__(self, storage: BaseStorage, config: Config, device: str) -> None:
-        self._storage, self._config = storage, config
-        self._is_shared, self._several = config.storage is not None, is_heartbeat_enabled(storage)
+        self._storage, self._config, self._several = storage, config, is_heartbeat_enabled(storage)
         self._identity = identity_of(config) | {"device": device}  # whatever the configuration calls it
         del self._identity["task"]  # the same file may lie elsewhere
 
@@ -102,34 +101,31 @@ class Agreement:
         Raises:
             UsageError: the study cannot be opened, or is of another device, task or configuration.
         """
-        found = self._settled(None) if self._is_shared else None
-        return None if found is None else self._taken(found)
+        with contextlib.suppress(KeyError):  # there is no such study yet
+            begun = optuna.load_study(study_name=self._config.name, storage=self._storage).user_attrs.get(_BEGUN)
+            return None if begun is None else self._taken(begun)
+        return None
 
     def settle(self, probe: ProbeResult, prior: Prior) -> tuple[ProbeResult, Prior]:
         """What holds: this, unless another machine was sooner; it raises what `look` does."""
-        if not self._is_shared:
-            return probe, prior
-        begun = {
-            "identity": self._identity,
-            "probe": probe.model_dump(mode="json", exclude_none=True),
-            "prior": prior.model_dump(mode="json", exclude_none=True),
-        }
-        return self._taken(self._settled(begun) or begun)
-
-    def _settled(self, begun: Json | None) -> Json | None:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        name, objective = self._config.name, self._config.objective
+        objective, name = self._config.objective, self._config.name
         direction: Goal = "minimize" if cost_of(objective.kind) else objective.goal
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             study = optuna.create_study(
                 study_name=name, storage=self._storage, direction=direction, load_if_exists=True
             )
         except ValueError as error:
             raise UsageError(f"storage: study {name} cannot be joined: {error}") from None
-        if _BEGUN not in study.user_attrs and begun is not None:
+        if _BEGUN not in study.user_attrs:
+            begun = {
+                "identity": self._identity,
+                "probe": probe.model_dump(mode="json", exclude_none=True),
+                "prior": prior.model_dump(mode="json", exclude_none=True),
+            }
             study.set_user_attr(_BEGUN, begun)
             time.sleep(_SETTLING_SECONDS if self._several else 0.0)
-        return study.user_attrs.get(_BEGUN)
+        return self._taken(study.user_attrs[_BEGUN])
 
     def _taken(self, found: Json) -> tuple[ProbeResult, Prior]:
         theirs = found["identity"]

@@ -61,6 +61,16 @@ def test_each_configuration_says_why_it_is_not_the_answer(result_of):
     }
 
 
+def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_its_runs_as_they_were(result_of):
+    runs = study((32, "baseline", 45.0), (64, "confirm", 20.0), (32, "confirm", 45.0), (16, "confirm", 40.0))
+    answer, today = choice(64, 0.1, 10.0, "so", timed_in_turn=True), choice(32, 0.1, 30.0, "so")
+    rows = rows_of(result_of("tune", **runs | {"recommendation": answer, "baseline": today}))[1]
+    assert {row["batch"]: row["why"] for row in rows[1:]} == {
+        "16": "2 times as long",
+        "32": "what you run today: 3 times as long",
+    }
+
+
 def test_where_what_runs_today_is_the_answer_it_stands_first_and_once(result_of):
     rows = rows_of(result_of("tune", **study(*BOTH, (32, "confirm", 30.0), answer=0)))[1]
     assert [(row["batch"], row["why"]) for row in rows] == [

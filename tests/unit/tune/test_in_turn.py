@@ -74,6 +74,7 @@ def test_a_slow_spell_that_hit_the_contender_alone_does_not_count_against_it():
     assert found.global_batch_size == 128
     assert found.speedup_over_baseline.median == pytest.approx(true_gain(found), rel=0.1)
     assert "timed in turn" in found.reason
+    assert found.timed_in_turn
 
 
 def test_times_are_given_as_on_the_machine_at_its_fastest():

@@ -511,7 +511,6 @@ def test_a_fixed_global_batch_is_made_up_of_the_micro_batch_that_was_chosen(tmp_
     tuned.run()
     assert {(spec["micro_batch_size"], spec["accumulation_steps"]) for spec in worker.specs} == {(128, 4)}
     assert len({spec["learning_rate"] for spec in worker.specs}) > 3
-    assert tuned.parts.study.user_attrs["prior"]["micro_batch_size"] == 128
 
 
 def test_every_run_of_a_configuration_has_the_same_horizon_whatever_its_limit(tmp_path):
@@ -1039,6 +1038,32 @@ def test_what_fresh_seeds_refute_is_searched_for_again_while_there_is_time(tmp_p
     again = Lucky(noise=0.05)
     study(tmp_path, again, budget=Budget(run=120.0, total=3600.0, trials=30)).run()
     assert again.specs == []
+
+
+class Unlucky(Lucky):
+    """The baseline, too, reaches the target on the seed of the search alone."""
+
+    def train(self, *, on_event, **spec):
+        if spec["learning_rate"] != 1e-3 or spec["seed"] == 0:
+            return super().train(on_event=on_event, **spec)
+        on_event({"seconds": 0.0, "samples": 0, "value": 2.0})
+        return {"outcome": "diverged"}
+
+
+@pytest.mark.parametrize("trials", [10, 30])
+def test_where_fresh_seeds_refute_all_the_search_goes_on_and_the_command_told_confirms_others(tmp_path, trials):
+    keys = {"budget": Budget(run=120.0, total=3600.0, trials=trials), "confirm": Confirm(seeds=3, top=1)}
+    tuned = study(tmp_path, Unlucky(noise=0.05), **keys)
+    tuned.run()
+    first = next(trial.number for trial in tuned.records() if trial.role == "confirm")
+    assert any(trial.role == "search" for trial in tuned.records()[first:]) == (trials == 30)
+    while (seeds := tuned.recommendation()[0].seeds_to_confirm) is not None:
+        assert tuned.parts.budget.to_confirm(seeds) == "confirm.seeds=3"
+        worker = Unlucky(noise=0.05)
+        study(tmp_path, worker, **keys).run()
+        assert worker.specs
+    reason = "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
+    assert tuned.recommendation()[0].reason == reason
 
 
 def test_the_baseline_has_time_on_fresh_seeds_where_contenders_come_to_nothing(tmp_path):
