@@ -5,7 +5,8 @@ rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and
 x_best(B) = x_0 - e * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al.
 2018, E = E_min * (1 + B / B_crit); e = 1 is their rule for SGD, e = 1/2 the one for Adam, and the data decide.
 g(d) = log((q r^-p + p r^q) / (p + q)) with r = 10^d: far below the best rate training follows the gradient flow, whose
-time is in proportion to 1 / r, so p is close to 1; above it the steeper q leads to divergence.
+time is in proportion to 1 / r, so p is close to 1; above it the steeper q leads to divergence, or log T rises no further
+than by h: normalised weights grow with the rate until their steps are as small again (Li and Arora 2019).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PARTICLES = 1024
 TEMPERATURES = 10
 MOVES = 3
 _NOISE, _NOISE_SPREAD = 0.2, 0.4  # of log T between seeds, and how far off (its logarithm) that may be
+_CEILING, _CEILING_SPREAD = 3.0, 0.8  # of log T above the best rate's, where it stays, and of its logarithm
 _MISFIT = 0.1  # of log T: how far the law is off a configuration's mean
 _OUTLIER_SCALE = 4.0  # degrees of freedom of the Student t that keeps one odd run from bending the surface
 _RATES = 25
@@ -71,7 +73,7 @@ class SurfacePrior:
 
 
 # the parameters of the surface, one column each
-_LOG_T, _LOG_SATURATION, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_BELOW, _LOG_ABOVE, _LOG_NOISE = range(8)
+_LOG_T, _LOG_SATURATION, _LOG_CRITICAL, _BEST, _EXPONENT, _LOG_BELOW, _LOG_ABOVE, _LOG_CEILING, _LOG_NOISE = range(9)
 
 
 class Surface:
@@ -91,7 +93,7 @@ class Surface:
         self.particles = self._sample(np.random.default_rng(seed))
 
     def predict(self, batch_sizes: Array, log10_rates: Array, particles: Array | None = None) -> Array:
-        """Gives log T at points (shape [n]) for every particle (shape [p, 8]); shape [p, n]."""
+        """Gives log T at points (shape [n]) for every particle (shape [p, 9]); shape [p, n]."""
         theta = self.particles if particles is None else particles
         column = theta.T[:, :, None]
         sizes, size_of = np.unique(batch_sizes, return_inverse=True)  # half of the law knows nothing of learning rates
@@ -101,10 +103,13 @@ class Surface:
         best = column[_BEST] - column[_EXPONENT] * shift
         below, above = np.exp(column[_LOG_BELOW]), np.exp(column[_LOG_ABOVE])
         samples = beyond + np.log(sizes) - column[_LOG_CRITICAL]  # log(1 + B / B_crit)
-        level = column[_LOG_T] + np.log1p(np.exp(column[_LOG_SATURATION]) / sizes) + samples - np.log(below + above)
+        level = column[_LOG_T] + np.log1p(np.exp(column[_LOG_SATURATION]) / sizes) + samples
         off = math.log(10) * (log10_rates - best[:, size_of])
         penalty = np.logaddexp(column[_LOG_ABOVE] - below * off, column[_LOG_BELOW] + above * off)
-        return np.asarray(level[:, size_of] + penalty)
+        penalty -= np.log(below + above)
+        ceiling = np.exp(column[_LOG_CEILING])
+        bounded = np.log1p(np.exp(-ceiling)) - np.logaddexp(-penalty, -ceiling)
+        return np.asarray(level[:, size_of] + np.where(off > 0, bounded, penalty))
 
     def log_seconds_of_runs(self) -> Array:
         """What each run's configuration is believed to take on average, log T; shape [runs].
@@ -153,11 +158,11 @@ class Surface:
             0.6,  # between Adam's 1/2 and SGD's 1; the median exponent over MLPerf's convergence points is 0.43
             0.0,  # gradient flow
             math.log(2.5),
+            math.log(_CEILING),
             math.log(_NOISE),
         ]
-        return np.array(mean), np.array(
-            [0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.15, 0.4, _NOISE_SPREAD]
-        )
+        spread = [0.8, prior.saturation_spread, 2 * math.log(2), prior.spread, 0.3, 0.15, 0.4]
+        return np.array(mean), np.array([*spread, _CEILING_SPREAD, _NOISE_SPREAD])
 
     def _log_prior(self, theta: Array) -> Array:
         return np.asarray(-0.5 * (((theta - self._mean) / self._spread) ** 2).sum(axis=1))

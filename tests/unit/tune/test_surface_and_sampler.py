@@ -96,6 +96,21 @@ def test_a_censored_run_pushes_the_surface_up_and_never_down():
     assert after > before + 0.3
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_rates_that_all_take_as_long_are_left_for_much_lower_ones(seed):
+    study = optuna.create_study(sampler=TimeToTargetSampler(seed=seed))
+    for rate in (0.2, 0.4, 0.8):
+        study.add_trial(
+            optuna.trial.create_trial(params={"batch_size": 64, "learning_rate": rate}, distributions=SPACE, value=3.2)
+        )
+    proposed = []
+    for _ in range(3):
+        trial = study.ask(SPACE)
+        proposed.append(trial.params["learning_rate"])
+        study.tell(trial, 3.2)
+    assert min(proposed) < 0.1
+
+
 def test_one_outlier_does_not_bend_the_surface():
     runs = [Run(b, r, law.seconds_to_target(b, r), censored=False) for b in (16, 64, 256) for r in (3e-3, 1e-2, 3e-2)]
     point = (np.array([64.0]), np.array([math.log10(law.best_rate(64))]))
