@@ -130,7 +130,7 @@ class Confirm(Section):
     seeds: Annotated[int, Field(ge=0), NoSwitch] = Field(
         default=3, description="Fresh seeds of each configuration, by default more if these leave it open; 0: none."
     )
-    top: Count = Field(default=2, description="How many of the best configurations are confirmed.")
+    top: Count = Field(default=2, description="How many are confirmed; by default those of four that one seed leaves.")
 
 
 def _confirm_switch(value: object) -> object:

@@ -5,7 +5,7 @@ rate, B_sat = alpha / beta of the step time t(B) = alpha + beta * B, and
 x_best(B) = x_0 - e * (log10(1 + B_crit / B) - log10(1 + B_crit / B_0)). The samples to target follow McCandlish et al.
 2018, E = E_min * (1 + B / B_crit); e = 1 is their rule for SGD, e = 1/2 the one for Adam, and the data decide.
 g(d) = log((q r^-p + p r^q) / (p + q)) with r = 10^d: far below the best rate training follows the gradient flow, whose
-time is in proportion to 1 / r, so p is close to 1; above it the steeper q leads to divergence, or log T rises no further
+time is in proportion to 1 / r, so p is close to 1; above it the steeper q leads to divergence, or log T rises no more
 than by h: normalised weights grow with the rate until their steps are as small again (Li and Arora 2019).
 """
 

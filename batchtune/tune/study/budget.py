@@ -25,6 +25,7 @@ from batchtune.units import counted, duration
 MOST_RESERVED = 0.5  # of what the baseline leaves of budget.total, for confirmation: there must be room to search
 TOLD_SHARE = 0.05  # of budget.total: after so much of a first run it is told what the rest is enough for
 BASELINE_SHARE = 0.1  # of budget.total, for a baseline whose run nobody has limited
+ON_FIRST_SEED = 2  # times as many contenders run on the first fresh seed, where nobody has set how many are confirmed
 FEWEST_RUNS, FAIR_RUNS = 3, 10  # of a search, as long as the baseline's: fewer are none, and more are seldom needed
 AGAIN = "searched_again"  # attribute of the study: how often, since fresh seeds had left nothing better than today's
 Clock = Callable[[], float]
@@ -200,18 +201,26 @@ class StudyBudget:
         config, longest = self._config, self.longest
         best = self._history.best_seconds() or longest
         one_baseline = min(LOST_FACTOR * best, longest)
-        needed = seeds * 1.2 * (one_baseline + config.confirm.top * best) + CAP_FACTOR * best
-        runs = seeds * (1 + config.confirm.top) + (not self._history.finished("baseline")) + 1
+        contenders = (seeds - 1) * config.confirm.top + self._most_contenders()
+        needed = 1.2 * (seeds * one_baseline + contenders * best) + CAP_FACTOR * best
+        runs = seeds + contenders + (not self._history.finished("baseline")) + 1
         needed += math.ceil(runs / self._at_once) * self._history.seconds_beside_training()
         if not self._sets_target and not self._history.finished("baseline"):
             needed += longest
         return needed
 
+    def _most_contenders(self) -> int:
+        """On the first fresh seed: more than are confirmed where that can tell between them."""
+        confirm = self._config.confirm
+        is_open = self._cost is not None and "top" not in confirm.model_fields_set and confirm.seeds > 1
+        return confirm.top * (ON_FIRST_SEED if is_open else 1)
+
     def affordable_contenders(self) -> int:
-        """How many are confirmed: as asked for, or where every run takes all of budget.run, as all seeds allow."""
+        """How many run on the first fresh seed, as time allows; where every run takes all of budget.run, on all."""
         config, most = self._config, self._config.confirm.top
         if self._cost is not None:
-            return most
+            has_time = self.seconds_left() >= self._needed(config.confirm.seeds)
+            return self._most_contenders() if has_time else most
         round_seconds = config.confirm.seeds * (config.budget.run + self._history.seconds_beside_training())
         rounds = self.seconds_left() // max(round_seconds, 1e-9)  # of each seed, in which all workers train once
         return next((each for each in range(most, 1, -1) if math.ceil((each + 1) / self._at_once) <= rounds), 1)

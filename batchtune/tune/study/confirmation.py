@@ -40,11 +40,22 @@ class Confirmation:
         return max(parts.plan.config.confirm.seeds, ran)
 
     def run(self, seeds: int) -> None:
-        """The finalists and the baseline on so many fresh seeds, all in turn: a slow spell of the machine hits all."""
-        parts, config = self._parts, self._parts.plan.config
+        """The finalists and the baseline on so many fresh seeds, of which the first may choose from more contenders."""
         planned = self._finalists()
-        if planned == [parts.space.baseline]:
-            return
+        if len(planned) - 1 > self._parts.plan.config.confirm.top:
+            if not self._train(planned, 1):
+                return
+            planned = self._narrow(planned)
+        if planned != [self._parts.space.baseline] and self._train(planned, seeds):
+            self._time_in_turn(planned)
+
+    def _train(self, planned: list[dict[str, Value]], seeds: int) -> bool:
+        """Runs them on so many fresh seeds, all in turn: a slow spell of the machine hits all.
+
+        Returns:
+            Whether there was time for that.
+        """
+        parts, config = self._parts, self._parts.plan.config
         done = [(parts.space.of(trial), trial.seed) for trial in parts.history.records() if self._is_done(trial)]
         fresh = range(config.seed + _CONFIRM_SEEDS, config.seed + _CONFIRM_SEEDS + seeds)
         missing = [(params, seed) for seed in fresh for params in planned if (params, seed) not in done]
@@ -52,14 +63,22 @@ class Confirmation:
         while missing:
             if parts.budget.seconds_left() <= 0:
                 parts.observer.note("the confirmation ends: budget.total was used up")
-                return
+                return False
             missing = self._affordable(missing, planned)
             for params, seed in missing[:at_once]:
                 if not parts.machines.several or not self._is_taken(params, seed):
                     self._trials.add(params, "confirm", seed)
             missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
-        self._time_in_turn(planned)
+        return True
+
+    def _narrow(self, planned: list[dict[str, Value]]) -> list[dict[str, Value]]:
+        """The baseline and as many contenders as are confirmed: the best by all runs, those that got there before."""
+        parts = self._parts
+        best = sorted((each for each in self._ranked() if each in planned), key=self._is_refused)
+        chosen = [*best[: parts.plan.config.confirm.top], parts.space.baseline]
+        parts.study.set_user_attr(FINALISTS, parts.study.user_attrs[FINALISTS] | {"params": chosen})
+        return chosen
 
     def has_time_for(self, seeds: int) -> bool:
         """Whether the finalists and the baseline can run on so many fresh seeds each, by what those so far took."""

@@ -1077,7 +1077,7 @@ def test_the_baseline_has_time_on_fresh_seeds_where_contenders_come_to_nothing(t
 
 def fresh_seeds(tmp_path, confirm):
     """On how many seeds each configuration was confirmed where three leave it open, and what is recommended then."""
-    near = Baseline(batch_size=16, learning_rate=6e-3)
+    near = Baseline(batch_size=16, learning_rate=5e-3)
     tuned = study(tmp_path, law.LawWorker(noise=0.3), confirm=confirm, baseline=near)
     tuned.run()
     confirmed = [config_of(trial) for trial in tuned.records() if trial.role == "confirm"]
@@ -1093,11 +1093,48 @@ def test_where_three_seeds_leave_it_open_more_are_run_while_there_is_time(tmp_pa
 
 def test_contenders_that_come_later_run_on_as_many_seeds_as_the_baseline_has(tmp_path):
     (count,), _ = fresh_seeds(tmp_path, Confirm(top=2))
-    before = study(tmp_path, confirm=Confirm(top=2), baseline=Baseline(batch_size=16, learning_rate=6e-3)).records()
+    before = study(tmp_path, confirm=Confirm(top=2), baseline=Baseline(batch_size=16, learning_rate=5e-3)).records()
     counts, _ = fresh_seeds(tmp_path, Confirm(top=4))
     assert counts == {count}
-    tuned = study(tmp_path, confirm=Confirm(top=4), baseline=Baseline(batch_size=16, learning_rate=6e-3))
+    tuned = study(tmp_path, confirm=Confirm(top=4), baseline=Baseline(batch_size=16, learning_rate=5e-3))
     assert len(tuned.records()) >= len(before) + count
+
+
+def on_fresh_seeds(records):
+    """How many fresh seeds each contender has run on, the most first."""
+    confirmed = [trial for trial in records if trial.role == "confirm" and trial.state != "fail"]
+    ran = [config_of(trial) for trial in confirmed if trial.learning_rate != 1e-3]
+    return sorted(collections.Counter(ran).values(), reverse=True)
+
+
+def test_the_first_fresh_seed_chooses_two_of_four_contenders_unless_their_number_is_set_or_time_is_short(tmp_path):
+    tuned = study(tmp_path / "open", confirm=Confirm(seeds=3))
+    tuned.run()
+    assert on_fresh_seeds(tuned.records()) == [3, 3, 1, 1]
+    found, _ = tuned.recommendation()
+    confirmed = [trial for trial in tuned.records() if trial.role == "confirm"]
+    assert sum(config_of(trial)[:2] == (found.global_batch_size, found.learning_rate) for trial in confirmed) == 3
+    again = law.LawWorker(noise=0.05)
+    study(tmp_path / "open", again, confirm=Confirm(seeds=3)).run()
+    assert again.specs == []
+    brief = Budget(run=120.0, total=200.0, trials=14)
+    for name, changes in {"set": {"confirm": Confirm(seeds=3, top=2)}, "short": {"budget": brief}}.items():
+        other = study(tmp_path / name, **{"confirm": Confirm(seeds=3)} | changes)
+        other.run()
+        assert on_fresh_seeds(other.records()) == [3, 3]
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3, 5, 6])
+def test_a_choice_by_the_first_fresh_seed_that_was_interrupted_goes_on_as_it_was(tmp_path, stopped_after):
+    whole = study(tmp_path / "whole", confirm=Confirm(seeds=3))
+    whole.run()
+    first = next(trial.number for trial in whole.records() if trial.role == "confirm")
+    with pytest.raises(KeyboardInterrupt):
+        study(tmp_path, law.LawWorker(noise=0.05, fail_at=[first + stopped_after]), confirm=Confirm(seeds=3)).run()
+    resumed = study(tmp_path, confirm=Confirm(seeds=3))
+    resumed.run()
+    assert on_fresh_seeds(resumed.records()) == on_fresh_seeds(whole.records())
+    assert resumed.recommendation() == whole.recommendation()
 
 
 def test_who_sets_the_number_of_seeds_has_so_many(tmp_path):
