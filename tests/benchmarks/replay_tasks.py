@@ -275,7 +275,7 @@ VIT = ReplayTask(
     optimizer=torch.optim.AdamW,
     baseline_rate=1e-3,
     target=0.25,
-    log10_rates=(-3.5, -1.25),
+    log10_rates=(-3.5, -0.5),
     seeds=8,
 )
 CONTRASTIVE = ReplayTask(
