@@ -91,7 +91,7 @@ class Objective(Section):
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
         if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|recall|map\b", self.metric.lower()
+            r"acc|f1|auc|score|bleu|rouge|recall|precision|map\b|psnr|ssim|dice|iou|reward", self.metric.lower()
         ):
             raise ValueError(
                 f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"

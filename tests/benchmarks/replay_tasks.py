@@ -263,7 +263,7 @@ GRU = ReplayTask(
     optimizer=torch.optim.Adam,
     baseline_rate=1e-3,
     target=2.3,
-    log10_rates=(-3.25, -1.0),
+    log10_rates=(-3.25, -0.5),
     seeds=8,
 )
 VIT = ReplayTask(

@@ -92,7 +92,10 @@ def comparison(result: Document, found: Recommendation) -> Table:
         ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
         ("precision", [each.precision for each in shown]),
         ("activation checkpointing", [checkpointing_text(each.activation_checkpointing) or "-" for each in shown]),
-        ("time to target", [time_interval(each.time_to_target_seconds) for each in shown]),
+        (
+            "time to target" + (", machine idle (estimate)" if found.timed_in_turn else ""),
+            [time_interval(each.time_to_target_seconds) for each in shown],
+        ),
         ("energy to target", [interval(each.energy_to_target_joules, " J") for each in shown]),
         (metric_of(result), [interval(each.value) for each in shown]),
     ]
@@ -290,8 +293,11 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
         return _ENDED.get(outcome, outcome)
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
-    best = answer.interval if answer else None
-    if answer and answer.found and answer.found.timed_in_turn and not each.found:
+    found, best = answer and answer.found, answer.interval if answer else None
+    gain = found and (found.speedup_over_baseline or found.energy_saving_over_baseline)
+    if gain and each.found:
+        return f"{'at least ' if gain.at_least else ''}{_times(gain.low if gain.at_least else gain.median, each.key)}"
+    if answer and found and found.timed_in_turn and not each.found:
         best = answer.of_runs  # of two paces nothing can be divided
     return "confirmed" if best is None else _against(best, each.interval, result, each.key)
 
@@ -303,4 +309,8 @@ def _against(best: Interval, other: Interval, result: Document, key: str) -> str
         return "ahead on these seeds alone"
     if key not in _TIMES or best.median <= 0:
         return "worse"
-    return f"{'at least ' if other.at_least else ''}{number(other.median / best.median, 2)} {_TIMES[key]}"
+    return f"{'at least ' if other.at_least else ''}{_times(other.median / best.median, key)}"
+
+
+def _times(ratio: float, key: str) -> str:
+    return f"{number(ratio, 2)} {_TIMES[key]}"

@@ -14,6 +14,7 @@ from batchtune.tune.verdict.scores import JOULES, SECONDS, WORTHLESS, cost_of
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
 CONFIRM_CAP_FACTOR = 2.0  # of budget.run: a fresh seed of the baseline may need longer than the first did
+CONFIRM_SHARE = 0.1  # of budget.run, which a fresh seed has at least: the search's may have been a lucky one
 LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then to be so much faster, or not
 
 
@@ -34,6 +35,8 @@ class Limits:
         of_rank = int(params["batch_size"]) // ranks
         made = split(self._plan.tokens, of_rank, min(self._plan.micro_batch_size(variant) or most, most), max_micro)
         cap = self._confirm_cap(params) if role == "confirm" else self.capped_at() if role == "search" else None
+        if cap is not None and role == "confirm" and self._cost is SECONDS:
+            cap = max(cap, CONFIRM_SHARE * config.budget.run)
         arguments, fit = self._space.optimizer_arguments(params), probe.throughput_fit
         longest = config.budget.run * (CONFIRM_CAP_FACTOR if role == "confirm" and self._cost else 1.0)
         return RunSpec(

@@ -139,7 +139,7 @@ def _verdict(
         gain = gain.model_copy(update={"at_least": True})
         where = "" if cut == len(ours) else f"{cut} of "
         told = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
-        told += f" ({seeds}, on {where}which the baseline was cut off{_whole(whole, theirs, cost)}{but})"
+        told += f" ({seeds}, on {where}which the baseline was cut off{_whole(whole, theirs, cost, gain.low)}{but})"
     else:
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds}"
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({interval}{but})"
@@ -179,13 +179,12 @@ def _what_would_tell(gain: Interval, seeds: int, slower: float) -> tuple[int | N
     return None, f"; on an idle machine it may show ({took})" if is_open and slower > TIED else ""
 
 
-def _whole(baseline: Trial | None, winner: Sequence[float], cost: Cost) -> str:
-    """What the baseline's one whole run says beyond those that were cut off."""
-    if baseline is None:
-        return ""
-    if whole := cost.of(baseline):
+def _whole(baseline: Trial | None, winner: Sequence[float], cost: Cost, known: float) -> str:
+    """What the baseline's one whole run says beyond those that were cut off; nothing where it was so much faster."""
+    whole = None if baseline is None else cost.of(baseline)
+    if whole and whole > known * statistics.median(winner):
         return f"; its one whole run took {whole / statistics.median(winner):.1f} times as much"
-    given = cost.spent(baseline) if baseline.outcome == "finished" else None
+    given = cost.spent(baseline) if baseline is not None and baseline.outcome == "finished" else None
     if not given:
         return ""
     return f"; its one whole run had not got there after {given / statistics.median(winner):.1f} times as much"

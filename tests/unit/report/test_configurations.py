@@ -71,6 +71,14 @@ def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_i
     }
 
 
+def test_what_runs_today_is_as_much_slower_as_the_headline_says(result_of):
+    gain = {"median": 2.0, "low": 1.4, "high": 9.0, "at_least": True}
+    runs = study((32, "baseline", 10.0), (64, "confirm", 10.0), (32, "confirm", 10.0))
+    answer, today = choice(64, 0.1, 10.0, "so", speedup_over_baseline=gain), choice(32, 0.1, 10.0, "so")
+    rows = rows_of(result_of("tune", **runs | {"recommendation": answer, "baseline": today}))[1]
+    assert rows[1]["why"] == "what you run today: at least 1.4 times as long"
+
+
 def test_where_what_runs_today_is_the_answer_it_stands_first_and_once(result_of):
     rows = rows_of(result_of("tune", **study(*BOTH, (32, "confirm", 30.0), answer=0)))[1]
     assert [(row["batch"], row["why"]) for row in rows] == [

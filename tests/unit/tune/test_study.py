@@ -1175,6 +1175,16 @@ def test_a_contender_has_the_baselines_time_on_fresh_seeds(finished, ran):
     assert min(contenders_limits(finished, ran)) >= finished.records()[0].time_to_target_seconds
 
 
+def test_a_fresh_seed_has_a_tenth_of_the_longest_run_however_lucky_the_search_was(tmp_path):
+    worker = law.LawWorker(noise=0.05)
+    tuned = study(tmp_path, worker, budget=Budget(run=1200.0, total=36000.0, trials=14))
+    tuned.run()
+    pairs = zip(tuned.records(), worker.specs, strict=True)
+    limits = {trial.role: spec["limit_seconds"] for trial, spec in pairs}
+    assert limits["confirm"] == 120.0
+    assert limits["search"] < 120.0
+
+
 def test_it_has_as_much_where_the_baseline_did_not_get_there(tmp_path):
     worker = law.LawWorker(noise=0.05)
     tuned = study(tmp_path, worker, objective=Objective(target=0.3), budget=Budget(run=20.0, total=3600.0, trials=30))
