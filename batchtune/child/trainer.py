@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -193,7 +192,7 @@ class Trainer:
         build = functools.partial(task.model, activation_checkpointing)
         self.model: nn.Module = parallel.place(build) if parallel else build().to(device)
         if not (adapted and adapted.keeps_modes):
-            _set_to_train(self.model, task)
+            self.model.train()
         self._loss_of = self.ranks.loss_of(self.model, task.loss)
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
@@ -298,13 +297,3 @@ def require_finite(loss: Tensor, micro_batch_size: int) -> None:
             f"compute_loss returned {float(loss):g} in the very first step, at batch size {micro_batch_size:,}, before "
             "any weight had changed; check the model's initialisation and the data for NaN, zero variance or log(0)"
         )
-
-
-def _set_to_train(model: nn.Module, task: Task) -> None:
-    """Sets the mode; raises UserCodeError where a method of the user's own has taken the place of torch's."""
-    try:
-        inspect.signature(model.train).bind()
-    except TypeError:
-        why = "takes other arguments than torch's, which sets the mode; give yours another name"
-        raise UserCodeError(f"{task.where}: the model's own train() {why}") from None
-    model.train()

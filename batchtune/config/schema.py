@@ -91,7 +91,8 @@ class Objective(Section):
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
         if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|rouge|recall|precision|map\b|psnr|ssim|dice|iou|reward", self.metric.lower()
+            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|\bdice|iou\b|reward)(?!.*loss)",
+            self.metric.lower(),
         ):
             raise ValueError(
                 f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize)"
@@ -130,7 +131,7 @@ class Confirm(Section):
     seeds: Annotated[int, Field(ge=0), NoSwitch] = Field(
         default=3, description="Fresh seeds of each configuration, by default more if these leave it open; 0: none."
     )
-    top: Count = Field(default=2, description="How many are confirmed; by default those of four that one seed leaves.")
+    top: Count = Field(default=2, description="How many are confirmed; if not set, two of four by one fresh seed.")
 
 
 def _confirm_switch(value: object) -> object:

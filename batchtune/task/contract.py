@@ -125,6 +125,10 @@ class Task(TaskOptimizers):
                 f"{self.where}: build_model returned {kind_of(model)}, not an nn.Module or a dict of them"
                 f"{_only(model, nn.Module)}"
             )
+        odd = [kind.__name__ for kind in {type(each) for each in model.modules()} if not takes(kind.train, 2)]
+        if odd:
+            why = "takes other arguments than torch's, which sets the mode; give yours another name"
+            raise UserCodeError(f"{self.where}: train() of {odd[0]} {why}")
         if any(parameter.is_meta for parameter in model.parameters()):
             raise UserCodeError(
                 f"{self.where}: build_model leaves parameters on the meta device, where they have no values; build it "

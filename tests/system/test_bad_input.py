@@ -224,6 +224,7 @@ def test_a_damaged_line_of_a_study_is_told_by_its_number_and_a_damaged_result_ca
     result.unlink()
     again = quick_cli("tune", "config.yaml", "--json", "-q")
     assert (again.code, len(again.document["trials"])) == (0, len(tuned.document["trials"])), again.err
+    assert (again.document["prior"], again.document["probe"]) == (tuned.document["prior"], tuned.document["probe"])
     lines = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join([*lines[:4], "junk\n", *lines[5:]]))
     refused = quick_cli("tune", "config.yaml")

@@ -6,7 +6,7 @@ import yaml
 from pydantic import ValidationError
 
 from batchtune.config.checks import parse_bytes, parse_seconds
-from batchtune.config.schema import Baseline, Config, config_schema, known_keys
+from batchtune.config.schema import Baseline, Config, Objective, config_schema, known_keys
 from batchtune.config.yaml_values import parse_yaml
 from batchtune.tune.plan.open_task import multiple_of
 
@@ -309,3 +309,19 @@ def test_ranks_train_sizes_that_all_of_them_share():
         }
     )
     assert multiple_of(found) == 12
+
+
+@pytest.mark.parametrize(
+    "metric", ["psnr", "val_ssim", "dice", "miou", "rougeL", "precision", "mean_reward", "acc_loss"]
+)
+def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
+    with pytest.raises(ValueError, match="looks like one to maximize"):
+        Objective(metric=metric)
+    assert Objective(metric=metric, goal="maximize").goal == "maximize"
+
+
+@pytest.mark.parametrize(
+    "metric", ["val_loss", "dice_loss", "ssim_loss", "iou_loss", "indices_off", "previous_error", "perplexity"]
+)
+def test_a_metric_that_looks_like_a_loss_is_minimized(metric):
+    assert Objective(metric=metric).goal == "minimize"

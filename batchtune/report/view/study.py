@@ -293,7 +293,7 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
         return _ENDED.get(outcome, outcome)
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
-    found, best = answer and answer.found, answer.interval if answer else None
+    found, best = (answer.found, answer.interval) if answer else (None, None)
     gain = found and (found.speedup_over_baseline or found.energy_saving_over_baseline)
     if gain and each.found:
         return f"{'at least ' if gain.at_least else ''}{_times(gain.low if gain.at_least else gain.median, each.key)}"

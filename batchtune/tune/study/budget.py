@@ -16,7 +16,7 @@ from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.study.history import StudyHistory
-from batchtune.tune.study.limits import CAP_FACTOR, LOST_FACTOR, Limits
+from batchtune.tune.study.limits import CAP_FACTOR, CONFIRM_SHARE, LOST_FACTOR, Limits
 from batchtune.tune.study.storage import Machines
 from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import cost_of
@@ -200,7 +200,7 @@ class StudyBudget:
         """Seconds for the confirmation and one more run of the search, with what runs take besides training."""
         config, longest = self._config, self.longest
         best = self._history.best_seconds() or longest
-        one_baseline = min(LOST_FACTOR * best, longest)
+        one_baseline = min(max(LOST_FACTOR * best, CONFIRM_SHARE * config.budget.run), longest)
         contenders = (seeds - 1) * config.confirm.top + self._most_contenders()
         needed = 1.2 * (seeds * one_baseline + contenders * best) + CAP_FACTOR * best
         runs = seeds + contenders + (not self._history.finished("baseline")) + 1

@@ -249,15 +249,3 @@ class TestBatchesOfTheUsersOwn:
         moved = move(Graphs(torch.zeros(2), ["a"]), torch.device("meta"))
         assert moved.nodes.device.type == "meta"
         assert moved.names == ["a"]
-
-
-class Greedy(nn.Linear):
-    """Its train() trains, as that of forward-forward networks does."""
-
-    def train(self, positive, negative):
-        raise AssertionError
-
-
-def test_a_model_whose_train_is_not_torchs_is_told_so(trainer):
-    with pytest.raises(UserCodeError, match="the model's own train\\(\\) takes other arguments than torch's"):
-        trainer(build_model=lambda: Greedy(4, 1))

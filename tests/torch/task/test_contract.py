@@ -339,6 +339,28 @@ class TestWhatIsDrawnAtRandom:
         assert first == load_task(str(file)).source.DRAWN
 
 
+class Greedy(nn.Linear):
+    """Its train() trains, as that of forward-forward networks does."""
+
+    def train(self, positive, negative):
+        raise AssertionError
+
+
+class Frozen(nn.Linear):
+    """Its train() keeps it in eval, as is usual."""
+
+    def train(self, mode=True):
+        return super().train(mode=False)
+
+
+@pytest.mark.parametrize("made", [lambda: Greedy(4, 1), lambda: nn.Sequential(nn.Linear(4, 4), Greedy(4, 1))])
+def test_a_model_in_which_train_is_not_torchs_is_told_so(made):
+    functions = {"train_dataset": lambda: points(9), "evaluate": len}
+    with pytest.raises(UserCodeError, match=r"train\(\) of Greedy takes other arguments than torch's"):
+        task_of(build_model=made, **functions).model()
+    assert not task_of(build_model=lambda: Frozen(4, 1), **functions).model().train().training
+
+
 def test_to_tune_a_model_must_be_a_new_one_each_time():
     model = nn.Linear(4, 1)
     functions = {"build_model": lambda: model, "train_dataset": lambda: points(9), "evaluate": len}

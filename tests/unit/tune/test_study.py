@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import law
 import optuna
@@ -19,6 +20,7 @@ from batchtune.observer import Observer
 from batchtune.processes.worker import NodeLost, WorkerDied
 from batchtune.protocol.messages import pace_kind
 from batchtune.tune.plan.space import Space
+from batchtune.tune.study.confirmation import Confirmation
 from batchtune.tune.study.history import StudyHistory, curve_attribute
 from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.phases import TuneStudy
@@ -1038,6 +1040,20 @@ def test_what_fresh_seeds_refute_is_searched_for_again_while_there_is_time(tmp_p
     again = Lucky(noise=0.05)
     study(tmp_path, again, budget=Budget(run=120.0, total=3600.0, trials=30)).run()
     assert again.specs == []
+
+
+def test_of_several_machines_none_queues_a_fresh_seed_that_another_has_queued(tmp_path):
+    """What is queued says of its clipping no more than its parameter."""
+    clipping = {"norm": {"choices": [0, 1.0]}}
+    tuned = study(tmp_path, gradient_clipping=clipping, confirm=Confirm(seeds=0, top=2))
+    tuned.run()
+    tuned.parts.machines.several = True
+    queueing = SimpleNamespace(add=tuned.trials.add, drain=lambda awaited: None)
+    counts = []
+    for _ in range(2):  # two machines, the second of which is a moment later
+        Confirmation(tuned.parts, queueing, tuned.belief).run(1)
+        counts.append(len(tuned.parts.study.get_trials(states=(optuna.trial.TrialState.WAITING,))))
+    assert counts == [3, 3]
 
 
 class Unlucky(Lucky):
