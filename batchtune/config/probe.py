@@ -47,6 +47,7 @@ class ProbeOptions(Bounds):
         evaluation_batch_size: of the final check's default evaluation, as `TryBatchSize` has it.
         throughput: also time steps at several sizes.
         timing_seconds: of each of them.
+        timing_within: seconds for all of them; where steps are slow fewer sizes are timed, and none again. None: any.
         flops: count those of a sample even where the device's peak is not known.
         accumulation_steps: micro-batches of one step; 0: as in the user's own training, 1 if that is not known.
         max_step_seconds: sizes whose step takes longer are of no use to whoever asks; None: all are.
@@ -63,6 +64,7 @@ class ProbeOptions(Bounds):
     evaluation_batch_size: int | None = None
     throughput: bool = True
     timing_seconds: float = SECONDS_PER_POINT
+    timing_within: float | None = None
     flops: bool = True
     accumulation_steps: int = 1
     max_step_seconds: float | None = None

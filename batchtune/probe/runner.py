@@ -103,10 +103,10 @@ class Probe:
         assert found.verified is not None  # noqa: S101 - find() raises otherwise
         if self._options.throughput:
             self._observer.stage("timing steps")
-            size, how = found.verified.batch_size, (self._options, self._observer)
+            largest, how = found.verified, (self._options, self._observer)
             if found.opened.is_group:
-                found.rank_times = time_ranks(self._worker, size, found.precision, *how)
-            time_sizes(self._worker, found.throughput, size, found.precision, *how)
+                found.rank_times = time_ranks(self._worker, largest.batch_size, found.precision, *how)
+            time_sizes(self._worker, found.throughput, largest, found.precision, *how)
 
     def result(self) -> ProbeResult:
         """What is known so far, complete or not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from batchtune.protocol.commands import Opened, OpenTask, TimeSteps
 from batchtune.protocol.messages import Answer, Command
 from batchtune.units import share
 
-MAX_POINTS = 8
+MAX_POINTS, FEWEST_POINTS = 8, 3
+STEPS_PER_POINT = 3  # at least, of timing a size: two to warm up
 _APART = 1.1  # sizes that are nearer than this tell the same
 _NEAR_PEAK = 0.95
 _MOST_ROUNDS = 8  # of timing what was disturbed…
@@ -72,16 +74,23 @@ def step_line(times: Sequence[tuple[int, float, float]]) -> StepLine | None:
     return StepLine(alpha, beta, fixed / sample, doubt)
 
 
-def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1) -> list[int]:
-    """The largest size and the powers of two (times `multiple_of`) well below it, at most `MAX_POINTS`, ascending.
+def sizes_to_time(maximum: int, *, minimum: int = 1, multiple_of: int = 1, most: int = MAX_POINTS) -> list[int]:
+    """The largest size and the powers of two (times `multiple_of`) well below it, at most so many (>= 3), ascending.
 
     Of more powers the largest, and one of the least: what a step takes whatever its size is hidden in the others.
     """
     powers = [multiple_of * 2**power for power in range(maximum.bit_length())]
     powers = [size for size in powers if minimum <= size <= maximum / _APART]
-    if len(powers) >= MAX_POINTS:
-        powers = [powers[1], *powers[2 - MAX_POINTS :]]
+    if len(powers) >= most:
+        powers = [powers[1], *powers[2 - most :]]
     return [*powers, maximum]
+
+
+def most_to_time(within: float | None, step_seconds: float | None) -> int:
+    """How many sizes can be timed in so many seconds where a step of the largest takes that long; 3 at least."""
+    if within is None or not step_seconds:
+        return MAX_POINTS
+    return max(FEWEST_POINTS, min(MAX_POINTS, int(within / (STEPS_PER_POINT * step_seconds))))
 
 
 def fit_step_time(points: Sequence[ThroughputPoint]) -> ThroughputFit | None:
@@ -130,17 +139,22 @@ def measure_curve(
     observer: Observer,
     command: TimeSteps,
     timeout: float,
+    within: float | None = None,
 ) -> None:
     """Adds a point for each size that can be timed to `points`, as they come; `command` says how all are timed.
 
     Sizes at which other programs were busy meanwhile, and those that take longer than a larger one, are timed again, in
-    turn and for shorter, until the two least times agree or eight have been taken. The least counts.
+    turn and for shorter, until the two least times agree, eight have been taken, or `within` seconds are over. The
+    least counts.
     """
+    until = math.inf if within is None else time.perf_counter() + within
     timed: dict[int, list[ThroughputPoint]] = {}
     asked, again = command, command.but(seconds=_AGAIN_SHARE * command.seconds)
     due = list(sizes)
     for number in range(_MOST_ROUNDS):
         for size in due:
+            if number and time.perf_counter() > until:
+                break
             found = ask(worker, asked.but(batch_size=size), timeout, observer, f"throughput at batch size {size}")
             if found is None:
                 continue

@@ -7,9 +7,9 @@ from functools import cache
 
 from batchtune.config.probe import SECONDS_PER_POINT, ProbeOptions
 from batchtune.device.gpus import peak_flops
-from batchtune.document import ThroughputPoint
+from batchtune.document import Attempt, ThroughputPoint
 from batchtune.observer import Observer
-from batchtune.probe.timing.steps import Times, ask, measure_curve, measure_times, sizes_to_time
+from batchtune.probe.timing.steps import Times, ask, measure_curve, measure_times, most_to_time, sizes_to_time
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import CountFlops, Flops, TimeSteps
 
@@ -19,15 +19,16 @@ _SAME_FLOPS = 0.001
 def time_sizes(
     worker: Worker,
     points: list[ThroughputPoint],
-    largest: int,
+    largest: Attempt,
     precision: str,
     options: ProbeOptions,
     observer: Observer,
 ) -> None:
     """Adds a point for each size up to the largest to `points`, as they come, and then their FLOPs."""
-    sizes = sizes_to_time(largest, minimum=options.minimum, multiple_of=options.multiple_of)
-    command = _command(largest, precision, options).but(seconds=options.timing_seconds)
-    measure_curve(worker, points, sizes, observer, command, options.timeout)
+    most = most_to_time(options.timing_within, largest.step_seconds)
+    sizes = sizes_to_time(largest.batch_size, minimum=options.minimum, multiple_of=options.multiple_of, most=most)
+    command = _command(largest.batch_size, precision, options).but(seconds=options.timing_seconds)
+    measure_curve(worker, points, sizes, observer, command, options.timeout, options.timing_within)
     _add_flops(worker, points, observer, precision, options.timeout, only_as_share=not options.flops)
 
 

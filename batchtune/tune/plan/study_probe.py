@@ -21,6 +21,7 @@ USEFUL_FACTOR = 8  # of the baseline's batch: probed up to there however slow th
 MIN_STEPS = 100  # in budget.run; a batch so large that fewer fit would not get far in it
 VERIFY_SHARE, TIMING_SHARE = 0.005, 0.005  # of budget.total, for the final check and for timing steps
 _LEAST_TIMING_SECONDS = 0.1  # of each size
+_TIMING_WITHIN = 0.05  # of budget.total, however slow steps are
 
 
 def study_probe(
@@ -60,6 +61,7 @@ def _probe_options(config: Config, variant: Variant) -> ProbeOptions:
         evaluation_batch_size=MAX_EVALUATION_BATCH,
         verify_seconds=VERIFY_SHARE * total,
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
+        timing_within=_TIMING_WITHIN * total,
         flops=False,
         variant=variant,
         lengths="auto" if config.batch_size.unit == "tokens" else None,

@@ -551,6 +551,11 @@ class TestTime:
         asked = [arguments["seconds"] for arguments in worker.arguments if "seconds" in arguments]
         assert asked == [0.25] * 5
 
+    def test_fewer_sizes_are_timed_where_their_steps_are_too_slow(self):
+        worker = ScriptedWorker(up_to(12), sample_seconds=1.0)
+        probe(worker, throughput=True, timing_within=9.0).run()
+        assert [size for command, size, *_ in worker.log if command == "time_steps"] == [2, 8, 12]
+
     @pytest.mark.parametrize(("device", "counted"), [("cpu", False), ("cuda:0", True)])
     def test_flops_that_are_only_wanted_as_a_share_are_counted_where_the_device_s_peak_is_known(self, device, counted):
         worker = ScriptedWorker(up_to(12))

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from batchtune.document import ThroughputPoint
 from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.timing.steps import MAX_POINTS, fit_step_time, measure_curve, sizes_to_time, step_line
+from batchtune.probe.timing.steps import (
+    MAX_POINTS,
+    fit_step_time,
+    measure_curve,
+    most_to_time,
+    sizes_to_time,
+    step_line,
+)
 from batchtune.protocol.commands import TimeSteps
 
 
@@ -40,6 +47,15 @@ class TestSizes:
 
     def test_of_many_the_largest_are_timed(self):
         assert sizes_to_time(100_000) == [2, 2048, 4096, 8192, 16384, 32768, 65536, 100_000]
+
+    def test_of_fewer_the_ends_and_what_is_next_to_the_largest(self):
+        assert sizes_to_time(97, most=3) == [2, 64, 97]
+
+    @pytest.mark.parametrize(
+        ("within", "step", "most"), [(None, 9.0, 8), (9.0, None, 8), (9.0, 0.1, 8), (9.0, 2.0, 3), (9.0, 0.6, 5)]
+    )
+    def test_where_steps_are_slow_fewer_are_timed(self, within, step, most):
+        assert most_to_time(within, step) == most
 
     def test_what_must_be_a_multiple_is_one(self):
         assert sizes_to_time(120, multiple_of=24) == [24, 48, 96, 120]
@@ -77,9 +93,10 @@ class BusyMachine(FakeChild, Observer):
     def note(self, text):
         self.notes.append(text)
 
-    def curve(self, sizes=(8, 32, 128)):
+    def curve(self, sizes=(8, 32, 128), within=None):
         points = []
-        measure_curve(self, points, sizes, self, TimeSteps(batch_size=1, precision="fp32", seconds=0.1), 9.0)
+        command = TimeSteps(batch_size=1, precision="fp32", seconds=0.1)
+        measure_curve(self, points, sizes, self, command, 9.0, within)
         return {point.batch_size: round(point.step_seconds, 6) for point in points}
 
 
@@ -112,6 +129,15 @@ class TestTiming:
         assert machine.curve()[8] == pytest.approx(2 * 0.018)
         assert len(machine.asked) == 24
         assert machine.notes == ["other programs kept the machine busy: step times at [8, 32, 128] may be too long"]
+
+    def test_what_has_no_time_left_is_timed_once_and_told_of(self):
+        machine = BusyMachine(2.0, 2.5, 3.0)
+        assert machine.curve(within=0.0) == {
+            size: pytest.approx(slower * self.QUIET[size])
+            for size, slower in zip((8, 32, 128), (2.0, 2.5, 3.0), strict=True)
+        }
+        assert machine.asked == [8, 32, 128]
+        assert machine.notes
 
     def test_a_size_that_cannot_be_timed_is_left_out_and_asked_for_once(self):
         machine = BusyMachine(1.0, None, 2.0)
