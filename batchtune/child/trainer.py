@@ -159,7 +159,7 @@ class Trainer:
         total_steps: the horizon handed to the user's `build_scheduler`.
         parallel: the ranks that train together, this process among them; None: it trains alone.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
-        samples_per_step: of the optimizer steps to come, for adapters whose users may ask; None: not known.
+        samples_per_step: of the optimizer steps to come, for schedulers and adapters that may ask; None: not known.
         gradient_clipping: before the optimizers' steps; None: what the task does by itself.
         activation_checkpointing: whether it is asked of the user's `build_model`; None: as the task was opened.
 
@@ -196,7 +196,7 @@ class Trainer:
         self._loss_of = self.ranks.loss_of(self.model, task.loss)
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
-        self.schedulers = task.schedulers(self.optimizers, total_steps) if total_steps else []
+        self.schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
         self.scheduled_steps = total_steps or 0
         clipping = gradient_clipping or task.gradient_clipping
         self._clipper = Clipper(self.model, clipping, adapted, self.precision.scaler)

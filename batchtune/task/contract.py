@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UsageError, UserCodeError, kind_of
-from batchtune.task.lengths import takes
-from batchtune.task.optimizers import Optimizers, TaskOptimizers
+from batchtune.task.lengths import offers, takes
+from batchtune.task.optimizers import STEPS_PER_EPOCH, Optimizers, TaskOptimizers
 from batchtune.vocabulary import Purpose
 
 NAMES = {
@@ -75,6 +75,9 @@ class Task(TaskOptimizers):
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # compiled code does not tell
             return
+        if name == "build_scheduler":
+            others = [each for each in signature.parameters.values() if each.name != STEPS_PER_EPOCH]
+            signature = signature.replace(parameters=others)
         try:
             signature.bind(*arguments)
         except TypeError as error:
@@ -217,7 +220,7 @@ class Task(TaskOptimizers):
 
 def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
     """What the user's build_model makes with activation checkpointing or without, as asked."""
-    if _offers(build, CHECKPOINTING):
+    if offers(build, CHECKPOINTING):
         return build(**{CHECKPOINTING: again})
     model = build()
     switch = _switch(model, on=again)
@@ -229,14 +232,6 @@ def _built(build: Callable[..., object], where: str, *, again: bool) -> object:
         )
     switch()
     return model
-
-
-def _offers(function: Callable[..., object], name: str) -> bool:
-    """Whether a function has a parameter of this name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # compiled code does not tell
-        return False
 
 
 def _switch(model: object, *, on: bool) -> Callable[[], object] | None:

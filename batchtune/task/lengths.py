@@ -118,6 +118,14 @@ def takes(function: Callable[..., object], count: int) -> bool:
     return True
 
 
+def offers(function: Callable[..., object], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # compiled code does not tell
+        return False
+
+
 def checked_length(value: object, where: str, place: int) -> Length:
     """What sample_length has returned for a sample.
 

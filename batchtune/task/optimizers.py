@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, overload
 
 import torch
@@ -13,8 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
-from batchtune.task.lengths import TaskLengths
+from batchtune.task.lengths import TaskLengths, offers
 
+STEPS_PER_EPOCH = "steps_per_epoch"
+"""The parameter of build_scheduler by which it is told how many optimizer steps an epoch has."""
+
+_SPENT = 0.01  # of the highest learning rate
 _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
 
@@ -151,15 +156,19 @@ class TaskOptimizers(TaskLengths):
             raise UsageError(f"space.{name}: {what} takes no argument '{name}'; {remedy}")
         return {name: taken[name] for name in names}
 
-    def schedulers(self, optimizers: Optimizers, total_steps: int) -> list[Any]:
+    def schedulers(self, optimizers: Optimizers, total_steps: int, samples_per_step: int | None = None) -> list[Any]:
         """The user's schedulers, to be stepped once after each optimizer step; UserCodeError where they cannot be.
 
         Their horizon, `total_steps`, is what fits into budget.run at this configuration's pace. It is part of the
-        configuration: a run that is capped, stopped early or confirmed for longer has the same.
+        configuration: a run that is capped, stopped early or confirmed for longer has the same. Without the samples of
+        a step all of it is one epoch, for a schedule that is only looked at.
         """
         if not self.has("build_scheduler"):
             return []
-        made = several(self.source.build_scheduler(optimizers.given, total_steps))
+        build, told = self.source.build_scheduler, {}
+        if offers(build, STEPS_PER_EPOCH):
+            told[STEPS_PER_EPOCH] = self._steps_per_epoch(samples_per_step) if samples_per_step else total_steps
+        made = several(build(optimizers.given, total_steps, **told))
         found = [each for each in made if each is not None]
         for each in found:
             if not hasattr(each, "step"):
@@ -169,16 +178,45 @@ class TaskOptimizers(TaskLengths):
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
 
-    def scheduler_names(self, optimizers: Optimizers, total_steps: int) -> str | None:
-        """Classes of the user's schedulers; None where there are none."""
-        made = self.schedulers(optimizers, total_steps)
-        names = [name for each in made for name in getattr(each, "names", [type(each).__name__])]
-        return " + ".join(dict.fromkeys(names)) or None
+    def _steps_per_epoch(self, samples_per_step: int) -> int:
+        """Optimizer steps until the training set has been gone through, 1 at least."""
+        if self.has("train_loader"):
+            batches = self.loader(samples_per_step)
+            steps = len(batches) if isinstance(batches, Sized) else None
+        else:
+            size = self.train_size()
+            steps = None if size is None else size // samples_per_step
+        if steps is None:
+            raise UserCodeError(
+                f"{self.where}: build_scheduler asks for {STEPS_PER_EPOCH}, and the training set has no length; use "
+                "total_steps alone"
+            )
+        return max(1, steps)
 
     def accumulates(self, optimizers: Optimizers) -> bool:
         """Whether a step may be made of several micro-batches."""
         manual = self.adapted is not None and self.has("train_step")
         return not manual and not any(needs_closure(each) for each in optimizers)
+
+
+def names_of(schedulers: Iterable[object]) -> str | None:
+    """Classes of the user's schedulers; None where there are none."""
+    names = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
+    return " + ".join(dict.fromkeys(names)) or None
+
+
+def spent_after(schedulers: Sequence[Any], optimizers: Optimizers, steps: int) -> int | None:
+    """After how many of so many steps the learning rate has come down to a hundredth of its highest; None: not yet."""
+    rates = [max((group["lr"] for each in optimizers for group in each.param_groups), default=0.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedulers that are stepped without their optimizers
+        while schedulers and len(rates) <= steps:
+            for each in schedulers:
+                each.step()
+            rates.append(max(group["lr"] for each in optimizers for group in each.param_groups))
+            if rates[-1] < _SPENT * max(rates):
+                return len(rates) - 1
+    return None
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

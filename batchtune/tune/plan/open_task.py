@@ -155,4 +155,4 @@ def verdict(config: Config, facts: Mapping[str, Any]) -> list[str]:
     if {"min", "max"} & rates.model_fields_set and not rates.min <= base.learning_rate <= rates.max:
         rate = f"baseline.learning_rate {base.learning_rate:g}"
         told.append(f"{rate} is outside of learning_rate: it is measured, and not searched")
-    return told
+    return [*told, *facts.get("notes", ())]

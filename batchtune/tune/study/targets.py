@@ -13,6 +13,7 @@ from batchtune.errors import NothingFitsError, UsageError, UserCodeError
 from batchtune.protocol.messages import Json
 from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.verdict.scores import JOULES, SECONDS, cost_of
+from batchtune.units import duration
 from batchtune.vocabulary import FAILED, Goal
 
 LEAST_SLACK, MOST_SLACK = 0.01, 0.05  # of the improvement: another seed may not reach the last bit of it
@@ -67,7 +68,8 @@ class Targets:
         """
         if "cut_off" in self._history.last_attributes("baseline") and self._history.best_cost() is None:
             total = f"budget.total ({self._config.budget.total:g} s)"
-            raise NothingFitsError(f"{total} was used up before the baseline had shown a target; raise it")
+            shown = "shown a target" if self.is_automatic else "reached the target, as had no other run"
+            raise NothingFitsError(f"{total} was used up before the baseline had {shown}; raise it")
         if not self._counted:
             self.check_start()
             return
@@ -131,8 +133,12 @@ class Targets:
         if not self._counted or target.value is None:
             return f"{target.metric} was NaN or infinite in every run; fix evaluate() or lower learning_rate.max"
         bound = f"{'at most' if target.goal == 'minimize' else 'at least'} {target.value:g}"
-        told = f"no run reached the target ({target.metric} {bound}) within budget.run ({budget.run:g} s)"
-        return f"{told}; raise budget.run, or set an easier objective.target"
+        told = f"no run reached the target ({target.metric} {bound})"
+        longest = max((trial.curve[-1].seconds for trial in ended if trial.curve), default=0.0)
+        if longest < budget.run and any(trial.outcome == "capped" for trial in ended):  # by budget.total
+            told += f" in {duration(longest)} of training, what budget.total ({budget.total:g} s) had room for"
+            return f"{told}; start again with budget.total={enough}, or set an easier objective.target"
+        return f"{told} within budget.run ({budget.run:g} s); raise budget.run, or set an easier objective.target"
 
 
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:

@@ -132,6 +132,34 @@ def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path)
     assert found.scheduler == "ConstantLR"
 
 
+@pytest.mark.parametrize(
+    ("made", "within"),
+    [
+        ("StepLR(optimizer, 1, 0.7)", 13),
+        ("CosineAnnealingLR(optimizer, 30)", 29),
+        ("MultiStepLR(optimizer, [30, 60, 90])", 90),
+        ("StepLR(optimizer, steps_per_epoch)", None),
+        ("CosineAnnealingLR(optimizer, total_steps)", None),
+        ("OneCycleLR(optimizer, 0.1, total_steps)", None),
+        ("LambdaLR(optimizer, lambda step: min(1, step / 400))", None),
+        ("SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer, 1, 0, total_steps)], [9])", None),
+    ],
+)
+def test_a_schedule_that_was_written_for_epochs_is_told(done, opening, tmp_path, made, within):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            "from torch.optim.lr_scheduler import *\n"
+            f"def build_scheduler(optimizer, total_steps, steps_per_epoch): return {made}\n"
+            "def train_dataset(): return [1, 2]\n"
+            "def evaluate(model): return 1.0\n"
+        )
+    notes = Child(None).open(opening.but(purpose="tune")).notes
+    told = [
+        f"{made.partition('(')[0]} takes the learning rate below a hundredth within {within} of 1,000 optimizer steps"
+    ]
+    assert [note.partition(";")[0] for note in notes] == (told if within else [])
+
+
 def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp_path):
     with (tmp_path / "model.py").open("a") as task:
         task.write(

@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def trainer(linear_task):
-    def make(precision="fp32", learning_rate=0.1, seed=0, total_steps=None, **functions):
-        task = linear_task(**functions)
-        return Trainer(task, CPU, precision, learning_rate=learning_rate, seed=seed, total_steps=total_steps)
+    def make(precision="fp32", learning_rate=0.1, seed=0, total_steps=None, samples_per_step=None, **functions):
+        scheduled = {"total_steps": total_steps, "samples_per_step": samples_per_step}
+        return Trainer(linear_task(**functions), CPU, precision, learning_rate=learning_rate, seed=seed, **scheduled)
 
     return make
 
@@ -76,6 +76,24 @@ class TestSteps:
             scheduled.step(batches, 3)
         assert horizons == [10]
         assert scheduled.optimizers.param_groups[0]["lr"] == pytest.approx(0.05)
+
+    @pytest.mark.parametrize(("samples", "steps"), [(4, 16), (5, 12), (99, 1)])
+    def test_the_scheduler_is_told_how_many_steps_an_epoch_has_where_it_asks(self, trainer, samples, steps):
+        told = []
+
+        def build_scheduler(_optimizer, _total_steps, steps_per_epoch):
+            told.append(steps_per_epoch)
+
+        trainer(total_steps=10, samples_per_step=samples, build_scheduler=build_scheduler)
+        loader = {"train_loader": lambda size: [0] * (64 // size or 1)}
+        trainer(total_steps=10, samples_per_step=samples, build_scheduler=build_scheduler, **loader)
+        assert told == [steps, steps]
+
+    def test_epochs_of_a_stream_have_no_number_of_steps(self, trainer):
+        stream = {"train_loader": lambda _size: iter(())}
+        stream["build_scheduler"] = lambda _optimizer, _total_steps, steps_per_epoch: steps_per_epoch
+        with pytest.raises(UserCodeError, match="asks for steps_per_epoch, and the training set has no length"):
+            trainer(total_steps=10, samples_per_step=4, **stream)
 
     def test_without_a_horizon_there_is_no_scheduler(self, trainer):
         assert trainer(build_scheduler=lambda *_: pytest.fail("not asked for")).schedulers == []

@@ -1,10 +1,13 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
+import law
 import pytest
 
+from batchtune.config.schema import Budget, Objective
 from batchtune.document import CurvePoint, Target
 from batchtune.tune.findings import target_warnings
-from batchtune.tune.study.targets import automatic_target, levelled_off, measured
+from batchtune.tune.study.targets import Targets, automatic_target, levelled_off, measured
 
 
 def curve(*values):
@@ -67,3 +70,21 @@ def test_energy_below_what_the_counter_shows_is_no_measurement(joules, told):
     reached = CurvePoint(seconds=1.0, samples=8, value=0.1, joules=joules)
     found = measured([reached], "finished", Target(metric="val_loss", goal="minimize", value=0.5, reason="set"))
     assert (found["outcome"], found.get("energy_to_target_joules")) == ("reached", told)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (60.0, "within budget.run (60 s); raise budget.run, or set an"),
+        (
+            29.0,
+            "in 29 s of training, what budget.total (70 s) had room for; start again with budget.total=9m, or set an",
+        ),
+    ],
+)
+def test_a_target_that_no_run_has_reached_is_told_with_what_ended_them(seconds, told):
+    ran = SimpleNamespace(outcome="capped", role="search", curve=[CurvePoint(seconds=seconds, samples=9, value=1.0)])
+    pruned = SimpleNamespace(outcome="pruned", role="search", curve=ran.curve[:1])
+    config = law.plan(objective=Objective(target=0.01), budget=Budget(run=60.0, total=70.0)).config
+    targets = Targets(SimpleNamespace(user_attrs={}), config, SimpleNamespace(records=lambda: [ran, pruned]))
+    assert targets.unmet("9m") == f"no run reached the target (val_loss at most 0.01) {told} easier objective.target"
