@@ -75,10 +75,10 @@ def test_energy_below_what_the_counter_shows_is_no_measurement(joules, told):
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [
-        (60.0, "within budget.run (60 s); raise budget.run, or set an"),
+        (60.0, "within budget.run (60 s); raise budget.run, or set"),
         (
             29.0,
-            "in 29 s of training, what budget.total (70 s) had room for; start again with budget.total=9m, or set an",
+            "in 29 s of training, what budget.total (70 s) had room for; start again with budget.total=9m, or set",
         ),
     ],
 )
@@ -87,4 +87,4 @@ def test_a_target_that_no_run_has_reached_is_told_with_what_ended_them(seconds, 
     pruned = SimpleNamespace(outcome="pruned", role="search", curve=ran.curve[:1])
     config = law.plan(objective=Objective(target=0.01), budget=Budget(run=60.0, total=70.0)).config
     targets = Targets(SimpleNamespace(user_attrs={}), config, SimpleNamespace(records=lambda: [ran, pruned]))
-    assert targets.unmet("9m") == f"no run reached the target (val_loss at most 0.01) {told} easier objective.target"
+    assert targets.unmet("9m") == f"no run reached the target (val_loss at most 0.01) {told} an easier objective.target"
