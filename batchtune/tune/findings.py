@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 
-from batchtune.config.schema import Config
+from batchtune.config.schema import Config, Objective
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Environment, Prior, ProbeResult, Recommendation, Target, Trial
 from batchtune.tune.plan.prior import as_one_device, step_seconds, with_loading
+from batchtune.tune.plan.space import rates_to_search
 from batchtune.tune.plan.tokens import probe_in_tokens, token_batches
 from batchtune.tune.verdict.scores import slowdown
 from batchtune.units import number
 
 _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data that training waits for
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
+_AT = 1.1  # times a bound: near enough to have been kept from going on
+_FALLS = re.compile(r"loss|err|mse|mae\b|perplexity|ppl|bpb|bpc|bits|nll|entropy|[wc]er\b|fid\b|dist|diverg|cost")
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
@@ -64,6 +68,28 @@ def target_warnings(target: Target) -> list[str]:
         return []
     text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
     return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
+
+
+def goal_warnings(objective: Objective) -> list[str]:
+    """One where nothing says that less of the metric is better."""
+    if "goal" in objective.model_fields_set or _FALLS.search(objective.metric.lower()):
+        return []
+    text = f"{objective.metric} is minimized, since objective.goal is not set"
+    return [f"{text}: where more of it is better, set objective.goal=maximize and start over with --fresh"]
+
+
+def bound_warnings(config: Config, found: Recommendation | None) -> list[str]:
+    """One where the answer's learning rate is an end of what was searched."""
+    ends = dict(zip(("min", "max"), rates_to_search(config), strict=True))
+    rate = found.learning_rate if found else None
+    if rate is None or ends["max"] <= _AT * ends["min"]:
+        return []
+    at = [end for end, bound in ends.items() if 1 / _AT <= rate / bound <= _AT]
+    text = f"learning rate {number(rate)} is at the end of what was searched"
+    return [
+        f"{text}: beyond it there may be a better one, so move learning_rate.{end} and start over with --fresh"
+        for end in at
+    ]
 
 
 def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:

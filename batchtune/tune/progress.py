@@ -27,7 +27,9 @@ from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
 from batchtune.tune.findings import (
+    bound_warnings,
     device_warnings,
+    goal_warnings,
     probe_warnings,
     search_warnings,
     straggler_warnings,
@@ -174,6 +176,7 @@ class Progress:
         if self.probe is None or opened is None:
             return found
         found += probe_warnings(self._config, self.probe, self.prior, opened.device)
+        found += goal_warnings(self._config.objective) + bound_warnings(self._config, recommended)
         found += target_warnings(study.target) if study else []
         found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
         if study and status == "complete":

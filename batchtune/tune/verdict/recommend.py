@@ -139,7 +139,8 @@ def _verdict(
         gain = gain.model_copy(update={"at_least": True})
         where = "" if cut == len(ours) else f"{cut} of "
         told = f"at least {gain.low:.2f} times as {cost.adverb} as the baseline"
-        told += f" ({seeds}, on {where}which the baseline was cut off{_whole(whole, theirs, cost, gain.low)}{but})"
+        told += f" ({CONFIDENCE:.0%} interval from there up over {seeds}, on {where}which the baseline was cut off"
+        told += f"{_whole(whole, theirs, cost, gain.low)}{but})"
     else:
         interval = f"{CONFIDENCE:.0%} interval {gain.low:.2f} to {gain.high:.2f} over {seeds}"
         told = f"{gain.median:.2f} times as {cost.adverb} as the baseline ({interval}{but})"

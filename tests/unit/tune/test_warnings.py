@@ -1,7 +1,18 @@
+import law
 import pytest
+from documents import choice
 
-from batchtune.document import CurvePoint, ProbeResult, Straggler, Trial
-from batchtune.tune.findings import baseline_warnings, search_warnings, straggler_warnings, uneven_warnings
+from batchtune.config.schema import Objective
+from batchtune.config.space import LearningRate
+from batchtune.document import CurvePoint, ProbeResult, Recommendation, Straggler, Trial
+from batchtune.tune.findings import (
+    baseline_warnings,
+    bound_warnings,
+    goal_warnings,
+    search_warnings,
+    straggler_warnings,
+    uneven_warnings,
+)
 
 
 def probe(largest, limited_by):
@@ -16,6 +27,39 @@ def test_a_baseline_above_what_the_users_bounds_let_the_probe_try_was_accumulate
 @pytest.mark.parametrize(("largest", "limited_by"), [(64, "memory"), (256, "max"), (512, "max"), (None, None)])
 def test_a_baseline_that_memory_or_nothing_split_needs_no_sentence(largest, limited_by):
     assert baseline_warnings(probe(largest, limited_by), 256) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "told"),
+    [
+        ("val_loss", {}, False),
+        ("char_error_rate", {}, False),
+        ("val/rmse", {}, False),
+        ("mean_ndcg", {}, True),
+        ("mean_ndcg", {"goal": "minimize"}, False),
+        ("accuracy", {"goal": "maximize"}, False),
+    ],
+)
+def test_a_metric_of_which_nothing_says_that_less_is_better_is_told(metric, given, told):
+    warned = [each.partition(":")[0] for each in goal_warnings(Objective(metric=metric, **given))]
+    assert warned == ["mean_ndcg is minimized, since objective.goal is not set"] * told
+
+
+@pytest.mark.parametrize(
+    ("rates", "rate", "at"),
+    [
+        ({}, 0.96, "max"),
+        ({"min": 1e-3, "max": 0.1}, 1.05e-3, "min"),
+        ({"min": 1e-3, "max": 0.1}, 0.02, None),
+        ({"max": 0.1}, 0.09, None),
+        ({"min": 0.1, "max": 0.1}, 0.1, None),
+    ],
+)
+def test_an_answer_at_the_end_of_what_was_searched_is_told(rates, rate, at):
+    config = law.plan(learning_rate=LearningRate(**rates)).config
+    found = Recommendation.model_validate(choice(64, rate, 1.0, "the best"))
+    warned = [each.partition(", so ")[2] for each in bound_warnings(config, found)]
+    assert warned == ([f"move learning_rate.{at} and start over with --fresh"] if at else [])
 
 
 def trial(role, outcome):
