@@ -9,7 +9,7 @@ QUICK = ("--device", "cpu", "--precision", "fp32", "--no-throughput", "-q", "--v
 
 def test_shorter_inputs_get_larger_batches_and_all_train_together(quick_cli):
     quick_cli.write("model.py", MADE_LENGTHS)
-    flags = ("--lengths", "2048,8192", "--memory-limit", "400MiB", "--tolerance", 0.1)
+    flags = ("--lengths", "2048,8192", "--memory-limit", "200MiB", "--tolerance", 0.1)
     found = quick_cli("probe", "model.py", *flags, *QUICK, "--json")
     assert found.code == 0, found.err
     probe = json.loads(found.out)["probe"]
