@@ -108,6 +108,7 @@ class _Steps:
         self.tracker, self._times = PeakTracker(memory), StepTimes()
         self.batch_size, self._length = command.batch_size, command.length
         self.batches_differ = False
+        self._steps_peak: int | None = None
         self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
 
     def found(self, ended: _Ended, seconds: float) -> Attempt:
@@ -126,6 +127,7 @@ class _Steps:
             peak_allocated_bytes=tracker.highest.allocated_bytes,
             peak_reserved_bytes=tracker.highest.reserved_bytes,
             forward_backward_peak_bytes=tracker.forward_backward_bytes if fits else None,
+            steps_peak_bytes=self._steps_peak,
             growth_bytes_per_step=tracker.growth_bytes_per_step(),
             step_seconds=times.median(),
             recompiles=times.recompiles(),
@@ -150,6 +152,7 @@ class _Steps:
                 break
         if command.verify:
             self.batches_differ = task.batches_differ()
+            self._steps_peak = tracker.highest.reserved_bytes
             tracker.start_phase()
             self._evaluate(trainer)
             _save(trainer)

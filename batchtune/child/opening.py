@@ -25,9 +25,6 @@ from batchtune.protocol.commands import Describe, Machine, Opened, OpenTask
 from batchtune.protocol.messages import Channel
 from batchtune.task.contract import Task
 from batchtune.task.load import current_settings, load_task, set_libraries_apart
-from batchtune.task.optimizers import STEPS_PER_EPOCH, Optimizers, names_of, spent_after
-
-_SOME_STEPS = 1000  # of a schedule that is only looked at
 
 
 class Session:
@@ -158,20 +155,6 @@ def _without_autocast(task: Task, precision: str) -> Iterator[str]:
                 )
 
 
-def _by_epochs(task: Task, schedulers: list[Any], optimizers: Optimizers) -> Iterator[str]:
-    """A sentence where a schedule is over long before training is, as one is that was written for epochs."""
-    after = None
-    if task.adapted is None:
-        with contextlib.suppress(Exception):  # whatever a scheduler of the user's needs beside its optimizer
-            after = spent_after(schedulers, optimizers, _SOME_STEPS // 2)
-    if after is not None:
-        yield (
-            f"{names_of(schedulers)} takes the learning rate below a hundredth within {after} of {_SOME_STEPS:,} "
-            f"optimizer steps; if it counts epochs, multiply by {STEPS_PER_EPOCH}: schedules are stepped after each "
-            f"optimizer step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
-        )
-
-
 def _about_steps(
     task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None, precision: str
 ) -> dict[str, Any]:
@@ -188,9 +171,8 @@ def _about_steps(
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}
     settings = optimizers.settings().model_copy(update=task.adapted.optimizer_settings if task.adapted else {})
     if command.purpose == "tune":  # what is wrong with its schedulers is to be said now
-        schedulers = task.schedulers(optimizers, _SOME_STEPS)
-        settings = settings.model_copy(update={"scheduler": names_of(schedulers)})
-        notes = (*notes, *_by_epochs(task, schedulers, optimizers))
+        names, told = task.look_at_schedule(optimizers)
+        settings, notes = settings.model_copy(update={"scheduler": names}), (*notes, *told)
     today = {"current_settings": current_settings(task)} if command.asks_for_current_settings else {}
     return today | {
         "optimizer": optimizers.name,

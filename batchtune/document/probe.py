@@ -80,10 +80,14 @@ class Attempt(Record):
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
     kept_back_bytes: Count | None = Field(
-        default=None, description="Kept free of a CPU's limit above the highest peak, as processes differ; else absent."
+        default=None,
+        description="What another process on a CPU may take above the highest peak, as they differ; else absent.",
     )
     forward_backward_peak_bytes: Count | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
+    )
+    steps_peak_bytes: Count | None = Field(
+        default=None, description="Peak of a final check's steps, before its evaluation and saving."
     )
     growth_bytes_per_step: Count | None = Field(
         default=None, description="By how much each step's peak was higher than the one's before; absent if it was not."

@@ -119,16 +119,22 @@ def with_spread(passed: Sequence[Attempt], device: str, limit_bytes: int | None)
     if device != "cpu" or limit_bytes is None or not peaks:
         return largest
     most = _most_bytes(passed)
+    kept = {"kept_back_bytes": most - max(peaks)}
     if most <= limit_bytes:
-        return largest.model_copy(update={"kept_back_bytes": most - max(peaks)} if len(peaks) > 1 else {})
+        return largest.model_copy(update=kept if len(peaks) > 1 else {})
     took = f"{size(min(peaks))} to {size(max(peaks))} in {len(peaks)} processes" if len(peaks) > 1 else size(peaks[0])
     text = f"the same training took {took}, which leaves too little room for what another process may take"
-    return largest.model_copy(update={"outcome": "oom", "peak_reserved_bytes": most, "message": text})
+    return largest.model_copy(update={"outcome": "oom", "message": text} | kept)
 
 
 def _excess(check: Check, limit_bytes: int | None) -> int:
-    """By how many bytes a peak was measured beyond the limit, as on a CPU, where the system keeps none."""
-    return max(0, (check.attempt.peak_reserved_bytes or 0) - limit_bytes) if limit_bytes is not None else 0
+    """By how many bytes a peak, with what is kept back, is beyond the limit, as on a CPU, where nobody keeps it."""
+    return 0 if limit_bytes is None else max(0, _with_kept(check.attempt) - limit_bytes)
+
+
+def _with_kept(attempt: Attempt, peak_bytes: int | None = None) -> int:
+    """A peak, or the attempt's own, with what another process may take above it."""
+    return (peak_bytes or attempt.peak_reserved_bytes or 0) + (attempt.kept_back_bytes or 0)
 
 
 def tells_room(checks: Sequence[Check], limit_bytes: int | None) -> bool:
@@ -137,18 +143,22 @@ def tells_room(checks: Sequence[Check], limit_bytes: int | None) -> bool:
 
 
 def cut_short(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:
-    """Those that were out of memory before their last step."""
-    return [each.attempt for each in _out(checks, limit_bytes) if each.attempt.steps < each.steps]
+    """Those that were out of memory before their last step, where that is known: a measured peak does not say when."""
+    out = [each for each in checks if each.attempt.outcome == "oom" and not _excess(each, limit_bytes)]
+    return [each.attempt for each in out if each.attempt.steps < each.steps]
 
 
 def out_in_evaluation(checks: Sequence[Check], limit_bytes: int | None = None) -> list[Attempt]:
     """Those that were out of memory after their last step: in evaluation or saving."""
-    return [each.attempt for each in _out(checks, limit_bytes) if each.attempt.steps == each.steps]
-
-
-def _out(checks: Sequence[Check], limit_bytes: int | None) -> list[Check]:
-    """Those that were out of memory at a known moment; a measured peak does not say when it was."""
-    return [each for each in checks if each.attempt.outcome == "oom" and not _excess(each, limit_bytes)]
+    found = []
+    for check in checks:
+        attempt, excess = check.attempt, _excess(check, limit_bytes)
+        steps_fit = bool(attempt.steps_peak_bytes) and _with_kept(attempt, attempt.steps_peak_bytes) <= (
+            limit_bytes or 0
+        )
+        if attempt.outcome == "oom" and attempt.steps == check.steps and (steps_fit or not excess):
+            found.append(attempt)
+    return found
 
 
 def size_below(
@@ -170,8 +180,11 @@ def size_below(
     if checks[-1].by_luck:
         return below_by_luck(failed.batch_size, options)
     share = max(options.tolerance / 2, _BACKOFF) * 2 ** max(0, len(checks) - _EVEN_BACKOFFS)
-    if failed.outcome == "timeout" or len(out_in_evaluation(checks[-2:], limit_bytes)) == 2:  # noqa: PLR2004 - twice in a row
+    evaluated = out_in_evaluation(checks[-2:], limit_bytes)
+    if failed.outcome == "timeout" or len(evaluated) == 2:  # noqa: PLR2004 - twice in a row
         share = _HALF
+    if limit_bytes and len(evaluated) == 2 and _least_bytes(evaluated[0], evaluated[1], options.least) > limit_bytes:  # noqa: PLR2004
+        return options.least
     if excess := _excess(checks[-1], limit_bytes):
         told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
         share = max(share, told, _STEP_DOWN)
@@ -182,6 +195,14 @@ def size_below(
         share = _HALF
     smaller = failed.batch_size - max(unit, int(min(_HALF, share) * failed.batch_size))
     return max(options.least, smaller // unit * unit)
+
+
+def _least_bytes(larger: Attempt, smaller: Attempt, batch_size: int) -> float:
+    """What a size takes by the line through the peaks of two others; 0 where these are not known."""
+    if not (larger.peak_reserved_bytes and smaller.peak_reserved_bytes):
+        return 0.0
+    of_a_sample = (larger.peak_reserved_bytes - smaller.peak_reserved_bytes) / (larger.batch_size - smaller.batch_size)
+    return smaller.peak_reserved_bytes - max(0.0, of_a_sample) * (smaller.batch_size - batch_size)
 
 
 def below_by_luck(batch_size: int, options: ProbeOptions) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -19,6 +20,7 @@ from batchtune.task.lengths import TaskLengths, offers
 STEPS_PER_EPOCH = "steps_per_epoch"
 """The parameter of build_scheduler by which it is told how many optimizer steps an epoch has."""
 
+_SOME_STEPS = 1000  # of a schedule that is only looked at
 _SPENT = 0.01  # of the highest learning rate
 _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
@@ -178,6 +180,24 @@ class TaskOptimizers(TaskLengths):
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
 
+    def look_at_schedule(self, optimizers: Optimizers) -> tuple[str | None, list[str]]:
+        """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.
+
+        That is where the schedule is over long before training is, as one is that was written for epochs.
+        """
+        schedulers, after = self.schedulers(optimizers, _SOME_STEPS), None
+        classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
+        names = " + ".join(dict.fromkeys(classes))
+        if self.adapted is None:
+            with contextlib.suppress(Exception):  # whatever a scheduler of the user's needs beside its optimizer
+                after = _spent_after(schedulers, optimizers, _SOME_STEPS // 2)
+        text = f"{names} takes the learning rate below a hundredth within {after} of {_SOME_STEPS:,} optimizer steps"
+        told = (
+            f"{text}; if it counts epochs, multiply by {STEPS_PER_EPOCH}: schedules are stepped after each optimizer "
+            f"step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
+        )
+        return names or None, [] if after is None else [told]
+
     def _steps_per_epoch(self, samples_per_step: int) -> int:
         """Optimizer steps until the training set has been gone through, 1 at least."""
         if self.has("train_loader"):
@@ -199,13 +219,7 @@ class TaskOptimizers(TaskLengths):
         return not manual and not any(needs_closure(each) for each in optimizers)
 
 
-def names_of(schedulers: Iterable[object]) -> str | None:
-    """Classes of the user's schedulers; None where there are none."""
-    names = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
-    return " + ".join(dict.fromkeys(names)) or None
-
-
-def spent_after(schedulers: Sequence[Any], optimizers: Optimizers, steps: int) -> int | None:
+def _spent_after(schedulers: Sequence[Any], optimizers: Optimizers, steps: int) -> int | None:
     """After how many of so many steps the learning rate has come down to a hundredth of its highest; None: not yet."""
     rates = [max((group["lr"] for each in optimizers for group in each.param_groups), default=0.0)]
     with warnings.catch_warnings():

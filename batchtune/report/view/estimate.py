@@ -27,6 +27,7 @@ from batchtune.vocabulary import length_text
 _REFUSED = "refused"  # the confidence where there is no estimate
 MOST_ROWS = 10
 """Of estimates, on one screen."""
+_FEW_GPUS = 5
 _PHASES = {
     "peak": "peak_allocated_bytes",
     "parameters": "parameters_bytes",
@@ -111,8 +112,10 @@ def _precisions(rows: Sequence[Estimate]) -> list[str]:
 
 
 def _common(rows: Sequence[Estimate]) -> list[Estimate]:
-    """Of many rows those of the most common GPUs, in the same order."""
+    """Of many rows those of the most common GPUs, in the same order; all of a few, which were asked for by name."""
     names = {row.gpu: None for row in rows}
+    if len(names) <= _FEW_GPUS:
+        return list(rows)
     answered = {row.gpu for row in rows if row.max_batch_size}
     ranks = {name: rank for rank, name in enumerate(COMMON)}
     first = sorted(names, key=lambda name: (name not in answered, ranks.get(name, len(ranks))))

@@ -121,8 +121,9 @@ def certificate(probe: ProbeResult) -> str:
     else:
         parts.append("not yet checked in a fresh process")
     if probe.first_failing_batch_size is not None:
-        last = {attempt.batch_size: attempt.outcome for attempt in probe.attempts}
-        parts.append(f"{probe.first_failing_batch_size:,} did not ({last.get(probe.first_failing_batch_size, 'fail')})")
+        failed = {attempt.batch_size: attempt for attempt in probe.attempts}.get(probe.first_failing_batch_size)
+        how = "may not in every process" if failed and failed.kept_back_bytes else "did not"
+        parts.append(f"{probe.first_failing_batch_size:,} {how} ({failed.outcome if failed else 'fail'})")
     elif probe.limited_by:
         parts.append(_LIMITED_BY.get(probe.limited_by, probe.limited_by))
     fitted = max((each.batch_size for each in probe.attempts if each.fits), default=0)

@@ -177,6 +177,9 @@ def test_of_many_gpus_the_most_common_are_shown_and_all_where_they_are_asked_for
     at_three = [row | {"precision": precision} for row in rows for precision in ("bf16", "fp16", "fp32")]
     (shown, _) = estimate.section(result_of("estimate", estimates=at_three).estimates).tables
     assert set(shown.columns[0].cells) == set(COMMON[:3])
+    named = [row | {"precision": each} for row in rows[:3] for each in ("bf16", "fp16", "fp32", "tf32")]
+    (whole,) = estimate.section(result_of("estimate", estimates=named).estimates).tables
+    assert {*whole.columns[0].cells} == {row["gpu"] for row in rows[:3]}  # asked for by name
     assert len(estimate.section(result_of("estimate", estimates=rows[:10]).estimates).tables) == 1
 
 

@@ -122,6 +122,14 @@ def test_what_a_cpus_answer_keeps_back_is_told_with_its_certificate():
     assert "kept back" not in {fact.name for fact in certificate_facts(probe)}
 
 
+def test_a_size_that_fitted_with_too_little_room_for_other_processes_is_not_said_to_have_failed():
+    probe = ProbeResult.model_validate(probed())
+    assert f"{probe.first_failing_batch_size:,} did not (oom)" in certificate(probe)
+    near = [each.model_copy(update={} if each.fits else {"kept_back_bytes": 12 << 20}) for each in probe.attempts]
+    told = certificate(probe.model_copy(update={"attempts": near}))
+    assert f"{probe.first_failing_batch_size:,} may not in every process (oom)" in told
+
+
 def test_a_larger_size_that_fitted_once_is_told_beside_the_answer():
     probe = ProbeResult.model_validate(probed())
     larger = probe.attempts[-1].model_copy(update={"batch_size": 2 * probe.max_batch_size, "purpose": "search"})
