@@ -113,9 +113,15 @@ class RunFolder:
         These are dotted configuration keys, the task's hash and the device, with their values.
 
         Raises:
-            UsageError: a value differs from that of the folder, naming it.
+            UsageError: a value differs from that of the folder, naming it; or nobody can tell what that was.
         """
-        before, now = self.identity() or {}, json.loads(json.dumps(identity))
+        known = self.identity()
+        if known == {}:
+            file = self.path / "identity.json"
+            raise UsageError(
+                f"{file} is damaged, so that what was measured here cannot be told; start over with --fresh"
+            )
+        before, now = known or {}, json.loads(json.dumps(identity))
         changed = [key for key in now if key in before and before[key] != now[key]]
         if changed:
             key = changed[0]

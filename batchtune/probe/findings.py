@@ -162,7 +162,9 @@ class Findings:
     def nothing_fits(self) -> BatchtuneError:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
-            return UserCodeError(str(self.attempts[0].message), self.frames)
+            tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
+            hint = f" (sizes {tried} were tried: --min and --multiple-of name others)" if " " in tried else ""
+            return UserCodeError(f"{self.attempts[0].message}{hint}", self.frames)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""
@@ -179,7 +181,8 @@ def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]
     """What failed for another reason than memory: each size below the largest fit, above it the first of each kind."""
     last = {attempt.batch_size: attempt for attempt in attempts}
     failed = [attempt for _, attempt in sorted(last.items()) if attempt.outcome not in {"fit", "oom"}]
-    found = [f"{_ended(each)} (the search went on above it)" for each in failed if each.batch_size < largest_fit]
+    below = [each for each in failed if each.batch_size < largest_fit]
+    found = [_ended(each, ", and the search went on above it") for each in below]
     above = [each for each in failed if each.batch_size > largest_fit]
     for outcome in dict.fromkeys(each.outcome for each in above):
         smallest, *larger = (each for each in above if each.outcome == outcome)
@@ -199,8 +202,8 @@ def end_warnings(largest_fit: int, maximum: int | None) -> list[str]:
     return [f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more"]
 
 
-def _ended(attempt: Attempt) -> str:
-    return f"batch size {attempt.batch_size:,} ended in {attempt.outcome}: {attempt.message}"
+def _ended(attempt: Attempt, then: str = "") -> str:
+    return f"batch size {attempt.batch_size:,} ended in {attempt.outcome}{then}: {attempt.message}"
 
 
 def recompile_warnings(attempts: Sequence[Attempt], points: Sequence[ThroughputPoint]) -> list[str]:

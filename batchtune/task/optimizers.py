@@ -176,7 +176,7 @@ class TaskOptimizers(TaskLengths):
             if not hasattr(each, "step"):
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, which has no step()")
             if isinstance(each, ReduceLROnPlateau):
-                why = "which waits for a metric at the end of an epoch; use a schedule by steps, or none"
+                why = "which waits for a metric at the end of an epoch; use one by steps, or leave it out for the study"
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
 

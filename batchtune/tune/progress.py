@@ -172,16 +172,16 @@ class Progress:
     ) -> list[str]:
         """All that a reader of a study must know besides its numbers."""
         opened, study = self.opened, self.study
-        found = device_warnings(opened.environment if opened else None, probe)
+        of_device = device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
-            return found
-        found += probe_warnings(self._config, self.probe, self.prior, opened.device)
-        found += goal_warnings(self._config.objective) + bound_warnings(self._config, recommended)
-        found += target_warnings(study.target) if study else []
+            return of_device
+        found = goal_warnings(self._config.objective) + bound_warnings(self._config, recommended)
+        sets_target = trials if self._config.objective.target == "auto" else []
+        found += target_warnings(study.target, sets_target) if study else []
         found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
         if study and status == "complete":
             found += search_warnings(trials, study.parts.budget.enough())
-        return found
+        return found + of_device + probe_warnings(self._config, self.probe, self.prior, opened.device)
 
 
 class Recorder(Forwarder):

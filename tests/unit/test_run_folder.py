@@ -139,7 +139,8 @@ class TestIdentity:
     def test_a_damaged_file_is_no_identity(self, folder):
         (folder.path / "identity.json").write_text("{")
         assert folder.identity() == {}
-        folder.check_identity({"seed": 0})
+        with pytest.raises(UsageError, match=r"identity\.json is damaged, .* start over with --fresh"):
+            folder.check_identity({"seed": 0})
         folder.keep_identity({"seed": 0})
         assert folder.identity() == {"seed": 0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -24,7 +25,9 @@ def _largest_batches(result: Document) -> dict[Length, int]:
     """The largest batch of each length, shortest first."""
     points = result.probe.lengths if result.probe else ()
     if not points:
-        raise UsageError(f"this {result.kind} has no lengths; run 'batchtune probe {result.task.path} --lengths auto'")
+        raise UsageError(
+            f"this {result.kind} has no lengths; run 'batchtune probe {shlex.quote(result.task.path)} --lengths auto'"
+        )
     if result.probe is not None and result.probe.lacks_length_check:
         raise UsageError(f"this probe ended before its lengths were checked together; run it again: {result.task.path}")
     return {point.length: point.max_batch_size for point in points}

@@ -109,7 +109,7 @@ def _commands(result: Document) -> list[Fact]:
         return [Fact("to confirm", found.confirm_command)]
     if found is not None:
         return [
-            Fact("next", f"batchtune report {shlex.quote(result.name)} --format hf", "or lightning, deepspeed, env")
+            Fact("next", f"batchtune report {shlex.quote(result.name)} --format env", "or hf, lightning, deepspeed")
         ]
     if result.kind == "estimate" and any(row.max_batch_size for row in result.estimates or []):
         count = len({row.gpu for row in result.estimates or []})

@@ -99,7 +99,7 @@ class TuneStudy:
             self.search.open()
             if self._opens_with_the_search():
                 parts.tell_budget()
-            if parts.history.best_cost() is None:  # then its time is what there is to go by
+            if parts.history.best_cost() is None and parts.budget.seconds_left() > 0:  # its time is what to go by
                 self._run_baseline()
         self.search.run()
 

@@ -133,12 +133,19 @@ class Targets:
         if not self._counted or target.value is None:
             return f"{target.metric} was NaN or infinite in every run; fix evaluate() or lower learning_rate.max"
         bound = f"{'at most' if target.goal == 'minimize' else 'at least'} {target.value:g}"
-        told = f"no run reached the target ({target.metric} {bound})"
+        told = f"no run reached the target ({target.metric} {bound}{self._best_seen()})"
         longest = max((trial.curve[-1].seconds for trial in ended if trial.curve), default=0.0)
         if longest < budget.run and any(trial.outcome == "capped" for trial in ended):  # by budget.total
             told += f" in {duration(longest)} of training, what budget.total ({budget.total:g} s) had room for"
             return f"{told}; start again with budget.total={enough}, or set an easier objective.target"
         return f"{told} within budget.run ({budget.run:g} s); raise budget.run, or set an easier objective.target"
+
+    def _best_seen(self) -> str:
+        """How near to the target a run came."""
+        points = [point for trial in self._history.records() for point in trial.curve or ()]
+        values = [point.value for point in points if point.value is not None and math.isfinite(point.value)]
+        best = min if self._objective.goal == "minimize" else max
+        return f"; the best was {best(values):.4g}" if values else ""
 
 
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:

@@ -386,7 +386,7 @@ class TestFailures:
         found = probe(ScriptedWorker(lambda size: "user_error" if size == 1 else up_to(300)(size)))
         assert 297 <= found.run().max_batch_size <= 300
         assert found.result().warnings == [
-            "batch size 1 ended in user_error: user_error at 1 (the search went on above it)",
+            "batch size 1 ended in user_error, and the search went on above it: user_error at 1",
         ]
 
     @pytest.mark.parametrize(
@@ -479,7 +479,8 @@ class TestFailures:
         assert "smaller model" not in str(raised.value)
 
     def test_code_that_raises_at_every_size_is_the_users_fault_and_not_too_large(self):
-        with pytest.raises(UserCodeError, match="user_error at 1"):
+        hint = r"user_error at 1 \(sizes 1 and 2 were tried: --min and --multiple-of name others\)"
+        with pytest.raises(UserCodeError, match=hint):
             probe(ScriptedWorker(lambda _: "user_error")).run()
 
 

@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -192,10 +193,9 @@ def test_a_target_that_no_run_reaches_is_said_to_be_too_hard(tmp_path):
     tuned = study(tmp_path, objective=Objective(target=0.01), budget=Budget(run=5.0, total=3600.0, trials=2))
     tuned.run()
     assert tuned.recommendation() == (None, None)
-    assert tuned.why_nothing() == (
-        "no run reached the target (val_loss at most 0.01) within budget.run (5 s); "
-        "raise budget.run, or set an easier objective.target"
-    )
+    told, best, rest = re.split(r"; the best was ([\d.]+)\)", tuned.why_nothing())
+    assert (told, 0.01 < float(best) < 2.5) == ("no run reached the target (val_loss at most 0.01", True)
+    assert rest == " within budget.run (5 s); raise budget.run, or set an easier objective.target"
 
 
 class Saying(law.LawWorker):
@@ -304,6 +304,14 @@ def test_with_a_target_and_a_range_test_the_search_comes_first_and_the_baseline_
     found, base = tuned.recommendation()
     assert found.speedup_over_baseline.low > 1
     assert base.global_batch_size == 16
+
+
+def test_no_baseline_is_run_once_the_budget_is_used_up(tmp_path):
+    short = {"objective": Objective(target=0.01), "budget": Budget(run=10.0, total=30.0)}
+    tuned = study(tmp_path, settled={"prior": measured(0.01)}, clock=Watch(), **short)
+    tuned.run()
+    assert {trial.role for trial in tuned.records()} == {"search"}
+    assert tuned.why_nothing().startswith("no run reached the target (val_loss at most 0.01; the best was ")
 
 
 @pytest.mark.parametrize(("workers", "baseline"), [(2, None), (4, 1)])

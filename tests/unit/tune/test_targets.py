@@ -40,6 +40,16 @@ def test_a_run_that_never_improves_sets_no_target(values):
     assert automatic_target(curve(*values), "minimize") is None
 
 
+@pytest.mark.parametrize(
+    ("values", "told"), [((2.33, 2.3, 2.294), 1), ((2.33, 1.0, 0.5), 0), ((), 0), ((0.0, -1.0, -2.0), 0)]
+)
+def test_a_baseline_that_hardly_learns_is_warned_of(values, told):
+    ran = SimpleNamespace(role="baseline", curve=curve(*values))
+    target = Target(metric="val_loss", goal="minimize", value=min(values, default=1.0))
+    warned = target_warnings(target, [ran])
+    assert [each.startswith("the target is only 1.5% below where training starts") for each in warned] == [True] * told
+
+
 def test_a_target_that_a_diverging_baseline_has_set_is_warned_of():
     whole = Target(metric="val_loss", goal="minimize", value=0.5, reason="99% of the way, the baseline's best")
     assert target_warnings(whole) == []
@@ -87,4 +97,7 @@ def test_a_target_that_no_run_has_reached_is_told_with_what_ended_them(seconds, 
     pruned = SimpleNamespace(outcome="pruned", role="search", curve=ran.curve[:1])
     config = law.plan(objective=Objective(target=0.01), budget=Budget(run=60.0, total=70.0)).config
     targets = Targets(SimpleNamespace(user_attrs={}), config, SimpleNamespace(records=lambda: [ran, pruned]))
-    assert targets.unmet("9m") == f"no run reached the target (val_loss at most 0.01) {told} an easier objective.target"
+    assert (
+        targets.unmet("9m")
+        == f"no run reached the target (val_loss at most 0.01; the best was 1) {told} an easier objective.target"
+    )
