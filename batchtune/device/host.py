@@ -63,6 +63,15 @@ def _busy_seconds() -> float | None:
         return None
 
 
+def anonymous_bytes() -> int | None:
+    """What is resident of this process without files that it has mapped; None where the system does not tell."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found.group(1)) << 10 if found else None
+
+
 def processors() -> int:
     """Processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

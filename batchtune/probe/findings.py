@@ -14,6 +14,7 @@ from batchtune.probe.frontier import length_counts, length_points, unseen_length
 from batchtune.probe.search import bracket
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
+from batchtune.task.samples import kept_warnings as kept_by_data
 from batchtune.task.samples import unseen_warnings
 from batchtune.units import size
 from batchtune.vocabulary import LARGEST, Length
@@ -140,6 +141,7 @@ class Findings:
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
         found += end_warnings(low, self.bounds.maximum)
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
+        found += kept_by_data(self.opened.samples) if self.opened.device == "cpu" else []
         found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
         found += length_warnings(self.length_check, self.opened.environment)
         found += order_warnings(self.checks, self.opened.environment) if self.batches_differ else []

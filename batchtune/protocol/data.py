@@ -16,6 +16,7 @@ class SamplesSeen(Message):
         is_all: nothing is left that may be larger.
         differing: by dimension, the least and greatest size among them where they differ.
         quantiles: places of some samples, the largest first, each with what share of all is larger.
+        kept_bytes: of each, where the training set keeps what it has loaded.
     """
 
     places: tuple[int, ...]
@@ -24,6 +25,7 @@ class SamplesSeen(Message):
     is_all: bool
     differing: dict[str, tuple[int, int]]
     quantiles: tuple[tuple[float, int], ...] = ()
+    kept_bytes: int | None = None
 
 
 class LengthGroup(Message):

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from batchtune.device.host import anonymous_bytes
 from batchtune.protocol.data import SamplesSeen
+from batchtune.units import size as as_text
 
 LOOK_SECONDS = 2.0
 _MOST_NAMED = 4
 _BYTES = ""  # among the sizes of a sample, that of all of it
+_MUCH_BYTES, _MOSTLY = 16 << 20, 0.5  # in memory, and as a share of what came
 _NEXT_QUANTILE = 1.3  # times as many samples are larger
 
 
@@ -28,13 +31,14 @@ def find_largest(
     `total` counts all there are; None: nobody knows, or no more than can be read. Returns what was seen, and the
     samples of the worst batch, the largest first: in each dimension one of them is as large as any.
     """
-    deadline = clock() + seconds
+    deadline, before = clock() + seconds, None
     largest: dict[str, tuple[int, int, object]] = {}  # size, place and sample
     smallest: dict[str, int] = {}
     every: list[tuple[int, int]] = []  # bytes and place
     seen, is_all = 0, True
     for place, sample in samples:
         seen += 1
+        before = before or anonymous_bytes()  # a set may be loaded as a whole with its first sample
         sizes = sizes_of(sample)
         every.append((sizes[_BYTES], place))
         for name, size in sizes.items():
@@ -58,8 +62,15 @@ def find_largest(
         is_all=is_all,
         differing=differing,
         quantiles=_quantiles(every) if differing else (),
+        kept_bytes=_kept_bytes(before, anonymous_bytes(), [size for size, _ in every]),
     )
     return told, list(chosen.values())
+
+
+def _kept_bytes(before: int | None, after: int | None, sizes: list[int]) -> int | None:
+    """What a sample has left in memory, where that is much, and most of what came; None where it is not."""
+    grown = (after or 0) - (before or after or 0)
+    return grown // len(sizes) if grown >= max(_MUCH_BYTES, _MOSTLY * sum(sizes)) else None
 
 
 def _quantiles(every: list[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
@@ -98,6 +109,15 @@ def unseen_warnings(seen: SamplesSeen | None) -> list[str]:
     seen_of = f"the {seen.seen:,}{of} that {LOOK_SECONDS:g} s sufficed for had {', '.join(ranges[:_MOST_NAMED])}"
     remedy = "write make_batch(batch_size) with the largest there is"
     return [f"samples differ in size, and {seen_of}: a larger one needs more memory than was found; {remedy}"]
+
+
+def kept_warnings(seen: SamplesSeen | None) -> list[str]:
+    """One where the training set keeps what it loads, which attempts at a batch size do not count."""
+    if seen is None or not seen.kept_bytes:
+        return []
+    all_of_them = f", {as_text(seen.total * seen.kept_bytes)} of all {seen.total:,}" if seen.total else ""
+    text = f"the training set keeps what it has loaded, {as_text(seen.kept_bytes)} of a sample{all_of_them}"
+    return [f"{text}: that comes on top of the peak that was found; leave so much free, or load it at import"]
 
 
 def sizes_of(sample: object) -> dict[str, int]:

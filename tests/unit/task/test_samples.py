@@ -1,5 +1,6 @@
 """Which samples make the worst batch, and what is said where not all could be looked at."""
 
+import re
 from dataclasses import dataclass
 from itertools import count, islice, pairwise
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from batchtune.task.samples import (
     find_largest,
     in_random_order,
+    kept_warnings,
     longest_by_column,
     sizes_of,
     tensor_bytes,
@@ -55,6 +57,27 @@ def test_a_look_ends_with_its_time_and_says_how_many_were_seen():
     assert (seen.seen, seen.is_all, seen.differing) == (12, False, {"shape[0]": (5, 16)})
     assert "the 12 of 1,000" in unseen_warnings(seen)[0]
     assert "shape[0] from 5 to 16" in unseen_warnings(seen)[0]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_training_set_that_keeps_what_it_has_loaded_is_told_of_with_what_all_of_it_takes(keeps):
+    cache = []
+
+    def load(place):
+        sample = SimpleNamespace(shape=(1 << 20,), nbytes=1 << 20, data=b"%d" % (place % 10) * (1 << 20))
+        if keeps:
+            cache.append(sample)
+        return sample
+
+    seen, _ = find_largest(((place, load(place)) for place in range(40)), 4000)
+    told = [each.partition(": that")[0] for each in kept_warnings(seen)]
+    if keeps:
+        assert seen.kept_bytes == pytest.approx(1 << 20, rel=0.1)
+        assert re.fullmatch(
+            r"the training set keeps what it has loaded, \S+ [KM]iB of a sample, 3\.\d+ GiB of all 4,000", told[0]
+        )
+    else:
+        assert (seen.kept_bytes, told) == (None, [])
 
 
 @pytest.mark.parametrize("sizes", [[(3,)] * 4, [(3,), (4,)]])
