@@ -153,7 +153,7 @@ class StudyBudget:
         told = f"{duration(max(left, 0.0))} left, about {counted(runs, 'run')} of {duration(each)}"
         if runs >= FEWEST_RUNS:
             return told
-        unless = "" if self._history.best_cost() is not None else ", unless runs turn out to be shorter"
+        unless = "" if self._history.costs("search") else ", unless runs turn out to be shorter"
         return f"{told}: too little for a search{unless}; budget.total={self.enough()} is enough"
 
     def enough(self) -> str:

@@ -160,3 +160,12 @@ def test_what_the_configuration_alone_tells_is_told_before_anything_is_measured(
     enough = 60.0 * int(re.search(r"budget\.total=(\d+)m", text).group(1))
     config = law.plan(budget=Budget(run=60.0, total=enough)).config
     assert "too little" not in outlook_at_start(config, 1, 3.0, has_schedule=False)
+
+
+def test_too_little_is_said_with_a_doubt_until_the_search_has_shown_how_long_its_runs_are():
+    tuned, told, _ = study(budget=Budget(run=25.0, total=100.0, trials=30), **SLOWEST)
+    tuned.run()
+    (_, by_the_baseline), *_ = [each for each in told.announced if each[0] == 1]
+    assert "too little for a search, unless runs turn out to be shorter; budget.total=" in by_the_baseline
+    assert tuned.parts.history.costs("search")
+    assert "unless" not in tuned.parts.budget.outlook()
