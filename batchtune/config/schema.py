@@ -95,8 +95,7 @@ class Objective(Section):
             self.metric.lower(),
         ):
             raise ValueError(
-                f"metric {self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize); "
-                f"a target of the command line says it, too: --target '{self.metric}>0.9'"
+                f"{self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize, or --target)"
             )
         if self.kind == "best_metric" and self.target != "auto":
             raise ValueError("best_metric has no target; leave it out, or use kind: time_to_target")

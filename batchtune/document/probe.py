@@ -80,8 +80,7 @@ class Attempt(Record):
     peak_allocated_bytes: Count | None = None
     peak_reserved_bytes: Count | None = None
     kept_back_bytes: Count | None = Field(
-        default=None,
-        description="What another process on a CPU may take above the highest peak, as they differ; else absent.",
+        default=None, description="What another process on a CPU may take above the highest peak; elsewhere absent."
     )
     forward_backward_peak_bytes: Count | None = Field(
         default=None, description="Peak before the optimizer step, in the unit of the better of the two peaks."
