@@ -153,10 +153,9 @@ def out_in_evaluation(checks: Sequence[Check], limit_bytes: int | None = None) -
     found = []
     for check in checks:
         attempt, excess = check.attempt, _excess(check, limit_bytes)
-        steps_fit = bool(attempt.steps_peak_bytes) and _with_kept(attempt, attempt.steps_peak_bytes) <= (
-            limit_bytes or 0
-        )
-        if attempt.outcome == "oom" and attempt.steps == check.steps and (steps_fit or not excess):
+        steps_bytes = (1 + CPU_TOLERANCE) * _with_kept(attempt, attempt.steps_peak_bytes)  # less is the ordinary rise
+        has_room = attempt.steps_peak_bytes is not None and steps_bytes <= (limit_bytes or 0)
+        if attempt.outcome == "oom" and attempt.steps == check.steps and (has_room or not excess):
             found.append(attempt)
     return found
 
@@ -169,10 +168,10 @@ def size_below(
 ) -> int | None:
     """The size to check next when none has passed yet; None where the last one was the smallest.
 
-    By halves where training passes and evaluation does not (nobody knows how much more it needs), where the check fell
-    silent, or where memory ended late twice, as it does by a leak; as far as a leak needs where it was seen, or a peak
-    that was measured beyond the limit; by 3 % where it was batches that differ; else by little at first. The search's
-    attempts tell how much a sample takes.
+    By halves where training passes and evaluation does not (nobody knows how much more it needs; the smallest at once
+    where two peaks say that none between would help), where the check fell silent, or where memory ended late twice, as
+    it does by a leak; as far as a leak needs where it was seen, or a peak that was measured beyond the limit; by 3 %
+    where it was batches that differ; else by little at first. The search's attempts tell how much a sample takes.
     """
     unit, failed = options.multiple_of, checks[-1].attempt
     if failed.batch_size <= options.least:

@@ -165,7 +165,8 @@ class Findings:
         """The error where not even the smallest size trains, or none passes the final check."""
         if all(attempt.outcome == "user_error" for attempt in self.attempts):
             tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
-            hint = f" (sizes {tried} were tried: --min and --multiple-of name others)" if " " in tried else ""
+            others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
+            hint = f" (sizes {tried} were tried; {others})" if " " in tried else ""
             return UserCodeError(f"{self.attempts[0].message}{hint}", self.frames)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size

@@ -53,7 +53,7 @@ def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
     attempts = {rank: answer.attempt for rank, answer in done.items()}
     unfit = [rank for rank, attempt in attempts.items() if not attempt.fits]
     merged = attempts[unfit[0]] if unfit else attempts[min(attempts)]
-    peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes")
+    peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes", "steps_peak_bytes")
     changes = {name: _most(attempts.values(), name) for name in (*peaks, "step_seconds", "seconds", "recompiles")}
     evaluated = [each.evaluation_batch_size for each in attempts.values() if each.evaluation_batch_size is not None]
     changes["evaluation_batch_size"] = min(evaluated, default=None)

@@ -75,11 +75,9 @@ class Task(TaskOptimizers):
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # compiled code does not tell
             return
-        if name == "build_scheduler":
-            others = [each for each in signature.parameters.values() if each.name != STEPS_PER_EPOCH]
-            signature = signature.replace(parameters=others)
+        asked = {STEPS_PER_EPOCH: 1} if name == "build_scheduler" and offers(function, STEPS_PER_EPOCH) else {}
         try:
-            signature.bind(*arguments)
+            signature.bind(*arguments, **asked)
         except TypeError as error:
             if name == "make_batch" and takes(function, 2):
                 return

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
 
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
@@ -21,6 +21,7 @@ STEPS_PER_EPOCH = "steps_per_epoch"
 """The parameter of build_scheduler by which it is told how many optimizer steps an epoch has."""
 
 _SOME_STEPS = 1000  # of a schedule that is only looked at
+_COMING_BACK = (CosineAnnealingWarmRestarts, CyclicLR)
 _SPENT = 0.01  # of the highest learning rate
 _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
@@ -169,7 +170,8 @@ class TaskOptimizers(TaskLengths):
             return []
         build, told = self.source.build_scheduler, {}
         if offers(build, STEPS_PER_EPOCH):
-            told[STEPS_PER_EPOCH] = self._steps_per_epoch(samples_per_step) if samples_per_step else total_steps
+            steps = self._steps_per_epoch(samples_per_step or 1)
+            told[STEPS_PER_EPOCH] = steps if samples_per_step else total_steps
         made = several(build(optimizers.given, total_steps, **told))
         found = [each for each in made if each is not None]
         for each in found:
@@ -188,7 +190,7 @@ class TaskOptimizers(TaskLengths):
         schedulers, after = self.schedulers(optimizers, _SOME_STEPS), None
         classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
         names = " + ".join(dict.fromkeys(classes))
-        if self.adapted is None:
+        if self.adapted is None and not any(isinstance(each, _COMING_BACK) for each in schedulers):
             with contextlib.suppress(Exception):  # whatever a scheduler of the user's needs beside its optimizer
                 after = _spent_after(schedulers, optimizers, _SOME_STEPS // 2)
         text = f"{names} takes the learning rate below a hundredth within {after} of {_SOME_STEPS:,} optimizer steps"
@@ -200,18 +202,13 @@ class TaskOptimizers(TaskLengths):
 
     def _steps_per_epoch(self, samples_per_step: int) -> int:
         """Optimizer steps until the training set has been gone through, 1 at least."""
-        if self.has("train_loader"):
-            batches = self.loader(samples_per_step)
-            steps = len(batches) if isinstance(batches, Sized) else None
-        else:
-            size = self.train_size()
-            steps = None if size is None else size // samples_per_step
-        if steps is None:
+        size = None if self.has("train_loader") or self.lengths is not None else self.train_size()
+        if size is None:
             raise UserCodeError(
-                f"{self.where}: build_scheduler asks for {STEPS_PER_EPOCH}, and the training set has no length; use "
-                "total_steps alone"
+                f"{self.where}: build_scheduler asks for {STEPS_PER_EPOCH}, which is known where train_dataset has a "
+                "length and batches count samples; use total_steps alone"
             )
-        return max(1, steps)
+        return max(1, size // samples_per_step)
 
     def accumulates(self, optimizers: Optimizers) -> bool:
         """Whether a step may be made of several micro-batches."""

@@ -16,6 +16,7 @@ LOOK_SECONDS = 2.0
 _MOST_NAMED = 4
 _BYTES = ""  # among the sizes of a sample, that of all of it
 _MUCH_BYTES, _MOSTLY = 16 << 20, 0.5  # in memory, and as a share of what came
+_ENOUGH_SAMPLES = 16  # to tell it from what a library takes once
 _NEXT_QUANTILE = 1.3  # times as many samples are larger
 
 
@@ -62,15 +63,20 @@ def find_largest(
         is_all=is_all,
         differing=differing,
         quantiles=_quantiles(every) if differing else (),
-        kept_bytes=_kept_bytes(before, anonymous_bytes(), [size for size, _ in every]),
+        kept_bytes=_kept_bytes(before, anonymous_bytes(), [size for size, _ in every], len(largest)),
     )
     return told, list(chosen.values())
 
 
-def _kept_bytes(before: int | None, after: int | None, sizes: list[int]) -> int | None:
-    """What a sample has left in memory, where that is much, and most of what came; None where it is not."""
-    grown = (after or 0) - (before or after or 0)
-    return grown // len(sizes) if grown >= max(_MUCH_BYTES, _MOSTLY * sum(sizes)) else None
+def _kept_bytes(before: int | None, after: int | None, sizes: list[int], held: int) -> int | None:
+    """What a sample has left in memory, where that is much and about what came; None where it is not.
+
+    The look itself holds so many samples and the last one, at the most the largest.
+    """
+    others = sorted(sizes)[: -held - 1]
+    grown = (after or 0) - (before or after or 0) - (sum(sizes) - sum(others))
+    least, most = max(_MUCH_BYTES, _MOSTLY * sum(others)), sum(others) / _MOSTLY**2
+    return grown // len(others) if len(others) >= _ENOUGH_SAMPLES and least <= grown <= most else None
 
 
 def _quantiles(every: list[tuple[int, int]]) -> tuple[tuple[float, int], ...]:
@@ -115,8 +121,8 @@ def kept_warnings(seen: SamplesSeen | None) -> list[str]:
     """One where the training set keeps what it loads, which attempts at a batch size do not count."""
     if seen is None or not seen.kept_bytes:
         return []
-    all_of_them = f", {as_text(seen.total * seen.kept_bytes)} of all {seen.total:,}" if seen.total else ""
-    text = f"the training set keeps what it has loaded, {as_text(seen.kept_bytes)} of a sample{all_of_them}"
+    all_of_them = f", up to {as_text(seen.total * seen.kept_bytes)} of all {seen.total:,}" if seen.total else ""
+    text = f"the training set seems to keep what it has loaded, {as_text(seen.kept_bytes)} of a sample{all_of_them}"
     return [f"{text}: that comes on top of the peak that was found; leave so much free, or load it at import"]
 
 

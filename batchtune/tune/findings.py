@@ -19,7 +19,10 @@ _INPUT_BOUND = 2.0  # times as long as a step alone: then it is mostly the data 
 _TWICE = 2  # a rank that is slow in a single run may be so by accident
 _HARDLY = 0.02  # of where training starts
 _AT = 1.1  # times a bound: near enough to have been kept from going on
-_FALLS = re.compile(r"loss|err|mse|mae\b|perplexity|ppl|bpb|bpc|bits|nll|entropy|[wc]er\b|fid\b|dist|diverg|cost")
+_FALLS = re.compile(
+    r"loss|error|mse|entropy|perplexity|diverg|distance|"
+    r"(?<![a-z])(err|mae|mape|ppl|bpb|bpc|bits|nll|wer|cer|fid|dist|kl|ece|brier|cost)(?![a-z])"
+)
 UNEVEN = 0.2  # of the counted time; less is the ordinary noise of a machine
 
 
@@ -65,15 +68,13 @@ def baseline_warnings(probe: ProbeResult, batch_size: int) -> list[str]:
 
 def target_warnings(target: Target, trials: Sequence[Trial] = ()) -> list[str]:
     """One where the baseline's run, which sets the target, diverged before its end or hardly learnt."""
-    curve = next((trial.curve for trial in trials if trial.role == "baseline"), [])
-    values = [point.value for point in curve if point.value is not None]
+    curve = next((trial.curve for trial in trials if trial.role == "baseline"), None)
+    start = curve[0].value if curve else None
     if target.baseline_diverged_after_seconds is None:
-        if not values or target.value is None or not 0 < values[0] - target.value < _HARDLY * values[0]:
+        if start is None or target.value is None or not 0 < start - target.value < _HARDLY * start:
             return []
-        text = f"the target is only {1 - target.value / values[0]:.1%} below where training starts"
-        return [
-            f"{text} ({target.metric} {number(values[0])}): your baseline hardly learns; is its learning rate right?"
-        ]
+        text = f"the target is only {1 - target.value / start:.1%} below where training starts"
+        return [f"{text} ({target.metric} {number(start)}): your baseline hardly learns; is its learning rate right?"]
     text = "the baseline diverged (NaN, infinite, or long worse than at its start) before its budget.run was over"
     return [f"{text}; what it had reached is the target: set objective.target, or fix it, and start over with --fresh"]
 

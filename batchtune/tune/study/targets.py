@@ -68,7 +68,8 @@ class Targets:
         """
         if "cut_off" in self._history.last_attributes("baseline") and self._history.best_cost() is None:
             total = f"budget.total ({self._config.budget.total:g} s)"
-            shown = "shown a target" if self.is_automatic else "reached the target, as had no other run"
+            known = "reached the target, as had no other run" if self._counted else "run to its end"
+            shown = "shown a target" if self.is_automatic else known
             raise NothingFitsError(f"{total} was used up before the baseline had {shown}; raise it")
         if not self._counted:
             self.check_start()
@@ -145,7 +146,7 @@ class Targets:
         points = [point for trial in self._history.records() for point in trial.curve or ()]
         values = [point.value for point in points if point.value is not None and math.isfinite(point.value)]
         best = min if self._objective.goal == "minimize" else max
-        return f"; the best was {best(values):.4g}" if values else ""
+        return f"; the best was {best(values):g}" if values else ""
 
 
 def automatic_target(curve: Sequence[CurvePoint], goal: Goal) -> tuple[float, str] | None:

@@ -140,6 +140,8 @@ def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path)
         ("MultiStepLR(optimizer, [30, 60, 90])", 90),
         ("StepLR(optimizer, steps_per_epoch)", None),
         ("CosineAnnealingLR(optimizer, total_steps)", None),
+        ("CosineAnnealingWarmRestarts(optimizer, 100)", None),
+        ("CyclicLR(optimizer, 1e-5, 1e-2, 100)", None),
         ("OneCycleLR(optimizer, 0.1, total_steps)", None),
         ("LambdaLR(optimizer, lambda step: min(1, step / 400))", None),
         ("SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer, 1, 0, total_steps)], [9])", None),
@@ -158,6 +160,27 @@ def test_a_schedule_that_was_written_for_epochs_is_told(done, opening, tmp_path,
         f"{made.partition('(')[0]} takes the learning rate below a hundredth within {within} of 1,000 optimizer steps"
     ]
     assert [note.partition(";")[0] for note in notes] == (told if within else [])
+
+
+@pytest.mark.parametrize("more", ["def train_loader(batch_size): return []", "sample_length = len"])
+def test_a_schedule_by_epochs_is_refused_before_the_study_where_nobody_knows_their_steps(done, opening, tmp_path, more):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            "from torch.optim.lr_scheduler import StepLR\n"
+            "def build_scheduler(optimizer, total_steps, steps_per_epoch): return StepLR(optimizer, steps_per_epoch)\n"
+            "def train_dataset(): return [[1], [2, 3]]\n"
+            f"def evaluate(model): return 1.0\n{more}\n"
+        )
+    by_length = {"lengths": "auto"} if "sample_length" in more else {}
+    with pytest.raises(UserCodeError, match="build_scheduler asks for steps_per_epoch, which is known where"):
+        Child(None).open(opening.but(purpose="tune", **by_length))
+
+
+def test_the_arguments_of_a_schedule_are_in_the_order_of_the_contract(done, opening, tmp_path):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write("def build_scheduler(optimizer, steps_per_epoch, total_steps): pass\n")
+    with pytest.raises(UserCodeError, match=r"cannot be called as build_scheduler.*steps_per_epoch"):
+        Child(None).open(opening)
 
 
 def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp_path):

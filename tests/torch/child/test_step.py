@@ -85,15 +85,13 @@ class TestSteps:
             told.append(steps_per_epoch)
 
         trainer(total_steps=10, samples_per_step=samples, build_scheduler=build_scheduler)
-        loader = {"train_loader": lambda size: [0] * (64 // size or 1)}
-        trainer(total_steps=10, samples_per_step=samples, build_scheduler=build_scheduler, **loader)
-        assert told == [steps, steps]
+        assert told == [steps]
 
-    def test_epochs_of_a_stream_have_no_number_of_steps(self, trainer):
-        stream = {"train_loader": lambda _size: iter(())}
-        stream["build_scheduler"] = lambda _optimizer, _total_steps, steps_per_epoch: steps_per_epoch
-        with pytest.raises(UserCodeError, match="asks for steps_per_epoch, and the training set has no length"):
-            trainer(total_steps=10, samples_per_step=4, **stream)
+    def test_an_epoch_of_batches_that_the_user_makes_has_no_number_of_steps(self, trainer):
+        own = {"train_loader": lambda _size: iter(())}
+        own["build_scheduler"] = lambda _optimizer, _total_steps, steps_per_epoch: steps_per_epoch
+        with pytest.raises(UserCodeError, match="asks for steps_per_epoch, which is known where train_dataset has a"):
+            trainer(total_steps=10, samples_per_step=4, **own)
 
     def test_without_a_horizon_there_is_no_scheduler(self, trainer):
         assert trainer(build_scheduler=lambda *_: pytest.fail("not asked for")).schedulers == []

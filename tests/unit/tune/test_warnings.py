@@ -35,6 +35,7 @@ def test_a_baseline_that_memory_or_nothing_split_needs_no_sentence(largest, limi
         ("val_loss", {}, False),
         ("char_error_rate", {}, False),
         ("val/rmse", {}, False),
+        ("mae_val", {}, False),
         ("mean_ndcg", {}, True),
         ("mean_ndcg", {"goal": "minimize"}, False),
         ("accuracy", {"goal": "maximize"}, False),
