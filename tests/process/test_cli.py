@@ -466,6 +466,23 @@ def test_a_dry_run_says_its_verdict_alone_in_a_terminal(tuned):
     assert "learning_rate:" in on_a_terminal(tuned.cli, "tune", "config.yaml", "--dry-run", "-v")
 
 
+def test_what_is_to_be_said_of_a_task_and_its_metric_is_said_by_a_dry_run_and_first_by_the_study(quick_cli):
+    task = (quick_cli.folder / "linear.py").read_text()
+    quick_cli.write(
+        "linear.py",
+        f"{task}\n"
+        "def evaluate(model): return {'mean_ndcg': float(model.weight.square().sum())}\n"
+        "def build_scheduler(optimizer, total_steps): return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n",
+    )
+    odd = ("objective.metric=mean_ndcg", "objective.kind=best_metric", "objective.target=auto", "device=cpu")
+    dry = quick_cli("tune", "config.yaml", *odd, "--dry-run")
+    assert "StepLR takes the learning rate below a hundredth within 7 of 1,000 optimizer steps" in dry.err
+    short = ("budget.trials=1", "confirm=off", "budget.run=200ms", "learning_rate.max=1e-3", "learning_rate.min=5e-4")
+    told = quick_cli("tune", "config.yaml", *odd, *short, "--json", "-q").document["warnings"]
+    assert told[0].startswith("mean_ndcg is minimized, since objective.goal is not set")
+    assert any(each.startswith("StepLR takes") for each in told[1:])
+
+
 def test_a_failure_is_told_once_in_a_terminal_and_no_word_is_cut(cli):
     cli.write("huge.py", WIDE.replace("batch_size, 1", "batch_size * 512, 1"))
     shown = on_a_terminal(cli, "probe", "huge.py", "--memory-limit", "100MiB", "-q", code=4, COLUMNS="40")

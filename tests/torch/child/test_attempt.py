@@ -92,6 +92,14 @@ class TestFits:
         assert run(task, 4, verify=True)[0].purpose == "verify"
         assert seen == [(False, False)]
 
+    def test_the_final_check_tells_what_its_steps_take_apart_from_its_evaluation(self, run, wide):
+        def evaluate(model):
+            return float(torch.ones(64 << 18).sum())  # 64 MiB
+
+        assert run(wide(evaluate=evaluate), 4)[0].steps_peak_bytes is None
+        found = run(wide(evaluate=evaluate), 4, verify=True)[0]
+        assert found.peak_reserved_bytes - found.steps_peak_bytes > 48 << 20
+
     def test_the_final_check_says_that_it_lives_before_it_evaluates_and_before_it_saves(
         self, run, wide, listen, monkeypatch
     ):

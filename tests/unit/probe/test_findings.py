@@ -16,6 +16,7 @@ from batchtune.probe.findings import (
 )
 from batchtune.probe.timing.steps import busy_warnings
 from batchtune.probe.timing.throughput import with_flops
+from batchtune.protocol.data import SamplesSeen
 
 GIB = 2**30
 
@@ -192,3 +193,13 @@ def test_a_result_of_inference_says_so_and_accumulates_nothing():
     )
     found = known.result(1.0)
     assert (found.inference, found.gradient_accumulation_steps) == (True, None)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cpu", 1), ("cuda:0", 0)])
+def test_a_training_set_that_keeps_what_it_loads_fills_the_memory_of_a_cpu_alone(device, told):
+    seen = SamplesSeen(places=(0,), seen=40, total=4000, is_all=False, differing={}, kept_bytes=1 << 20)
+    bounds = {"options": ProbeOptions(), "bounds": Bounds(), "precision": "fp32", "attempts": []}
+    found = Findings(opened=opened(device=device, samples=seen), **bounds).result(0.0).warnings
+    assert [each.startswith("the training set seems to keep what it has loaded, 1 MiB") for each in found] == [
+        True
+    ] * told

@@ -10,6 +10,7 @@ OPEN = OpenTask(task="model.py")
 
 def attempt(outcome="fit", peak=100, seconds=1.0, usable=True, message=None):
     figures = {"peak_reserved_bytes": peak, "step_seconds": seconds, "forward_backward_peak_bytes": peak}
+    figures["steps_peak_bytes"] = peak
     return {"done": {"attempt": {"batch_size": 4, "outcome": outcome, "message": message, **figures}, "usable": usable}}
 
 
@@ -22,6 +23,7 @@ def test_an_attempt_fits_if_it_fits_on_all_with_the_highest_peak_and_the_slowest
     assert done["usable"]
     assert done["attempt"]["outcome"] == "fit"
     assert (done["attempt"]["peak_reserved_bytes"], done["attempt"]["step_seconds"]) == (120, 3.0)
+    assert done["attempt"]["steps_peak_bytes"] == 120
     assert "limiting_rank" not in done["attempt"]
 
 
