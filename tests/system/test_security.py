@@ -56,8 +56,12 @@ def test_a_pickle_in_every_file_of_a_run_folder_is_not_loaded(tuned, quick_cli, 
     again = quick_cli("tune", "config.yaml", "budget.trials=5", "confirm=off", "--json", "-q")
     assert again.code == 0, again.err
     assert again.document["trials"][: len(kept)] == tuned.document["trials"]
+    known = (folder / "identity.json").read_bytes()
     for name in ("config.yaml", "identity.json", "result.json", "report.html"):
         (folder / name).write_bytes(pickle.dumps(bomb))
+    refused = quick_cli("tune", "config.yaml")
+    assert (refused.code, "identity.json is damaged" in refused.err) == (2, True)
+    (folder / "identity.json").write_bytes(known)
     for command in (["tune", "config.yaml"], ["report"], ["report", "config", "--format", "html"]):
         refused = quick_cli(*command)
         assert refused.code == 2
