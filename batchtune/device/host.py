@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-STAT = Path("/proc/stat")
+STAT, STATUS = Path("/proc/stat"), Path("/proc/self/status")
 _WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a processor, and waiting for one
 _BUSY = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal; guests are counted in user (proc(5))
 BUSY = 0.2  # share of the host's processors that others use; less hardly slows a step
@@ -65,11 +65,16 @@ def _busy_seconds() -> float | None:
 
 def anonymous_bytes() -> int | None:
     """What is resident of this process without files that it has mapped; None where the system does not tell."""
+    return proc_fields(STATUS).get("RssAnon")
+
+
+def proc_fields(path: Path) -> dict[str, int]:
+    """The `Name: 123 kB` lines of a /proc file, in bytes; empty where there is no such file."""
     try:
-        found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        text = path.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return None
-    return int(found.group(1)) << 10 if found else None
+        return {}
+    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE)}
 
 
 def processors() -> int:

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from batchtune.device._base import Peaks, require_no_more, stopwatch_on_the_wall
+from batchtune.device.host import STATUS, proc_fields
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
-_STATUS = Path("/proc/self/status")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 _LOOK_SECONDS = 0.005  # between two looks at what is resident
@@ -54,7 +54,7 @@ class HostMemory:
         self._ended = threading.Event()
 
     def describe(self) -> tuple[str, int | None, int | None]:
-        meminfo = _fields(MEMINFO)
+        meminfo = proc_fields(MEMINFO)
         total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
         cap, used = _cgroup_bytes("memory.max"), _cgroup_used_bytes()
         if total and free and cap and used is not None and cap < total:  # a container's memory is its own
@@ -73,7 +73,7 @@ class HostMemory:
         require_no_more(limit_bytes, self.describe()[1], self.device)
         _map_what_the_image_has()
         self.release()  # of what the imports have freed and glibc has kept: training would fill it unseen
-        now, free = _fields(_STATUS), self.describe()[2] or 0
+        now, free = proc_fields(STATUS), self.describe()[2] or 0
         self._imported_bytes = now.get("VmRSS", 0) - _loaded_early_bytes
         # An only tensor may pass the limit at once; beyond what is free it would end other programs.
         reserve = min(limit_bytes, max(0, free - limit_bytes)) + (torch.get_num_threads() + 4) * _ARENA_BYTES
@@ -113,7 +113,7 @@ class HostMemory:
 
     def _look(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK_SECONDS):
-            limit, now = self._limit_bytes, _fields(_STATUS)
+            limit, now = self._limit_bytes, proc_fields(STATUS)
             if limit is not None and now["VmRSS"] - self._imported_bytes > limit:
                 self._allow(min(self._allowed_bytes, now["VmSize"] + _ROOM_BYTES))
 
@@ -131,7 +131,7 @@ class HostMemory:
             return
 
     def peaks(self) -> Peaks:
-        now = _fields(_STATUS)
+        now = proc_fields(STATUS)
         if "VmHWM" not in now:
             return Peaks(None, None)
         taken = max(0, now["VmHWM"] - self._imported_bytes)
@@ -156,9 +156,9 @@ class HostMemory:
 def load_early(load: Callable[[], object]) -> None:
     """Loads before a fork what training would load, of whose memory it counts as a part."""
     global _loaded_early_bytes  # noqa: PLW0603 - of this process and its forks
-    before = _fields(_STATUS).get("VmRSS", 0)
+    before = proc_fields(STATUS).get("VmRSS", 0)
     load()
-    _loaded_early_bytes = _loaded_early_bytes or max(0, _fields(_STATUS).get("VmRSS", 0) - before)
+    _loaded_early_bytes = _loaded_early_bytes or max(0, proc_fields(STATUS).get("VmRSS", 0) - before)
 
 
 def shake_heap(number: int) -> None:
@@ -195,15 +195,6 @@ def _map_what_the_image_has() -> None:
                     numbers = [number for number, _ in pages]
                     start = ctypes.c_void_p(first + numbers[0] * page)
                     advise(start, ctypes.c_size_t(len(numbers) * page), _MADV_POPULATE_READ)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """The `Name: 123 kB` lines of a /proc file, in bytes; empty where there is no such file."""
-    try:
-        text = path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return {}
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, flags=re.MULTILINE)}
 
 
 def _cgroup_bytes(file: str, field: str = "") -> int | None:

@@ -39,7 +39,7 @@ def find_largest(
     seen, is_all = 0, True
     for place, sample in samples:
         seen += 1
-        before = before or anonymous_bytes()  # a set may be loaded as a whole with its first sample
+        before = anonymous_bytes() if seen == 1 else before  # a set may be loaded as a whole with its first sample
         sizes = sizes_of(sample)
         every.append((sizes[_BYTES], place))
         for name, size in sizes.items():

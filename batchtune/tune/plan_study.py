@@ -41,9 +41,8 @@ def plan_study(
         others = {each.name: _fits(config, progress, worker, opened, observer, each) for each in config.variants[1:]}
         progress.probe = probe.model_copy(update={"other_variants": others or None})
     progress.save("interrupted")
-    progress.prior = progress.prior or (
-        progress.earlier.prior if progress.earlier else None
-    )  # of a version whose studies had none
+    if progress.prior is None and progress.earlier is not None:  # of a version whose studies had none
+        progress.prior = progress.earlier.prior
     if progress.prior is None:
         measured = measure_prior(in_samples(config), progress.probe, opened, worker, observer, warm_start)
         progress.prior = prior_in_tokens(config, progress.probe, opened, measured)
