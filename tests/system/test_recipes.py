@@ -154,51 +154,6 @@ def test_the_pods_of_kubernetes_with_ranks_find_each_other_and_train_as_one(tmp_
     assert [each["world_size"] for each in told] == [count]
 
 
-SRUN = """\
-#!/bin/sh
-while [ "${1#--}" != "$1" ]; do shift; done
-SLURM_PROCID=0 "$@" &
-SLURM_PROCID=1 "$@" || exit
-wait $!
-"""
-
-
-def slurm(tmp_path, script, *arguments, **variables):
-    """What a job script comes to on two nodes, which are both this machine."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    ours = {"batchtune": "batchtune", "torchrun": "torch.distributed.run"}
-    texts = {name: f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n' for name, module in ours.items()}
-    for name, text in (texts | {"srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\necho other\n"}).items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(free_port() - 20_000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "here,other"}
-    paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(CLUSTER / "slurm" / script), *arguments]
-    environment = os.environ | job | paths | variables
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def test_the_ranks_of_slurm_train_each_run_together(cli, tmp_path):
-    changed = ("device=cpu", "budget.trials=1", "confirm=off", "--json")
-    done = slurm(tmp_path, "ranks.sbatch", str(cli.folder / "config.yaml"), *changed, RANKS_PER_NODE="1")
-    found = json.loads(done.stdout)  # once, of the first rank
-    assert {(each["world_size"], each["nodes"]) for each in found["trials"]} == {(2, 2)}
-    assert [path.name for path in (tmp_path / ".batchtune").iterdir()] == ["config"]
-
-
-def test_every_task_of_slurm_runs_the_same_command_in_a_folder_of_its_own(tmp_path):
-    digits, storage = ROOT / "recipes" / "digits", "postgresql+psycopg://you:secret@database/batchtune"
-    changed = ("budget.total=90s", "device=cpu", "--dry-run")
-    variables = {"SLURM_JOB_ID": "17", "BATCHTUNE_STORAGE": storage}
-    done = slurm(tmp_path, "tune.sbatch", str(digits / "config.yaml"), *changed, **variables)
-    assert sorted(path.name for path in (tmp_path / "runs" / "17").iterdir()) == ["0", "1"]
-    assert done.stdout.count("total: 90.0") == 2
-    assert "secret" not in done.stdout + done.stderr
-
-
 def test_the_container_installs_an_extra_and_starts_a_program_that_the_package_has():
     lines = (CLUSTER / "container" / "Containerfile").read_text(encoding="utf-8").splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

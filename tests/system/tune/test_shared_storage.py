@@ -208,6 +208,23 @@ def test_a_run_without_a_sign_of_life_is_queued_again_as_it_was(opened, quick):
     assert new.system_attrs["fixed_params"] == {"x": 0.5}
 
 
+def test_a_machine_that_has_nothing_left_to_do_waits_for_the_last_runs_of_the_others(opened):
+    keys = {"budget": {"run": 120.0, "total": 3600.0, "trials": 3}, "confirm": "off"}
+    tuned = TuneStudy(law.plan(**keys), FakeCrew(law.LawWorker()), opened("last"), Observer())
+    parts = tuned.parts
+    parts.study.enqueue_trial({"batch_size": 16, "learning_rate": 0.01}, user_attrs={"role": "search", "seed": 0})
+    elsewhere = parts.study.ask(parts.space.distributions)
+    here = threading.Thread(target=tuned.run)
+    with Machines(parts.study).sign_of_life(elsewhere):
+        here.start()
+        wait_until(lambda: parts.history.searched() == 2)
+        here.join(1.0)
+        assert here.is_alive()
+        parts.study.tell(elsewhere, state=optuna.trial.TrialState.PRUNED)
+    here.join(60)
+    assert not here.is_alive()
+
+
 def test_how_a_run_of_another_machine_ended_is_seen_though_it_is_not_read_meanwhile(opened, monkeypatch):
     monkeypatch.setattr(storages, "STARTING_SECONDS", 0.0)
     monkeypatch.setattr(storages, "PATIENCE_SECONDS", 0.0)
