@@ -130,7 +130,7 @@ Strategy = Annotated[str, Option("How several ranks share the work.", checks.str
 Gpus = Annotated[
     str | Sequence[str],
     Option(
-        "A GPU, e.g. A100-80GB; repeatable; default: all.",
+        "A GPU, e.g. A100-80GB, or all that are called A100; repeatable; default: all.",
         checks.one_or_several,
         flag="--gpu",
         metavar="NAME",

@@ -76,12 +76,21 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UsageError: no part has this name, or several do.
     """
-    found = _matching(name)
+    found = gpus_called(name)
     if len(found) == 1:
         return found[0]
-    if found:
-        listed = ", ".join([gpu.name for gpu in found[:_LISTED_AT_MOST]] + ["…"] * (len(found) > _LISTED_AT_MOST))
-        raise UsageError(f"--gpu {name}: {len(found)} GPUs are called that ({listed}); name one of them")
+    listed = ", ".join([gpu.name for gpu in found[:_LISTED_AT_MOST]] + ["…"] * (len(found) > _LISTED_AT_MOST))
+    raise UsageError(f"--gpu {name}: {len(found)} GPUs are called that ({listed}); name one of them")
+
+
+def gpus_called(name: str) -> list[Gpu]:
+    """All parts that may be meant: "H100" is three, "4090" is one.
+
+    Raises:
+        UsageError: no part has this name.
+    """
+    if found := _matching(name):
+        return found
     known = {"".join(label): gpu.name for gpu in all_gpus() for label in _labels(gpu)}
     close = difflib.get_close_matches("".join(_words(name)), known, n=3, cutoff=0.5)
     names = " or ".join(dict.fromkeys(known[key] for key in close))

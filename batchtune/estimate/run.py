@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from batchtune.device.gpus import Gpu, all_gpus, find_gpu
+from batchtune.device.gpus import Gpu, all_gpus, gpus_called
 from batchtune.document import Estimate, EstimatedLength, Failure, MemoryDetail, Remedy, TaskInfo
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
 from batchtune.estimate.commands import EstimateMemory, LengthRow, Refusal, Row
@@ -121,14 +121,14 @@ def too_large(rows: Sequence[Estimate], *, may_shard: bool = True) -> str:
 
 
 def choose_gpus(names: Sequence[str]) -> list[Gpu]:
-    """The catalogue's rows for names, each once; `all` is every row.
+    """The catalogue's rows for names, each once: H100 is all that are called so, `all` is every row.
 
     Raises:
-        UsageError: a name that the catalogue lacks, or that means several of its rows.
+        UsageError: a name that the catalogue lacks.
     """
     if "all" in names:
         return list(all_gpus())
-    return list(dict.fromkeys(find_gpu(name) for name in names))
+    return list(dict.fromkeys(gpu for name in names for gpu in gpus_called(name)))
 
 
 def estimate_task(
