@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
-from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.adapting import Adapted
 from batchtune.task.samples import (
     LOOK_SECONDS,
     find_largest,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
-from batchtune.task.adapting.adapted import (
+from batchtune.task.adapting import (
     FromLoader,
     LoaderParts,
     highest_rate,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from transformers import TrainerCallback
 
 from batchtune.errors import UsageError
-from batchtune.task.adapting.adapted import recommended, require_world, say
+from batchtune.task.adapting import recommended, require_world, say
 
 Arguments = TypeVar("Arguments")
 

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
-from batchtune.task.adapting.adapted import (
+from batchtune.task.adapting import (
     FromLoader,
     LoaderParts,
     highest_rate,

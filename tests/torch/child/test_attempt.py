@@ -20,7 +20,7 @@ from batchtune.child.trainer import NonFiniteLossError, Trainer
 from batchtune.device.host_memory import HostMemory
 from batchtune.device.peaks import PeakTracker
 from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
-from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.adapting import Adapted
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4
