@@ -23,10 +23,9 @@ from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
-from batchtune.device._base import DeviceMemory
+from batchtune.device._base import SETTLING_STEPS, DeviceMemory
 from batchtune.device.host import BUSY, waited_seconds, watching_others
 from batchtune.device.nvml import Sensors
-from batchtune.device.peaks import SETTLING_STEPS
 from batchtune.document import LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
 from batchtune.task.contract import Task
