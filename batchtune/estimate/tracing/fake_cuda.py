@@ -22,7 +22,7 @@ from batchtune.errors import DeviceError
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_attention, cuda_kernels
 from batchtune.estimate.tracing.without_data import place_outside_torch
-from batchtune.task.fakes import apply_to_fakes
+from batchtune.task.state import apply_to_fakes
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
