@@ -24,8 +24,16 @@ from batchtune.estimate.commands import (
 )
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
-from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
-from batchtune.estimate.tracing.lengths import TRACED_SHARE, FailsIn, TracedLengths, expected_of_lengths
+from batchtune.estimate.tracing.answers import (
+    TRACED_SHARE,
+    FailsIn,
+    TracedLengths,
+    detail,
+    expectation,
+    expected_of_lengths,
+    row_of,
+    with_lengths,
+)
 from batchtune.lengths.buckets import lengths_of
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand, Channel
