@@ -13,7 +13,7 @@ FLOORS = (
     ("protocol", "errors", "observer", "units"),
     ("config", "device", "lengths"),
     ("processes", "report.view", "tune.optuna_parts", "tune.verdict"),
-    ("report", "processes.ray"),
+    ("report",),
     ("result",),
     ("run_folder", "task.adapting"),
     ("session", "task.lightning", "task.transformers"),
