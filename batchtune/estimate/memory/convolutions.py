@@ -27,7 +27,7 @@ _SMALL_KERNEL = 4  # a side
 _NARROW = 64  # channels
 
 
-def _format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+def layout_of(tensor: Tensor, weight: Tensor) -> torch.memory_format:
     """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
     found: torch.memory_format = suggest_memory_format(tensor)
     return found if found != torch.contiguous_format else suggest_memory_format(weight)
@@ -41,7 +41,7 @@ def _in_two_dimensions(tensor: Tensor) -> Tensor:
 def _by_torchs_depthwise(tensor: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> bool:
     """use_cudnn_depthwise is false: torch's own kernel. fp16, where cuDNN may be chosen, is taken to go there too."""
     depthwise = not transposed and groups > 1 and tensor.shape[1] == groups and tensor.dim() == _IMAGE
-    return depthwise and _format(tensor, weight) == torch.contiguous_format
+    return depthwise and layout_of(tensor, weight) == torch.contiguous_format
 
 
 def _forward(args: Arguments) -> Steps:
@@ -53,7 +53,7 @@ def _forward(args: Arguments) -> Steps:
     tensor, weight = _in_two_dimensions(tensor), _in_two_dimensions(weight)
     if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
         return ((*line, *contiguous(tensor, weight), RESULTS),)
-    layout = _format(tensor, weight)
+    layout = layout_of(tensor, weight)
     copied = contiguous(tensor, memory_format=layout)
     weights = contiguous(weight, memory_format=layout)
     workspace = _Workspace(tensor, weight, result, stride, layout, groups, transposed=transposed)
@@ -76,7 +76,7 @@ def _backward(args: Arguments) -> Steps:
     wanted = tuple(place for place in (_INPUT, _WEIGHT) if mask[place])
     if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
         return ((*line, (*contiguous(gradient, tensor, weight), *reversed(wanted)), *sums),)
-    layout = _format(tensor, weight)
+    layout = layout_of(tensor, weight)
     before = contiguous(tensor, memory_format=layout) if mask[_WEIGHT] else ()
     converted = suggest_memory_format(gradient) != layout
     copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
