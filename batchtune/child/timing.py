@@ -158,11 +158,13 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, parallel:
     """
     num_workers, pin_memory = command.num_workers, command.pin_memory
     point = LoaderPoint(num_workers=num_workers, pin_memory=pin_memory)
+    # forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name
+    forks = num_workers and platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
     settings = {
         "num_workers": num_workers,
         "pin_memory": pin_memory,
         "persistent_workers": num_workers > 0,
-        "multiprocessing_context": _start_method(num_workers),
+        "multiprocessing_context": "fork" if forks else None,
     }
     try:
         with closing(_epochs(training_loader(task, command.batch_size, 0, parallel, **settings))) as batches:
@@ -203,12 +205,6 @@ def _epochs(loader: Iterable[object]) -> Generator[object, None, None]:
         for batch in loader:
             more = True
             yield batch
-
-
-def _start_method(num_workers: int) -> str | None:
-    """Forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name."""
-    forks = platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
-    return "fork" if num_workers and forks else None
 
 
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:
