@@ -137,15 +137,13 @@ class _Workspace:
         is_pointwise = kernel == max(stride) == 1
         self._is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
         shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
-        self._copies = self._forward = sum(map(self._copied, filter(self._is_odd, shapes) if is_last else shapes))
+        odd = [each for each in shapes if each[1] * self._element % _CHANNELS_BYTES]
+        self._copies = self._forward = sum(map(self._copied, odd if is_last else shapes))
         if channels * self._element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or self._element == FLOAT):
             self._forward = self._copies if transposed else 0  # there are kernels for images of few channels
         elif self._element == FLOAT and channels <= _NARROW and not (is_last or transposed):
             self._forward -= self._copied(result)  # which is written where it belongs
         self._sums = FLOAT * image.shape[0] * weight.numel()
-
-    def _is_odd(self, shape: Sequence[int]) -> bool:
-        return shape[1] * self._element % _CHANNELS_BYTES != 0
 
     def _copied(self, shape: Sequence[int]) -> int:
         """Bytes of a copy whose channels are as many as matrix units take."""
