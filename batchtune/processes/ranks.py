@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from batchtune.config.ranks import TorchrunEnv
 from batchtune.device.host import processors
 from batchtune.device.nvml import distances
-from batchtune.document import Attempt, DeviceProcess, LoaderPoint, ThroughputPoint
+from batchtune.document import Attempt, DeviceProcess
 from batchtune.errors import UsageError
 from batchtune.processes.local import LocalProcess, Process, child_environment, entry
 from batchtune.processes.torchrun import Leader
@@ -152,8 +152,8 @@ def merge(command: AnyCommand, answers: Mapping[int, Json], world_size: int) -> 
             merged: Any = _attempt(done, world_size)
         case OpenTask():
             merged = _opened(done)
-        case TimeSteps() | TimeLoader():
-            merged = _slowest(done)
+        case TimeSteps() | TimeLoader():  # a group goes at the pace of its slowest; one that told no speed failed
+            merged = min(done.values(), key=lambda answer: answer.samples_per_second or 0.0)
         case _:
             merged = done[min(done)]
     return {"done": command.write(merged)}
@@ -210,11 +210,6 @@ def _neighbours(done: Mapping[int, Opened]) -> list[DeviceProcess] | None:
         if process not in found:  # ranks that share a device see the same
             found.append(process)
     return found if known else None
-
-
-def _slowest(done: Mapping[int, ThroughputPoint | LoaderPoint]) -> ThroughputPoint | LoaderPoint:
-    """A group goes at the pace of its slowest rank; one that told no speed failed."""
-    return min(done.values(), key=lambda answer: answer.samples_per_second or 0.0)
 
 
 def _most(attempts: Iterable[Attempt], name: str) -> object:
