@@ -205,11 +205,7 @@ def _opened(answers: Mapping[int, Opened | None]) -> Opened | None:
 def _neighbours(done: Mapping[int, Opened]) -> list[DeviceProcess] | None:
     """Who else holds memory of any rank's device; None where no device tells."""
     known = [each for rank in sorted(done) if (each := done[rank].environment.other_processes) is not None]
-    found: list[DeviceProcess] = []
-    for process in (process for processes in known for process in processes):
-        if process not in found:  # ranks that share a device see the same
-            found.append(process)
-    return found if known else None
+    return list(dict.fromkeys(itertools.chain(*known))) if known else None  # ranks that share a device see the same
 
 
 def _most(attempts: Iterable[Attempt], name: str) -> object:
