@@ -101,11 +101,5 @@ class RunInterrupted(BatchtuneError):
 
 def error_of(exit_code: int, message: str) -> BatchtuneError:
     """The error that another process has ended with."""
-    kinds: tuple[type[BatchtuneError], ...] = (
-        UsageError,
-        UserCodeError,
-        NothingFitsError,
-        DeviceError,
-        RunInterrupted,
-    )
+    kinds = (UsageError, UserCodeError, NothingFitsError, DeviceError, RunInterrupted)
     return next((kind for kind in kinds if kind.exit_code == exit_code), BatchtuneError)(message)

@@ -16,9 +16,7 @@ LARGEST = 2**22  # samples of a batch: where estimates and searches without a ma
 FAILED = {"oom", "crash", "timeout", "user_error"}  # outcomes of trials that came to nothing
 FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batches
 Length: TypeAlias = int | tuple[int, ...]  # several where an input has several, such as source and target
-
 AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of the training set
-
 LengthBatches: TypeAlias = tuple[tuple[Length, int], ...]  # samples of a batch by their length
 
 

@@ -17,9 +17,8 @@ from batchtune.child.evaluate import Inference, fitting_metric_value, metric_val
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite
-from batchtune.device._base import DeviceMemory
+from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
-from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from batchtune.child import heartbeat
 from batchtune.child.evaluate import require_metric
@@ -137,12 +136,6 @@ class Session:
         )
 
 
-def _of_double_precision(model: nn.Module) -> Iterator[str]:
-    """A sentence where weights are of a type that autocast does not touch."""
-    if any(each.dtype in {torch.float64, torch.complex128} for each in model.parameters()):
-        yield "weights are float64, which autocast leaves alone: what is called fp32 or bf16 here computes in float64"
-
-
 def _without_autocast(task: Task, precision: str) -> Iterator[str]:
     """A sentence where no line of a train_step's file asks for the precision that is measured."""
     if precision in {"bf16", "fp16"} and task.has("train_step"):
@@ -161,11 +154,11 @@ def _about_steps(
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
     model = ranks.sketch(task.model) if ranks else task.model()
-    notes = (
-        *(task.adapted.notes if task.adapted else ()),
-        *_of_double_precision(model),
-        *_without_autocast(task, precision),
-    )
+    notes = task.adapted.notes if task.adapted else ()
+    if any(each.dtype in {torch.float64, torch.complex128} for each in model.parameters()):
+        what = "weights are float64, which autocast leaves alone: what is called fp32 or bf16 here computes in float64"
+        notes = (*notes, what)
+    notes = (*notes, *_without_autocast(task, precision))
     if task.is_for_inference:
         return {"optimizer": "", "notes": notes}
     optimizers, own = task.optimizers(model, 1e-3), {id(parameter) for parameter in model.parameters()}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from batchtune.document import GradientClipping
 from batchtune.errors import DeviceError, UserCodeError, kind_of
-from batchtune.task.adapting.adapted import Adapted, clip_gradients
+from batchtune.task.adapting import Adapted, clip_gradients
 from batchtune.task.optimizers import Optimizers
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,10 +23,9 @@ from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
-from batchtune.device._base import DeviceMemory
+from batchtune.device._base import SETTLING_STEPS, DeviceMemory
 from batchtune.device.host import BUSY, waited_seconds, watching_others
 from batchtune.device.nvml import Sensors
-from batchtune.device.peaks import SETTLING_STEPS
 from batchtune.document import LoaderPoint, ThroughputPoint
 from batchtune.protocol.commands import CountFlops, Flops, TimeLoader, TimeSteps
 from batchtune.task.contract import Task
@@ -38,20 +37,23 @@ _LOOK_SECONDS, _LEAST_STEPS = 0.25, 16  # between two looks whether it is: a slo
 
 
 class StepTimes:
-    """Seconds of an attempt's steps, those that compiled something apart."""
+    """Seconds of steps, those that compiled something, or waited for a processor, apart.
 
-    def __init__(self) -> None:
+    Args:
+        watch: sees what compiles; graphs of the first `settling` steps do not count.
+    """
+
+    def __init__(self, watch: CompileWatch | None = None, settling: int = SETTLING_STEPS) -> None:
         self.seconds: list[float] = []
         self._clean: list[float] = []
-        self._watch = CompileWatch()
-        self._late_graphs = 0
+        self._watch, self._settling, self._late_graphs = watch or CompileWatch(), settling, 0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, *, held_up: bool = False) -> None:
         """Takes in the step that has just ended."""
         graphs = self._watch.new_graphs()
-        if len(self.seconds) >= SETTLING_STEPS:
+        if len(self.seconds) >= self._settling:
             self._late_graphs += graphs
-        if not graphs:
+        if not graphs and not held_up:
             self._clean.append(seconds)
         self.seconds.append(seconds)
 
@@ -61,30 +63,21 @@ class StepTimes:
         return statistics.median(times) if times else None
 
     def recompiles(self) -> int | None:
-        """Graphs compiled after the first two steps; None without torch.compile."""
+        """Graphs compiled after the first steps; None without torch.compile."""
         return self._late_graphs if self._watch.used else None
-
-
-class _Timed:
-    """The steps of one stretch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.clean: list[float] = []  # those that compiled nothing, and had a processor
-        self.graphs = 0
 
     def typical(self, others: float | None) -> float:
         """The median step; where other programs were busy the tenth from below of a hundred: they only ever add."""
-        taken = sorted(self.clean or self.seconds)
+        taken = sorted(self._clean or self.seconds)
         return statistics.median(taken) if (others or 0.0) < BUSY else taken[len(taken) // 10]
 
     @property
     def is_known(self) -> bool:
         """Whether the median's standard error, 0.93 of the quartiles' distance over the root of n, is small enough."""
-        if len(self.clean) < _LEAST_STEPS:
+        if len(self._clean) < _LEAST_STEPS:
             return False
-        low, middle, high = statistics.quantiles(self.clean, n=4)
-        return 0.93 * (high - low) <= _PRECISION * middle * math.sqrt(len(self.clean))
+        low, middle, high = statistics.quantiles(self._clean, n=4)
+        return 0.93 * (high - low) <= _PRECISION * middle * math.sqrt(len(self._clean))
 
 
 def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None = None) -> ThroughputPoint:
@@ -114,7 +107,7 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: R
         step_seconds=seconds,
         samples_per_second=samples / seconds,
         processors_used_by_others=load.others,
-        recompiles=timed.graphs if watch.used else None,
+        recompiles=timed.recompiles(),
         joules_per_sample=None if readings.joules is None else readings.joules / (samples * len(timed.seconds)),
         **readings.summary(),
     )
@@ -137,8 +130,8 @@ def _time(
     agree: Callable[[bool], bool],
     *,
     ends_early: bool,
-) -> _Timed:
-    timed, began = _Timed(), time.perf_counter()
+) -> StepTimes:
+    timed, began = StepTimes(watch, settling=0), time.perf_counter()
     look = _LOOK_SECONDS
 
     def goes_on() -> bool:
@@ -152,12 +145,7 @@ def _time(
     while agree(not timed.seconds or goes_on()):
         waited = waited_seconds()
         taken = step()
-        timed.seconds.append(taken)
-        held_up = waited_seconds() - waited > HELD_UP * taken
-        graphs = watch.new_graphs()
-        timed.graphs += graphs
-        if not graphs and not held_up:
-            timed.clean.append(taken)
+        timed.add(taken, held_up=waited_seconds() - waited > HELD_UP * taken)
     return timed
 
 
@@ -170,11 +158,13 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, parallel:
     """
     num_workers, pin_memory = command.num_workers, command.pin_memory
     point = LoaderPoint(num_workers=num_workers, pin_memory=pin_memory)
+    # forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name
+    forks = num_workers and platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
     settings = {
         "num_workers": num_workers,
         "pin_memory": pin_memory,
         "persistent_workers": num_workers > 0,
-        "multiprocessing_context": _start_method(num_workers),
+        "multiprocessing_context": "fork" if forks else None,
     }
     try:
         with closing(_epochs(training_loader(task, command.batch_size, 0, parallel, **settings))) as batches:
@@ -215,12 +205,6 @@ def _epochs(loader: Iterable[object]) -> Generator[object, None, None]:
         for batch in loader:
             more = True
             yield batch
-
-
-def _start_method(num_workers: int) -> str | None:
-    """Forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name."""
-    forks = platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
-    return "fork" if num_workers and forks else None
 
 
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:

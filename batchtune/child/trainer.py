@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
-from batchtune.child.ranks._base import ALONE, Alone, Ranks
-from batchtune.child.ranks.shards import Shard, StreamShard, own_batches
+from batchtune.child.ranks._base import ALONE, Alone, Ranks, Shard, StreamShard, own_batches
 from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError

@@ -8,15 +8,7 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from batchtune.config.fields import Bytes, Count, Finite, NoSwitch, Positive, RunName, Seconds, Section, off_is_null

@@ -56,9 +56,10 @@ class HostMemory:
     def describe(self) -> tuple[str, int | None, int | None]:
         meminfo = proc_fields(MEMINFO)
         total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
-        cap, used = _cgroup_bytes("memory.max"), _cgroup_used_bytes()
+        cap, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
         if total and free and cap and used is not None and cap < total:  # a container's memory is its own
-            total, free = cap, min(free, max(0, cap - used))
+            used -= _cgroup_bytes("memory.stat", "inactive_file") or 0  # files that are dropped as soon as it is wanted
+            total, free = cap, min(free, max(0, cap - max(0, used)))
         return f"{_processor()} ({os.cpu_count()} cores)", total, free
 
     def default_limit(self, margin: float) -> int | None:
@@ -205,15 +206,6 @@ def _cgroup_bytes(file: str, field: str = "") -> int | None:
         return None
     found = re.search(rf"^{field} ?(\d+)$", text, re.MULTILINE)
     return int(found[1]) if found else None
-
-
-def _cgroup_used_bytes() -> int | None:
-    """What our cgroup uses without the files it keeps in memory though nobody has used them of late, as others count.
-
-    The kernel drops those (memory.stat's inactive_file) as soon as memory is wanted.
-    """
-    used, kept = _cgroup_bytes("memory.current"), _cgroup_bytes("memory.stat", "inactive_file") or 0
-    return None if used is None else max(0, used - kept)
 
 
 def _processor() -> str:

@@ -23,32 +23,14 @@ def _writable(value: str) -> str:
 
 
 Figure = Annotated[float | None, BeforeValidator(_finite)]
-
-
 Text = Annotated[str, AfterValidator(_writable)]
-
-
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
 Size = Annotated[int, Field(ge=1, lt=2**32)]
-
-
 Factor = Annotated[int, Field(ge=1, lt=2**31)]
-
-
 Rate = Annotated[float, Field(gt=0)]
-
-
 Length = Size | tuple[Size, ...]  # of an input; several where it has several, such as source and target
-
-
 LimitedBy = Literal["memory", "max", "dataset", "kernel_limit", "crash", "timeout", "user_error"]
-
-
 Value = bool | int | float | Text  # of an argument of the user's build_optimizer
-
-
 READING = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 

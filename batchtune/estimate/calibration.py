@@ -7,15 +7,21 @@ import json
 import os
 import statistics
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchtune.device.gpus import find_gpu
+from batchtune.device.nvml import look
 from batchtune.errors import UsageError
 from batchtune.estimate.memory.allocator import MIB
 from batchtune.estimate.memory.overheads import Offsets
 from batchtune.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from batchtune.processes.worker import Worker
+    from batchtune.protocol.commands import Opened
 
 _CALIBRATION, _FORMAT = "calibration.json", 2  # 1: without cuDNN's workspaces in the trace
 _MOST_OFFSETS = 16  # of each term; the oldest go first
@@ -24,6 +30,9 @@ _BELIEVED = {  # what lies outside was no measurement: somebody else used the GP
     "convolution_share": (-0.5, 2.0),
     "recurrent_share": (-0.5, 2.0),
 }
+SAME_BYTES = 16 << 20
+"""Free memory that differs by less before and after: nobody else came or went."""
+SETTLING_SECONDS = (0.0, 0.3, 1.0)
 
 
 def cache_folder() -> Path:
@@ -94,3 +103,52 @@ def _believed(entry: object) -> dict[str, list[float]]:
 def _is_believed(term: str, value: object) -> bool:
     low, high = _BELIEVED[term]
     return isinstance(value, int | float) and low <= value <= high  # which NaN is not
+
+
+class FreeMemory:
+    """Free memory of an accelerator before our first child, beside it and after the last; None where none tells.
+
+    Attributes:
+        after: bytes that are free once nothing of ours is there any more.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._beside_child = 0, 0  # free bytes before a child opened, and once it had trained
+        self.after: int | None = None
+
+    def look_beside_child(self) -> None:
+        """To be called when a child has trained and given its tensors back."""
+        opened = self._worker.opened
+        if opened is None or opened.nvml_uuid is None or opened.is_group:
+            return
+        seen, free = look(opened.nvml_uuid), opened.environment.device_memory_free_bytes
+        if seen and seen.free_bytes and free:
+            self._beside_child = free, seen.free_bytes
+
+    def look_after(self, first: Opened) -> None:
+        """To be called when all is done, with what the first child opened: closes the last, and keeps what was learnt.
+
+        Where nobody tells what is free, `after` is what was when the last child opened.
+        """
+        last = self._worker.opened
+        if last is None or first.device == "cpu" or first.is_group:
+            return
+        self._worker.close()
+        at_last, uuid = last.environment.device_memory_free_bytes, first.nvml_uuid
+        self.after = _settled_free_bytes(uuid, first) if uuid else at_last
+        opened, beside = self._beside_child
+        if self.after and opened and abs(opened - self.after) <= SAME_BYTES:
+            record(first.device_name, "context_bytes", opened - beside)
+
+
+def _settled_free_bytes(uuid: str, opened: Opened) -> int | None:
+    """Free memory once the driver has taken back what our last child had, which may take a moment."""
+    before, free = opened.environment.device_memory_free_bytes, None
+    for wait in SETTLING_SECONDS:
+        time.sleep(wait)
+        seen = look(uuid)
+        free = seen.free_bytes if seen else None
+        if free is None or before is None or before - free <= SAME_BYTES:
+            break
+    return free

@@ -11,17 +11,7 @@ from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import find_gpu
 from batchtune.device.nvml import gpus_here
 from batchtune.errors import BatchtuneError, UsageError
-from batchtune.estimate.commands import (
-    PROGRAM,
-    ExpectLengths,
-    ExpectMemory,
-    GpuFacts,
-    LengthEstimates,
-    LoadTracer,
-    Refusal,
-    ReplayLengths,
-    TaskEstimate,
-)
+from batchtune.estimate import commands
 from batchtune.estimate.tracers import facts_of
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
@@ -41,23 +31,23 @@ class LengthsPrior:
         observer: told why nothing is expected.
     """
 
-    def __init__(self, worker: Worker, command: ExpectLengths, observer: Observer) -> None:
+    def __init__(self, worker: Worker, command: commands.ExpectLengths, observer: Observer) -> None:
         self._worker, self._observer, self._left = worker, observer, _SECONDS_OF_LENGTHS
-        self._found: LengthEstimates | None = None
+        self._found: commands.LengthEstimates | None = None
         self._refused, self._replayed = "", dict[str, int | None]()
         self._asking = threading.Thread(target=self._ask, args=(command,), daemon=True)
         self._asking.start()
 
-    def _ask(self, command: ExpectLengths) -> None:
+    def _ask(self, command: commands.ExpectLengths) -> None:
         started = time.monotonic()
         try:
             found = self._worker.call(command, timeout=self._left)
         except Exception as error:  # noqa: BLE001 - whatever it is, the probe goes on without
-            found = Refusal(refused=_reason(error))
+            found = commands.Refusal(refused=_reason(error))
         self._left -= time.monotonic() - started
-        self._found, self._refused = (None, found.refused) if isinstance(found, Refusal) else (found, "")
+        self._found, self._refused = (None, found.refused) if isinstance(found, commands.Refusal) else (found, "")
 
-    def peaks(self) -> dict[Length, TaskEstimate]:
+    def peaks(self) -> dict[Length, commands.TaskEstimate]:
         """What to expect of each length; waits for the traces."""
         self._asking.join()
         if self._refused:
@@ -79,7 +69,7 @@ class LengthsPrior:
             sizes: by length, the longest first.
             capacity_bytes: of the traced storages.
         """
-        command = ReplayLengths(sizes=tuple(sizes.items()), capacity_bytes=capacity_bytes)
+        command = commands.ReplayLengths(sizes=tuple(sizes.items()), capacity_bytes=capacity_bytes)
         asked = command.model_dump_json()
         if asked not in self._replayed and self.replays and self._left > 0:
             started = time.monotonic()
@@ -107,7 +97,7 @@ class EstimatePrior:
 
     def __init__(self, task: str, device: str, observer: Observer) -> None:
         self._task, self._observer = task, observer
-        self._worker = Worker(None, LocalLauncher(program=PROGRAM))
+        self._worker = Worker(None, LocalLauncher(program=commands.PROGRAM))
         self._starting: threading.Thread | None = None
         self._left = TRACE_SECONDS  # for all precisions together: a probe works without them
         self._lengths: LengthsPrior | None = None
@@ -121,7 +111,9 @@ class EstimatePrior:
     def __exit__(self, *_: object) -> None:
         self._worker.close()
 
-    def look(self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float) -> TaskEstimate | None:
+    def look(
+        self, opened: Opened, precision: str, accumulation_steps: int, *, timeout: float
+    ) -> commands.TaskEstimate | None:
         """What to expect of the device that the probe's child has opened; None where no trace tells.
 
         Args:
@@ -141,7 +133,7 @@ class EstimatePrior:
                 self._starting.join(left)
                 if self._starting.is_alive():
                     raise WorkerDied("timeout", "still loading")
-            command = ExpectMemory(
+            command = commands.ExpectMemory(
                 task=self._task,
                 precision=precision,
                 accumulation_steps=accumulation_steps,
@@ -153,9 +145,9 @@ class EstimatePrior:
             )
             found = self._worker.call(command, timeout=left - (time.monotonic() - started))
         except BatchtuneError as error:
-            found = Refusal(refused=_reason(error))
+            found = commands.Refusal(refused=_reason(error))
         self._left -= time.monotonic() - started
-        if isinstance(found, Refusal):
+        if isinstance(found, commands.Refusal):
             self._observer.note(f"no estimate to start from: {found.refused}")
             return None
         self._observer.note(f"estimate: about {found.expected:,} samples fit at {precision}")
@@ -165,7 +157,7 @@ class EstimatePrior:
         self, opened: Opened, precision: str, accumulation_steps: int, lengths: AskedLengths
     ) -> LengthsPrior:
         """Begins to trace all lengths that were asked for, once `look` has an answer; the others are its arguments."""
-        command = ExpectLengths(
+        command = commands.ExpectLengths(
             task=self._task,
             precision=precision,
             accumulation_steps=accumulation_steps,
@@ -180,13 +172,13 @@ class EstimatePrior:
 
     def _start(self) -> None:
         try:
-            self._worker.call(LoadTracer(), timeout=TRACE_SECONDS)
+            self._worker.call(commands.LoadTracer(), timeout=TRACE_SECONDS)
         except Exception:  # noqa: BLE001 - whatever it is, `look` meets it again and tells it
             self._worker.close()
 
 
-def _gpu(device_name: str) -> GpuFacts:
+def _gpu(device_name: str) -> commands.GpuFacts:
     try:
         return facts_of(find_gpu(device_name))
     except UsageError:
-        return GpuFacts()
+        return commands.GpuFacts()

@@ -77,7 +77,8 @@ def run_estimate(
         raise UsageError("--lengths: not with --inference, which takes no steps over them")
     path = spec_of(task)
     nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=path, sha256=file_hash(path)))
-    chosen = choose_gpus(gpus)
+    named = (gpu for name in gpus for gpu in gpus_called(name))
+    chosen = list(all_gpus() if "all" in gpus else dict.fromkeys(named))
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
     question = EstimateMemory(
@@ -118,17 +119,6 @@ def too_large(rows: Sequence[Estimate], *, may_shard: bool = True) -> str:
     where = f"any of {gpus} GPUs; {roomiest.gpu}" if gpus > 1 else roomiest.gpu
     why = "; ".join(shortage(roomiest.needed_bytes, roomiest.remedies, may_shard=may_shard))
     return f"nothing fits on {where} at {roomiest.precision}: {why}"
-
-
-def choose_gpus(names: Sequence[str]) -> list[Gpu]:
-    """The catalogue's rows for names, each once: H100 is all that are called so, `all` is every row.
-
-    Raises:
-        UsageError: a name that the catalogue lacks.
-    """
-    if "all" in names:
-        return list(all_gpus())
-    return list(dict.fromkeys(gpu for name in names for gpu in gpus_called(name)))
 
 
 def estimate_task(
@@ -222,6 +212,7 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
     if answer.refusal is not None:
         return known.model_copy(update={"confidence": "refused", "notes": [answer.refusal.refused]})
     row, remedies = answer.rows[gpu.name], answer.remedies.get(gpu.name, [])
+    emulated = precision in _NOT_IN_HARDWARE and (gpu.compute_capability or (_AMPERE,))[0] < _AMPERE
     samples = row.max_batch_size * min(question.accumulation_steps, 2)  # as many micro-batches as were traced
     per_length = [_of_length(gpu, precision, each, question) for each in row.lengths]
     speed, watts = samples_per_second(gpu, precision, samples, row.work), gpu.board_power_watts
@@ -236,7 +227,7 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
                 *row.notes,
                 *_notes(gpu, row, question.memory_limit),
                 *shortage(row.needed_bytes, remedies, may_shard=_may_shard(question)),
-                *([_NOT_IN_HARDWARE[precision]] if _is_emulated(gpu, precision) else []),
+                *([_NOT_IN_HARDWARE[precision]] if emulated else []),
                 *([_ROOFLINE] if speed is not None else []),
             ],
         }
@@ -252,11 +243,6 @@ def _of_length(gpu: Gpu, precision: str, row: LengthRow, question: EstimateMemor
 def _may_shard(question: EstimateMemory) -> bool:
     """Whether more ranks that share the model were not asked about yet, and could be."""
     return question.world_size == 1 and not question.inference
-
-
-def _is_emulated(gpu: Gpu, precision: str) -> bool:
-    capability = gpu.compute_capability
-    return precision in _NOT_IN_HARDWARE and capability is not None and capability[0] < _AMPERE
 
 
 def _notes(gpu: Gpu, row: Row, limit: int | None) -> list[str]:

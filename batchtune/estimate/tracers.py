@@ -14,14 +14,7 @@ from batchtune.device.gpus import Gpu
 from batchtune.document import MemoryDetail, Remedy
 from batchtune.errors import RunInterrupted
 from batchtune.estimate.calibration import offsets_of
-from batchtune.estimate.commands import (
-    PROGRAM,
-    EstimateMemory,
-    GpuFacts,
-    Refusal,
-    Row,
-    Traced,
-)
+from batchtune.estimate.commands import PROGRAM, EstimateMemory, GpuFacts, Refusal, Row, Traced
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from batchtune.protocol.data import LengthsSeen
-from batchtune.vocabulary import Length, order
+from batchtune.vocabulary import Length, dimensions, order, room_for
 
 _MOST_CHOSEN = 8  # lengths that `auto` cuts a training set by
 _MOST_GROUPS = 256  # of lengths that are told apart; more cost seconds and gain less than a percent
 _BATCH, _PADDED = 2**160, 2**40  # whole numbers, so that padding decides between equals, and rounding nothing
 
 BatchOf = Callable[[Length], float]
+_Group = tuple[Length, int]  # neighbouring lengths that are not told apart: the longest, and their samples
 _Cut = tuple[int, list[int]]  # what it costs, and before which groups it cuts; the last is the end
 
 
@@ -36,14 +37,6 @@ class Buckets:
     def gain(self) -> float:
         """How many times fewer batches there are than with one fixed batch size."""
         return self.batches_of_one_size / self.batches
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Neighbouring lengths that are not told apart."""
-
-    edge: Length
-    samples: int
 
 
 def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: BatchOf, at_most: int = 8) -> Buckets:
@@ -68,12 +61,11 @@ def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: B
     needs = _Needs(batch_of)
     groups = _grouped(counts, needs)
     edges = _cheapest(groups, needs, at_most)
-    whole = _longest([each.edge for each in groups])
-    samples = counts.total()
+    whole = room_for(*counts)
     return Buckets(
         edges=tuple(edge for edge, _ in edges),
         batches=sum(count / batch_of(edge) for edge, count in edges),
-        batches_of_one_size=samples / batch_of(whole),
+        batches_of_one_size=counts.total() / batch_of(whole),
         batches_without_waste=sum(count / batch_of(length) for length, count in counts.items()),
     )
 
@@ -104,32 +96,22 @@ class _Needs:
             if not batch > 0:
                 raise ValueError(f"the largest batch at length {edge} is {batch}; it must be above 0")
             samples, per = batch.as_integer_ratio()
-            self._known[edge] = _BATCH * per // samples + _PADDED * _total(edge)
+            self._known[edge] = _BATCH * per // samples + _PADDED * sum(dimensions(edge))
         return self._known[edge]
-
-
-def _total(length: Length) -> int:
-    return length if isinstance(length, int) else sum(length)
-
-
-def _longest(lengths: Iterable[Length]) -> Length:
-    """The smallest length that all of these are padded to."""
-    several = list(lengths)
-    if isinstance(several[0], int):
-        return max(length for length in several if isinstance(length, int))
-    return tuple(max(numbers) for numbers in zip(*(each for each in several if not isinstance(each, int)), strict=True))
 
 
 def _grouped(counts: Mapping[Length, int], needs: _Needs) -> list[_Group]:
     """All lengths in order; neighbours together where they are too many."""
-    ordered = sorted(counts, key=lambda length: (length if isinstance(length, int) else needs(length), _total(length)))
+    ordered = sorted(
+        counts, key=lambda length: (length if isinstance(length, int) else needs(length), sum(dimensions(length)))
+    )
     if len(ordered) <= _MOST_GROUPS:
-        return [_Group(length, counts[length]) for length in ordered]
+        return [(length, counts[length]) for length in ordered]
     so_far = list(accumulate(needs(length) * counts[length] for length in ordered))
     members: dict[int, list[Length]] = {}
     for length, needed in zip(ordered, so_far, strict=True):
         members.setdefault(min(needed * _MOST_GROUPS // so_far[-1], _MOST_GROUPS - 1), []).append(length)
-    return [_Group(_longest(each), sum(counts[length] for length in each)) for each in members.values()]
+    return [(room_for(*each), sum(counts[length] for length in each)) for each in members.values()]
 
 
 def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[tuple[Length, int]]:
@@ -158,7 +140,7 @@ def _with_one_more(best: dict[int, _Cut], price: list[int], end: int) -> _Cut:
 
 def _buckets_that_end(groups: list[_Group], end: int) -> Iterable[tuple[Length, int]]:
     """Edge and samples of the buckets of the last one, two, … groups before `end`."""
-    edge, samples = groups[end - 1].edge, 0
-    for group in reversed(groups[:end]):
-        edge, samples = _longest((edge, group.edge)), samples + group.samples
+    edge, samples = groups[end - 1][0], 0
+    for longest, count in reversed(groups[:end]):
+        edge, samples = room_for(edge, longest), samples + count
         yield edge, samples

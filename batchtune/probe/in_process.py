@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 from batchtune.child.evaluate import without_gradients
 from batchtune.config.probe import Bounds
-from batchtune.device._base import DeviceMemory
+from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
 from batchtune.device.memory import open_device
-from batchtune.device.peaks import PeakTracker
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
 from batchtune.observer import Observer

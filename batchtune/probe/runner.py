@@ -10,19 +10,7 @@ from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ProbeResult
 from batchtune.errors import NothingFitsError, UserCodeError
 from batchtune.observer import Observer
-from batchtune.probe.final_check import (
-    RISES,
-    Check,
-    below_by_luck,
-    larger_with_room,
-    leaks_all,
-    leaks_soon,
-    size_below,
-    size_with_room,
-    steps_to_verify,
-    tells_room,
-    timed_out_twice,
-)
+from batchtune.probe import final_check
 from batchtune.probe.frontier import LengthsAhead
 from batchtune.probe.lengths import LengthSearch
 from batchtune.probe.memory_model import PeakEstimate
@@ -120,16 +108,16 @@ class Probe:
         found, options = self._found, self._options
         size, failed = self._first_size(), None
         while not self._verify_at(size):
-            silent = timed_out_twice(found.checks, options)
+            silent = final_check.timed_out_twice(found.checks, options)
             if silent is not None:
                 raise silent
-            smaller = size_below(found.checks, options, found.limit, self.attempts)
-            if smaller is None or leaks_all(found.checks[-1], found.limit):
+            smaller = final_check.size_below(found.checks, options, found.limit, self.attempts)
+            if smaller is None or final_check.leaks_all(found.checks[-1], found.limit):
                 raise found.nothing_fits()
             failed, size = size, smaller
-        if leaks_soon(self.attempts[-1], found.limit):
+        if final_check.leaks_soon(self.attempts[-1], found.limit):
             self._observer.note("no larger size is looked for: memory grows with every step")
-        elif failed is None or (found.opened.device == "cpu" and tells_room(found.checks, found.limit)):
+        elif failed is None or (found.opened.device == "cpu" and final_check.tells_room(found.checks, found.limit)):
             self._look_above()
         elif any(each.by_luck for each in found.checks):
             self._leave_to_luck(size)
@@ -148,22 +136,24 @@ class Probe:
         if found.opened.device != "cpu" or found.limit is None:
             return largest
         searched = next(each for each in reversed(self.attempts) if each.batch_size == largest)
-        steps, below = steps_to_verify(self.attempts, options), [largest]
-        for rise in RISES:
-            size = size_with_room(searched, self.attempts, found.limit, options, rise)
+        steps, below = final_check.steps_to_verify(self.attempts, options), [largest]
+        for rise in final_check.RISES:
+            size = final_check.size_with_room(searched, self.attempts, found.limit, options, rise)
             if size >= largest:
                 return largest
             self._observer.attempting(size, "as long as the final check, since peaks may rise")
             tried = self._tries.attempt(size, steps, verify=False)
             if tried.fits:
-                return min(largest, size_with_room(tried, self.attempts, found.limit, options))
-            below.append(size_below([Check(tried, steps)], options, found.limit, self.attempts) or size)
+                return min(largest, final_check.size_with_room(tried, self.attempts, found.limit, options))
+            below.append(
+                final_check.size_below([final_check.Check(tried, steps)], options, found.limit, self.attempts) or size
+            )
         return min(below)
 
     def _leave_to_luck(self, size: int) -> None:
         """Where the batches that happened to come ended a check, goes some way below the size that passed, too."""
         self._tries.careful = True
-        while (smaller := below_by_luck(size, self._options)) < size and not self._verify_at(smaller):
+        while (smaller := final_check.below_by_luck(size, self._options)) < size and not self._verify_at(smaller):
             size = smaller
 
     def _look_above(self) -> None:
@@ -171,7 +161,7 @@ class Probe:
         found = self._found
         assert found.verified is not None  # noqa: S101 - _verify sees to it
         if found.opened.device == "cpu":
-            while larger := larger_with_room(found.verified, self.attempts, found.limit, self._options):
+            while larger := final_check.larger_with_room(found.verified, self.attempts, found.limit, self._options):
                 self._verify_at(larger)
             return
         least = max(self._options.tolerance / 2, _NOTICED) * (found.limit or 0)
@@ -184,7 +174,7 @@ class Probe:
             self._verify_at(choice.batch_size)
 
     def _verify_at(self, size: int) -> bool:
-        steps = steps_to_verify(self.attempts, self._options)
+        steps = final_check.steps_to_verify(self.attempts, self._options)
         what = "forward passes" if self._found.opened.is_for_inference else "steps, evaluation, saving"
         self._observer.attempting(size, f"final check in a fresh process: {steps} {what}")
         attempt = self._tries.attempt(size, steps, verify=True)

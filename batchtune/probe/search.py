@@ -192,7 +192,7 @@ def _next_inside(
         size = _roundest(high - gap, max(high - gap, (low + high) // 2))
         return size, f"fit or not, {size} ends the search"
     fine, between = gap < FINE * low, f"between {low} and {high}"
-    if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % _power_up_to(width) == 0:
+    if fine and width <= LAST * low / 4 ** _neighbours(attempts, gap) and low % (1 << (width.bit_length() - 1)) == 0:
         return low + gap, f"{between}, where {low} is the roundest"
     unexpected = any(a.batch_size == high and a.outcome != "oom" for a in attempts)
     if unexpected or not guesses:
@@ -210,10 +210,6 @@ def _neighbours(attempts: Sequence[Attempt], gap: int) -> int:
     """How many fits lie next to each other: so often memory did not end at the first, round as it was."""
     fits = {attempt.batch_size for attempt in attempts if attempt.fits}
     return sum(size + gap in fits for size in fits)
-
-
-def _power_up_to(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
 
 
 def _roundest(least: int, most: int) -> int:

@@ -11,7 +11,7 @@ from batchtune.config.probe import ProbeOptions
 from batchtune.device.sharing import sharing_warnings
 from batchtune.document import Failure, InputPipeline, ProbeResult, TaskInfo
 from batchtune.errors import BatchtuneError, DeviceError, NothingFitsError, RunInterrupted, UserCodeError
-from batchtune.estimate.free_memory import FreeMemory
+from batchtune.estimate.calibration import FreeMemory
 from batchtune.estimate.prior import EstimatePrior
 from batchtune.observer import Observer
 from batchtune.probe.runner import Probe

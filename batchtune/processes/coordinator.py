@@ -21,9 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from batchtune.errors import DeviceError
-from batchtune.processes.group_answers import failed, merge, told
 from batchtune.processes.local import describe_exit, entry, kill_sessions_below
-from batchtune.processes.ranks import GroupSettings
+from batchtune.processes.ranks import GroupSettings, failed, merge, told
 from batchtune.processes.torchrun import RendezvousStore
 from batchtune.protocol.commands import Rejoin, Renew
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, watched

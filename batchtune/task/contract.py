@@ -141,7 +141,7 @@ class Task(TaskOptimizers):
                 "make a new model each time, for example copy.deepcopy(model)"
             )
         self._latest_model = weakref.ref(model)
-        if not _is_hugging_face(model):
+        if all(base.__name__ != "PreTrainedModel" for base in inspect.getmro(type(model))):  # which has its loss
             self._need("compute_loss", "train_step")
         return model
 
@@ -238,10 +238,6 @@ def _switch(model: object, *, on: bool) -> Callable[[], object] | None:
         return None
     names = [f"{kind}_checkpointing_{'enable' if on else 'disable'}" for kind in ("activation", "gradient")]
     return next((getattr(model, name) for name in names if hasattr(model, name)), None)
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return any(base.__name__ == "PreTrainedModel" for base in inspect.getmro(type(model)))
 
 
 def _only(found: object, kind: type) -> str:

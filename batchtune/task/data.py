@@ -15,14 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from batchtune.errors import UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
-from batchtune.task.adapting.adapted import Adapted
-from batchtune.task.samples import (
-    LOOK_SECONDS,
-    find_largest,
-    in_random_order,
-    longest_by_column,
-    tensor_bytes,
-)
+from batchtune.task.adapting import Adapted
+from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are

@@ -26,16 +26,7 @@ from batchtune.protocol.commands import Opened
 from batchtune.result import Result, load_result
 from batchtune.run_folder import RunFolder
 from batchtune.task.spec import file_hash
-from batchtune.tune.findings import (
-    bound_warnings,
-    device_warnings,
-    goal_warnings,
-    probe_warnings,
-    search_warnings,
-    straggler_warnings,
-    target_warnings,
-    uneven_warnings,
-)
+from batchtune.tune import findings
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.units import counted, duration
 
@@ -172,16 +163,16 @@ class Progress:
     ) -> list[str]:
         """All that a reader of a study must know besides its numbers."""
         opened, study = self.opened, self.study
-        of_device = device_warnings(opened.environment if opened else None, probe)
+        of_device = findings.device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
             return of_device
-        found = goal_warnings(self._config.objective) + bound_warnings(self._config, recommended)
+        found = findings.goal_warnings(self._config.objective) + findings.bound_warnings(self._config, recommended)
         sets_target = trials if self._config.objective.target == "auto" else []
-        found += target_warnings(study.target, sets_target) if study else []
-        found += uneven_warnings(trials, recommended) + straggler_warnings(trials)
+        found += findings.target_warnings(study.target, sets_target) if study else []
+        found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
         if study and status == "complete":
-            found += search_warnings(trials, study.parts.budget.enough())
-        return found + of_device + probe_warnings(self._config, self.probe, self.prior, opened.device)
+            found += findings.search_warnings(trials, study.parts.budget.enough())
+        return found + of_device + findings.probe_warnings(self._config, self.probe, self.prior, opened.device)
 
 
 class Recorder(Forwarder):

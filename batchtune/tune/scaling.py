@@ -158,23 +158,8 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
 
 def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
     """The recommendation, which ran, on the one rank that it ran on."""
-    micro, accumulation = found.micro_batch_size, found.gradient_accumulation_steps
-    assert found.time_to_target_seconds is not None  # noqa: S101 - the caller looked
-    return ScalingPoint(
-        world_size=1,
-        global_batch_size=found.global_batch_size,
-        micro_batch_size=micro,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=found.learning_rate,
-        precision=found.precision,
-        optimizer_arguments=found.optimizer_arguments,
-        gradient_clipping=found.gradient_clipping,
-        activation_checkpointing=found.activation_checkpointing,
-        step_seconds=step.seconds(micro, accumulation, 1),
-        time_to_target_seconds=found.time_to_target_seconds,
-        energy_to_target_joules=found.energy_to_target_joules,
-        is_estimate=False,
-    )
+    seconds = step.seconds(found.micro_batch_size, found.gradient_accumulation_steps, 1)
+    return ScalingPoint.model_validate(dict(found) | {"world_size": 1, "step_seconds": seconds, "is_estimate": False})
 
 
 def _devices(config: Config, opened: Opened) -> int:

@@ -13,7 +13,7 @@ FLOORS = (
     ("protocol", "errors", "observer", "units"),
     ("config", "device", "lengths"),
     ("processes", "report.view", "tune.optuna_parts", "tune.verdict"),
-    ("report", "processes.ray"),
+    ("report",),
     ("result",),
     ("run_folder", "task.adapting"),
     ("session", "task.lightning", "task.transformers"),
@@ -111,7 +111,7 @@ def test_torch_and_optuna_are_imported_only_where_they_belong(path):
 
 
 PURE = [
-    *("probe/search.py", "probe/final_check.py", "probe/findings.py", "lengths/buckets.py", "sampling/steps.py"),
+    *("probe/search.py", "probe/final_check.py", "probe/findings.py", "lengths/buckets.py", "sampling/sampler.py"),
     *("tune/verdict/recommend.py", "tune/verdict/scores.py", "tune/findings.py", "tune/plan/prior.py"),
     "processes/pool.py",
 ]

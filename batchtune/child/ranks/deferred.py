@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.errors import UserCodeError
-from batchtune.task.fakes import modules_of_fakes
-from batchtune.task.state import random_numbers
+from batchtune.task.state import modules_of_fakes, random_numbers
 
 Fill: TypeAlias = Callable[[nn.Module], None]
 """Gives a module, and what is in it, its weights, buffers and other tensors."""

@@ -27,7 +27,7 @@ _SMALL_KERNEL = 4  # a side
 _NARROW = 64  # channels
 
 
-def _format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+def layout_of(tensor: Tensor, weight: Tensor) -> torch.memory_format:
     """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
     found: torch.memory_format = suggest_memory_format(tensor)
     return found if found != torch.contiguous_format else suggest_memory_format(weight)
@@ -41,7 +41,7 @@ def _in_two_dimensions(tensor: Tensor) -> Tensor:
 def _by_torchs_depthwise(tensor: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> bool:
     """use_cudnn_depthwise is false: torch's own kernel. fp16, where cuDNN may be chosen, is taken to go there too."""
     depthwise = not transposed and groups > 1 and tensor.shape[1] == groups and tensor.dim() == _IMAGE
-    return depthwise and _format(tensor, weight) == torch.contiguous_format
+    return depthwise and layout_of(tensor, weight) == torch.contiguous_format
 
 
 def _forward(args: Arguments) -> Steps:
@@ -53,7 +53,7 @@ def _forward(args: Arguments) -> Steps:
     tensor, weight = _in_two_dimensions(tensor), _in_two_dimensions(weight)
     if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
         return ((*line, *contiguous(tensor, weight), RESULTS),)
-    layout = _format(tensor, weight)
+    layout = layout_of(tensor, weight)
     copied = contiguous(tensor, memory_format=layout)
     weights = contiguous(weight, memory_format=layout)
     workspace = _Workspace(tensor, weight, result, stride, layout, groups, transposed=transposed)
@@ -76,7 +76,7 @@ def _backward(args: Arguments) -> Steps:
     wanted = tuple(place for place in (_INPUT, _WEIGHT) if mask[place])
     if _by_torchs_depthwise(tensor, weight, groups, transposed=transposed):
         return ((*line, (*contiguous(gradient, tensor, weight), *reversed(wanted)), *sums),)
-    layout = _format(tensor, weight)
+    layout = layout_of(tensor, weight)
     before = contiguous(tensor, memory_format=layout) if mask[_WEIGHT] else ()
     converted = suggest_memory_format(gradient) != layout
     copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
@@ -137,15 +137,13 @@ class _Workspace:
         is_pointwise = kernel == max(stride) == 1
         self._is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
         shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
-        self._copies = self._forward = sum(map(self._copied, filter(self._is_odd, shapes) if is_last else shapes))
+        odd = [each for each in shapes if each[1] * self._element % _CHANNELS_BYTES]
+        self._copies = self._forward = sum(map(self._copied, odd if is_last else shapes))
         if channels * self._element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or self._element == FLOAT):
             self._forward = self._copies if transposed else 0  # there are kernels for images of few channels
         elif self._element == FLOAT and channels <= _NARROW and not (is_last or transposed):
             self._forward -= self._copied(result)  # which is written where it belongs
         self._sums = FLOAT * image.shape[0] * weight.numel()
-
-    def _is_odd(self, shape: Sequence[int]) -> bool:
-        return shape[1] * self._element % _CHANNELS_BYTES != 0
 
     def _copied(self, shape: Sequence[int]) -> int:
         """Bytes of a copy whose channels are as many as matrix units take."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 
 from batchtune.estimate.memory.allocator import round_up
@@ -79,12 +78,6 @@ def _group_norm_backward(args: Arguments) -> Steps:
     return (RESULTS, (by_channel, by_channel, *((by_group, by_group, *scale) if mask[0] else ())))
 
 
-def _softmax_backward(args: Arguments) -> Steps:
-    """softmax_backward_cuda_out in SoftMax.cu: `grad * output` is handed to host_softmax_backward."""
-    output: Tensor = args[1]
-    return (RESULTS, (copy_of(output), *contiguous(output)))
-
-
 def _flash(args: Arguments) -> Steps:
     """mha_fwd in flash_attn/flash_api.cpp: dropout's random state replaces one that was there before."""
     dropout = args[3] if len(args) > 3 else 0.0  # noqa: PLR2004 - query, key, value, dropout_p
@@ -147,7 +140,8 @@ LAYERS: dict[OpOverload, Callable[[Arguments], Steps]] = {
     aten._softmax.default: lambda args: (RESULTS, contiguous(args[0])),  # noqa: SLF001
     aten._log_softmax.default: lambda args: (RESULTS, contiguous(args[0])),  # noqa: SLF001
     aten._log_softmax_backward_data.default: lambda args: (RESULTS, contiguous(*args[:2])),  # noqa: SLF001
-    aten._softmax_backward_data.default: _softmax_backward,  # noqa: SLF001
+    # softmax_backward_cuda_out in SoftMax.cu: `grad * output` is handed to host_softmax_backward
+    aten._softmax_backward_data.default: lambda args: (RESULTS, (copy_of(args[1]), *contiguous(args[1]))),  # noqa: SLF001
     aten._scaled_dot_product_flash_attention.default: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,  # noqa: SLF001
     # _efficient_attention_forward in attention.cu: seed and offset of dropout are made on the CPU

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from batchtune.estimate.memory.allocator import round_up
 from batchtune.estimate.memory.convolutions import CONVOLUTIONS
-from batchtune.estimate.memory.events import FLOAT, LONG, RESULTS, Arguments, Block, Gpu, Steps, bytes_of
+from batchtune.estimate.memory.events import FLOAT, LONG, RESULTS, Arguments, Block, Steps, bytes_of
 from batchtune.estimate.memory.layers import LAYERS
 from batchtune.estimate.memory.reductions import REDUCTIONS, contiguous, copy_of
 
@@ -73,10 +73,7 @@ def _embedding_backward(args: Arguments) -> Steps:
     def cut(count: int) -> int:
         return count // _ROWS_PER_THREAD + min(count, weights)
 
-    partial: Steps = (
-        sorting(lambda count: cut(count) * size),
-        sorting(lambda count: cut(count) * width * FLOAT),
-    )
+    partial: Steps = (sorting(lambda count: cut(count) * size), sorting(lambda count: cut(count) * width * FLOAT))
     return ((*before, RESULTS, ids, one, unique, segments, segments, scan, one, *partial),)
 
 
@@ -94,14 +91,8 @@ def _sorted_indices(args: Arguments) -> Steps:
     replaced = math.prod(tensor.shape[side] for side, index in enumerate(args[1]) if index is not None)
     first: Steps = ((each, bytes_of(count * LONG, outlives=True)),)  # a remainder, and its product
     others: Steps = ((each, each),) * (len(indices) - 1)
-    return (
-        (*first, *others, *contiguous(args[2]), each, each, each, (Block(_sorted_by_bits, (count, replaced)),)),
-        RESULTS,
-    )
-
-
-def _sorted_by_bits(_: Gpu, count: int, replaced: int) -> int:
-    return _radix_sort(count, LONG, max(1, replaced.bit_length()))
+    by_bits = Block(lambda _, items, most: _radix_sort(items, LONG, max(1, most.bit_length())), (count, replaced))
+    return ((*first, *others, *contiguous(args[2]), each, each, each, (by_bits,)), RESULTS)
 
 
 def _cumulative(args: Arguments) -> Steps:
@@ -120,11 +111,6 @@ def _rolled(args: Arguments) -> Steps:
     """roll_common in TensorTransformations.h: one dimension after the other."""
     shifts = args[1] if isinstance(args[1], list | tuple) else [args[1]]
     return ((copy_of(args[0]),) * (len(shifts) - 1) + (RESULTS,),)
-
-
-def _ctc(args: Arguments) -> Steps:
-    """ctc_loss_gpu_template in LossCTC.cu: places and lengths of each sample's targets, then alphas, then losses."""
-    return ((*_ctc_lengths(args[0]), 1, 0),)
 
 
 def _ctc_backward(args: Arguments) -> Steps:
@@ -184,7 +170,8 @@ _INSIDE: dict[OpOverload, Callable[[Arguments], Steps]] = {
     aten._index_put_impl_.default: _sorted_indices,
     aten.cumsum.default: _cumulative,
     aten.roll.default: _rolled,
-    aten._ctc_loss.default: _ctc,  # noqa: SLF001
+    # ctc_loss_gpu_template in LossCTC.cu: places and lengths of each sample's targets, then alphas, then losses
+    aten._ctc_loss.default: lambda args: ((*_ctc_lengths(args[0]), 1, 0),),  # noqa: SLF001
     aten._ctc_loss_backward.default: _ctc_backward,  # noqa: SLF001
     aten.native_dropout.default: lambda _: (1, 0),  # native_dropout_cuda in Dropout.cu makes the mask first
 }

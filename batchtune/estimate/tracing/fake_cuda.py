@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kernel
 
 from batchtune.errors import DeviceError
+from batchtune.estimate.memory.convolutions import layout_of
 from batchtune.estimate.memory.events import Assumption
 from batchtune.estimate.tracing.kernels import cuda_attention, cuda_kernels
 from batchtune.estimate.tracing.without_data import place_outside_torch
-from batchtune.task.fakes import apply_to_fakes
+from batchtune.task.state import apply_to_fakes
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _DEVICE_TYPES = 22  # c10::COMPILE_TIME_MAX_DEVICE_TYPES
@@ -173,7 +173,7 @@ def _replaced() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "empty_cache", lambda: None),
         (subclasses, "FakeTensor", _NobodysTensor),  # by which libraries ask whether they are being compiled
-        (torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),  # noqa: SLF001
+        (torch._C, "_conv_determine_backend_memory_format", lambda image, weight, _: layout_of(image, weight)),  # noqa: SLF001
         (torch.backends.cudnn, "is_acceptable", lambda _: False),
         (torch.backends.cudnn, "version", lambda: None),
         (nn.Module, "_apply", apply_to_fakes),
@@ -202,12 +202,6 @@ def _deep_copied(tensor: Tensor, copies: dict[int, object]) -> Tensor:
 
 class _NobodysTensor(Tensor):
     """A class of which no tensor is."""
-
-
-def _format_of_convolution(tensor: Tensor, weight: Tensor, _: object) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format in ConvUtils.h: channels last where either is."""
-    found: torch.memory_format = suggest_memory_format(tensor)
-    return found if found != torch.contiguous_format else suggest_memory_format(weight)
 
 
 def _run_fallback_kernel(

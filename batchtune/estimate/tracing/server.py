@@ -9,23 +9,10 @@ from collections.abc import Callable
 from functools import cache
 
 from batchtune.child.server import Child, serve
-from batchtune.estimate.commands import (
-    EstimateMemory,
-    ExpectLengths,
-    ExpectMemory,
-    LengthEstimates,
-    LoadTracer,
-    Refusal,
-    Replayed,
-    ReplayLengths,
-    Row,
-    TaskEstimate,
-    Traced,
-)
+from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
-from batchtune.estimate.tracing.answers import detail, expectation, row_of, with_lengths
-from batchtune.estimate.tracing.lengths import TRACED_SHARE, FailsIn, TracedLengths, expected_of_lengths
+from batchtune.estimate.tracing import answers
 from batchtune.lengths.buckets import lengths_of
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand, Channel
@@ -45,7 +32,7 @@ def warm_up() -> None:
     gc.enable()
 
 
-def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced | Refusal:
+def answer(asked: commands.EstimateMemory, progress: Callable[[float], None]) -> commands.Traced | commands.Refusal:
     """Traces a task once and finds the largest batch on each GPU, of each length where lengths are asked for.
 
     Args:
@@ -61,10 +48,10 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
         tracer = Tracer(asked)
         lengths = lengths_of(tracer.lengths) if tracer.lengths else []
         deadline = started + asked.seconds * _TRACING_SHARE
-        traced = TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
+        traced = answers.TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
         notes = [*tracer.notes, *tracer.padding(), *traced.notes]
         is_aligned, searches_on = not traced.notes, cache(traced.searches_on)
-        rows: list[Row] = []
+        rows: list[commands.Row] = []
         for gpu in asked.gpus:
             sure = confidence(
                 tracer.ops,
@@ -77,20 +64,20 @@ def answer(asked: EstimateMemory, progress: Callable[[float], None]) -> Traced |
             facts = gpu.memory_bytes, gpu.generation, gpu.vendor
             capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
             searches, mixture = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
-            row = row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()])
-            rows.append(with_lengths(row, mixture, capacity) if lengths else row)
-            progress(TRACED_SHARE + (1 - TRACED_SHARE) * len(rows) / len(asked.gpus))
+            row = answers.row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()])
+            rows.append(answers.with_lengths(row, mixture, capacity) if lengths else row)
+            progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
         largest = max((row.max_batch_size for row in rows), default=0)
         has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
-        details = [detail(traced.mixture.longest, largest or 1, asked.precision)]
-        return Traced(gpus=rows, details=details, has_softmax=has_softmax)
+        details = [answers.detail(traced.mixture.longest, largest or 1, asked.precision)]
+        return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
     except StepFailedError as failed:
-        return Refusal(refused=str(failed), frames=failed.frames)
+        return commands.Refusal(refused=str(failed), frames=failed.frames)
     except CannotTraceError as refusal:
-        return Refusal(refused=str(refusal))
+        return commands.Refusal(refused=str(refusal))
 
 
-def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:
+def estimate_for_probe(asked: commands.ExpectMemory) -> commands.TaskEstimate | commands.Refusal:
     """What a probe of one device may expect."""
     warm_up()
     from batchtune.estimate.tracing.trace import Tracer
@@ -100,14 +87,16 @@ def estimate_for_probe(asked: ExpectMemory) -> TaskEstimate | Refusal:
         tracer = Tracer(asked)
         step = fit(tracer.trace)
     except (CannotTraceError, StepFailedError) as refusal:
-        return Refusal(refused=str(refusal))
+        return commands.Refusal(refused=str(refusal))
     if not isinstance(step, FittedStep):
-        return Refusal(refused=step.reason)
+        return commands.Refusal(refused=step.reason)
     assumed = bool(tracer.notes) or bool(custom_operators(tracer.ops))
-    return expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
+    return answers.expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
 
 
-def estimates_of_lengths(asked: ExpectLengths) -> tuple[LengthEstimates, FailsIn] | Refusal:
+def estimates_of_lengths(
+    asked: commands.ExpectLengths,
+) -> tuple[commands.LengthEstimates, answers.FailsIn] | commands.Refusal:
     """What a probe of one device may expect of each length, and what replays batches of all."""
     warm_up()
     from batchtune.estimate.tracing.trace import Tracer
@@ -116,31 +105,31 @@ def estimates_of_lengths(asked: ExpectLengths) -> tuple[LengthEstimates, FailsIn
     try:
         tracer = Tracer(asked)
         lengths = lengths_of(tracer.lengths)[::-1] if tracer.lengths else []
-        return expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
+        return answers.expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
     except (CannotTraceError, StepFailedError) as refusal:
-        return Refusal(refused=str(refusal))
+        return commands.Refusal(refused=str(refusal))
 
 
 class TracingChild(Child):
     """A child that never opens a device."""
 
-    _fails_in: FailsIn | None = None  # of the lengths that were last asked about
+    _fails_in: answers.FailsIn | None = None  # of the lengths that were last asked about
 
     def answer(self, command: AnyCommand) -> object:
         match command:
-            case LoadTracer():
+            case commands.LoadTracer():
                 warm_up()
                 return Done()
-            case EstimateMemory():
+            case commands.EstimateMemory():
                 return answer(command, lambda share: self._channel.send(alive=True, share=share))
-            case ExpectMemory():
+            case commands.ExpectMemory():
                 return estimate_for_probe(command)
-            case ExpectLengths():
+            case commands.ExpectLengths():
                 found = estimates_of_lengths(command)
-                answered, self._fails_in = (found, None) if isinstance(found, Refusal) else found
+                answered, self._fails_in = (found, None) if isinstance(found, commands.Refusal) else found
                 return answered
-            case ReplayLengths() if self._fails_in is not None:
-                return Replayed(fails_in=self._fails_in(dict(command.sizes), command.capacity_bytes))
+            case commands.ReplayLengths() if self._fails_in is not None:
+                return commands.Replayed(fails_in=self._fails_in(dict(command.sizes), command.capacity_bytes))
         return super().answer(command)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from batchtune.document import Document, LengthBatch, OptimizerSettings, ProbeResult, Recommendation
+from batchtune.document import Document, LengthBatch, OptimizerSettings, Recommendation
 from batchtune.errors import UsageError
 
 Values = dict[str, object]
@@ -36,6 +36,7 @@ def to_train_with(result: Document) -> Recommendation | None:
     steps = probe.gradient_accumulation_steps or 1
     group = probe.data_parallel
     ranks = group.world_size if group else 1
+    lengths = () if probe.lacks_length_check else probe.lengths
     return Recommendation(
         micro_batch_size=probe.max_batch_size,
         gradient_accumulation_steps=steps,
@@ -44,12 +45,8 @@ def to_train_with(result: Document) -> Recommendation | None:
         global_batch_size=probe.max_batch_size * steps * ranks,
         precision=probe.precision,
         reason="the largest batch that trains" if is_checked(result) else UNCHECKED,
-        length_batches=() if probe.lacks_length_check else _length_batches(probe),
+        length_batches=tuple(LengthBatch(length=each.length, samples=each.max_batch_size) for each in lengths),
     )
-
-
-def _length_batches(probe: ProbeResult) -> tuple[LengthBatch, ...]:
-    return tuple(LengthBatch(length=point.length, samples=point.max_batch_size) for point in probe.lengths)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,7 @@ from torch.optim import Optimizer
 
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
-from batchtune.task.adapting.adapted import (
-    FromLoader,
-    LoaderParts,
-    highest_rate,
-    nominal_rate,
-    real_copy,
-    set_learning_rate,
-)
+from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, nominal_rate, real_copy, set_learning_rate
 from batchtune.task.lightning.data import (
     LightningData,
     called,

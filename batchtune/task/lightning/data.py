@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from batchtune.errors import UsageError
-from batchtune.task.adapting.adapted import Adapted, LoaderParts, loader_parts, require_no_arguments, resized
+from batchtune.task.adapting import Adapted, LoaderParts, loader_parts, require_no_arguments, resized
 from batchtune.task.lightning.trainer import LightningModule, SchedulerConfig, TrainerView
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from batchtune.errors import UsageError
-from batchtune.task.adapting.adapted import Adapted, real_copy
+from batchtune.task.adapting import Adapted, real_copy
 
 _KINDS = {  # the auto classes of transformers, in whose lists a model's class is looked for in this order
     "IMAGE_CLASSIFICATION": "class",

@@ -48,7 +48,7 @@ def open_pool(config: Config, observer: Observer, attempts: Iterable[Mapping[str
         settings = settings.but(memory_limit=known)
     if config.executor == "local":
         return WorkerPool(settings, config.workers, observer, config.ranks)
-    from batchtune.processes.ray.pool import RayPool  # Ray is an extra
+    from batchtune.processes.ray_pool import RayPool  # Ray is an extra
 
     return RayPool(settings, config.workers, observer, config.ray, config.ranks)
 

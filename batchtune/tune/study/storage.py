@@ -146,7 +146,9 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
     """
     if storage is None:
         journal = folder / "study.log"
-        _mend_journal(journal)
+        for lock in folder.glob(f"{journal.name}.lock*"):  # of a dead process: the folder's own says that nobody has it
+            lock.unlink()
+        cut_to_whole_lines(journal)  # a kill may have cut its last line off
         try:
             return Journal(journal)
         except (ValueError, RecursionError):
@@ -192,10 +194,3 @@ def _proxy(url: str) -> BaseStorage:
         proxy = optuna.storages.GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _GRPC_PORT)
     proxy.wait_server_ready(READY_SECONDS)
     return proxy
-
-
-def _mend_journal(journal: Path) -> None:
-    """Takes away what a kill left behind: a last line cut off in the middle, and the lock of a dead process."""
-    for lock in journal.parent.glob(f"{journal.name}.lock*"):  # the run folder's own lock says that nobody has it
-        lock.unlink()
-    cut_to_whole_lines(journal)

@@ -17,7 +17,7 @@ from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import MeasureNoiseScale, RunRangeTest
 from batchtune.protocol.messages import RunSpec
-from batchtune.task.adapting.adapted import loader_parts, resized, set_learning_rate
+from batchtune.task.adapting import loader_parts, resized, set_learning_rate
 from batchtune.task.load import current_settings
 
 SPELLINGS = [

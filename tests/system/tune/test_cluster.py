@@ -45,14 +45,14 @@ GPUS = {"GPU": 2.0, "CPU": 8.0}
 
 
 def asked(device="auto", cluster=GPUS, **keys):
-    from batchtune.processes.ray.pool import resources_of
+    from batchtune.processes.ray_pool import resources_of
 
     return resources_of(RayCluster(**keys), device, cluster)
 
 
 @needs_ray
 def test_a_cluster_that_starts_here_is_not_given_the_storage_with_its_password(monkeypatch):
-    from batchtune.processes.ray import pool
+    from batchtune.processes import ray_pool as pool
 
     seen = []
     monkeypatch.setenv("BATCHTUNE_STORAGE", "postgresql://you:secret@host/studies")
@@ -91,7 +91,7 @@ class TestWhatIsAskedFor:
             asked("cuda:1")
 
     def test_there_is_room_for_as_many_as_every_node_can_take(self):
-        from batchtune.processes.ray.actor import room_for
+        from batchtune.processes.ray_actor import room_for
 
         nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 64.0}]
         assert room_for(asked(), nodes) == 3
@@ -105,7 +105,7 @@ class TestAnActorThatRayHasStartedAgain:
     """It stands where the one with the child stood, and has none."""
 
     def test_says_that_the_node_is_lost(self, monkeypatch):
-        from batchtune.processes.ray import actor as actors
+        from batchtune.processes import ray_actor as actors
         from batchtune.processes.worker import NodeLost
 
         asked = actors.ChildlessError("Ray has started it again elsewhere")
@@ -288,7 +288,7 @@ class TestRanksOnACluster:
     """Where they are, and what each is told."""
 
     def test_they_are_told_what_torchrun_would_tell_them(self):
-        from batchtune.processes.ray.groups import Seat, variables_of
+        from batchtune.processes.ray_groups import Seat, variables_of
 
         here, there = (Seat("here", "10.0.0.1", 7000, (gpu,)) for gpu in "31"), Seat("there", "10.0.0.2", 8000, ("0",))
         first, second = here
@@ -302,7 +302,7 @@ class TestRanksOnACluster:
         }
 
     def test_a_group_is_on_one_node_where_one_has_room_for_it(self):
-        from batchtune.processes.ray.groups import groups_for, placement_of
+        from batchtune.processes.ray_groups import groups_for, placement_of
 
         nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}]
         assert (placement_of(asked(), 2, nodes), groups_for(asked(), 2, nodes)) == ("STRICT_PACK", 3)

@@ -17,10 +17,10 @@ from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
 from batchtune.child.timing import time_steps
 from batchtune.child.trainer import NonFiniteLossError, Trainer
+from batchtune.device._base import PeakTracker
 from batchtune.device.host_memory import HostMemory
-from batchtune.device.peaks import PeakTracker
 from batchtune.protocol.commands import TimeSteps, TryBatchSize, TryLengths
-from batchtune.task.adapting.adapted import Adapted
+from batchtune.task.adapting import Adapted
 
 WIDTH = 256
 SAMPLE_BYTES = WIDTH * 4

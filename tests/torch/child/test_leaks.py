@@ -4,8 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from batchtune.device._base import Peaks
-from batchtune.device.peaks import PeakTracker
+from batchtune.device._base import Peaks, PeakTracker
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ import torch
 from fixtures.training import FakeDevice, linear_task
 from torch import nn
 
-from batchtune.child.ranks.pace import own_seconds, straggler
+from batchtune.child.ranks.parallel import own_seconds, straggler
 from batchtune.child.trainer import Trainer
 
 SLEEP_SECONDS = 0.02

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from batchtune.child.ranks._base import ALONE
-from batchtune.child.ranks.shards import every_nth
+from batchtune.child.ranks._base import ALONE, every_nth
 from batchtune.child.trainer import TrainingBatches
 
 SAMPLES, MICRO, RANKS = 67, 4, 3

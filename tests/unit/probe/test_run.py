@@ -13,7 +13,7 @@ from batchtune.config.ranks import OF_LAUNCHERS
 from batchtune.device.sharing import Sharing
 from batchtune.document import Attempt, LoaderPoint, TaskInfo, ThroughputPoint
 from batchtune.errors import DeviceError, NothingFitsError, RunInterrupted, UsageError, UserCodeError
-from batchtune.estimate import free_memory
+from batchtune.estimate import calibration
 from batchtune.observer import Observer
 from batchtune.probe import run, session
 from batchtune.protocol.commands import OpenTask
@@ -106,7 +106,7 @@ class NoForesight:
 @pytest.fixture
 def recorded(monkeypatch):
     recorded = []
-    monkeypatch.setattr(free_memory, "record", lambda *what: recorded.append(what))
+    monkeypatch.setattr(calibration, "record", lambda *what: recorded.append(what))
     return recorded
 
 
@@ -116,8 +116,8 @@ def probed(monkeypatch, recorded):
         gpu = ScriptedGpu(outcome, precisions)
         monkeypatch.setattr(session, "EstimatePrior", NoForesight)
         monkeypatch.setattr(run, "Worker", lambda *_: gpu)
-        monkeypatch.setattr(free_memory, "look", lambda _uuid: Sharing(gpu.free))
-        monkeypatch.setattr(free_memory, "SETTLING_SECONDS", (0.0,))
+        monkeypatch.setattr(calibration, "look", lambda _uuid: Sharing(gpu.free))
+        monkeypatch.setattr(calibration, "SETTLING_SECONDS", (0.0,))
         settings = OpenTask(task=__file__, device="cuda")
         return run.run_probe(settings, ProbeOptions(**options), name="x", observer=Observer(), folder=folder)
 
@@ -235,7 +235,7 @@ class TestContexts:
         assert recorded == [("NVIDIA H200", "context_bytes", CONTEXT)]
 
     def test_what_somebody_else_took_meanwhile_is_not(self, probed, recorded, monkeypatch):
-        monkeypatch.setattr(free_memory, "SAME_BYTES", -1)
+        monkeypatch.setattr(calibration, "SAME_BYTES", -1)
         probed(fits)
         assert recorded == []
 

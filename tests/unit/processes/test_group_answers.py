@@ -2,7 +2,7 @@
 
 from fakes import opened
 
-from batchtune.processes.group_answers import failed, merge
+from batchtune.processes.ranks import failed, merge
 from batchtune.protocol.commands import OpenTask, TimeSteps, TryBatchSize
 
 OPEN = OpenTask(task="model.py")

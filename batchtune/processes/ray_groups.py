@@ -18,7 +18,7 @@ from batchtune.errors import DeviceError
 from batchtune.observer import Observer
 from batchtune.processes.local import Process
 from batchtune.processes.ranks import RankLauncher
-from batchtune.processes.ray.actor import CALLS_AT_ONCE, LISTENING_SECONDS, Actor, Host, asked_of, in_a_line, room_for
+from batchtune.processes.ray_actor import CALLS_AT_ONCE, LISTENING_SECONDS, Actor, Host, asked_of, in_a_line, room_for
 from batchtune.processes.torchrun import Follower, Leader
 from batchtune.processes.worker import NodeLost
 from batchtune.protocol.messages import Json

@@ -18,8 +18,8 @@ from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import without_secrets
 from batchtune.processes.pool import WorkerPool
-from batchtune.processes.ray.actor import Actor, wait_for
-from batchtune.processes.ray.groups import Group, alive, groups_for, placement_of
+from batchtune.processes.ray_actor import Actor, wait_for
+from batchtune.processes.ray_groups import Group, alive, groups_for, placement_of
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened, OpenTask
 from batchtune.protocol.messages import Json

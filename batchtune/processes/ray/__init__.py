@@ -1,1 +1,0 @@
-"""Workers on a Ray cluster."""
