@@ -232,8 +232,10 @@ def rate_belief(
 
     A range test of this size counts: the rate at which the loss was least lies a little below the edge of stability,
     and half of it is close to the best for SGD, a third for the Adam family. Where there is none, there is the
-    baseline's only, which is more often too low than too high, since a rate that is too high is noticed. For other
-    optimizers there is no such rule, and the belief is wide.
+    baseline's only, which is more often too low than too high, since a rate that is too high is noticed. A test that
+    met no edge is weighed with that for the Adam family, whose steps do not grow with the gradient: what is a good rate
+    differs less between tasks than SGD's, which goes by the curvature. For other optimizers there is no such rule, and
+    the belief is wide.
 
     Returns:
         The rate, the standard deviation in decades, and the sentence why.
@@ -251,8 +253,13 @@ def rate_belief(
     why += f" and training {came}; {part} of that"
     if not known:
         return lowest * share, _UNKNOWN_SPREAD, f"{why}, with little known about {optimizer}"
+    why = f"{why} is the usual best of {optimizer}"
     spread = _MEASURED_RATE_SPREAD if edge else _OPEN_EDGE_SPREAD
-    return lowest * share, spread, f"{why} is the usual best of {optimizer}"
+    if edge or optimizer == "SGD":
+        return lowest * share, spread, why
+    weight = _BASELINE_SPREAD**2 / (_BASELINE_SPREAD**2 + spread**2)  # of the test, as two normal beliefs multiply
+    rate = (lowest * share) ** weight * (2 * baseline_rate) ** (1 - weight)
+    return rate, spread * math.sqrt(weight), f"{why}; weighed with twice today's {baseline_rate:g}, as no edge was met"
 
 
 def surface_prior(

@@ -131,6 +131,14 @@ def test_the_adam_family_has_a_rule_of_its_own_and_others_none():
     assert "little known about Shampoo" in other.learning_rate_reason
 
 
+def test_a_test_without_an_edge_is_weighed_with_todays_rate_for_the_adam_family_only():
+    met, adam = (prepared(Answers(edge=edge), facts={"optimizer": "AdamW"}) for edge in (1.0, None))
+    assert 2e-3 < adam.learning_rate < met.learning_rate / 2
+    assert met.learning_rate_decades < adam.learning_rate_decades < 0.6  # two beliefs are surer than either
+    assert "weighed with twice today's 0.001, as no edge was met" in adam.learning_rate_reason
+    assert prepared(Answers(edge=None)).learning_rate == prepared(Answers(edge=1.0)).learning_rate  # of SGD
+
+
 def test_an_edge_beyond_the_rates_searched_is_a_weaker_hint():
     found = prepared(Answers(edge=None))
     assert "was stable up to 1;" in found.learning_rate_reason
