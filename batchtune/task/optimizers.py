@@ -61,6 +61,11 @@ class Optimizers(Sequence[Optimizer]):
         """What they train."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group of parameters."""
+        return [float(group["lr"]) for group in self.param_groups if group.get("lr") is not None]
+
     def settings(self) -> OptimizerSettings:
         """What they are made with, as far as plain values say so; of several optimizers, what none has otherwise."""
         groups = [
@@ -182,23 +187,35 @@ class TaskOptimizers(TaskLengths):
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
 
-    def look_at_schedule(self, optimizers: Optimizers) -> tuple[str | None, list[str]]:
+    def look_at_schedule(self, model: nn.Module, optimizers: Optimizers) -> tuple[str | None, list[str]]:
         """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.
 
         That is where the schedule is over long before training is, as one is that was written for epochs.
+
+        Raises:
+            UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is.
         """
-        schedulers, after = self.schedulers(optimizers, _SOME_STEPS), None
+        unscheduled = optimizers.rates
+        schedulers = self.schedulers(optimizers, _SOME_STEPS)
         classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
         names = " + ".join(dict.fromkeys(classes))
-        if self.adapted is None and not any(isinstance(each, _COMING_BACK) for each in schedulers):
-            with contextlib.suppress(Exception):  # whatever a scheduler of the user's needs beside its optimizer
-                after = _spent_after(schedulers, optimizers, _SOME_STEPS // 2)
+        if self.adapted is not None or not schedulers:
+            return names or None, []
+        others = self.optimizers(model, 2e-3)
+        depends = others.rates != unscheduled
+        rates, at_others = _scheduled(schedulers, optimizers), _scheduled(self.schedulers(others, _SOME_STEPS), others)
+        if depends and rates == at_others and rates:
+            raise UserCodeError(
+                f"{self.where}: build_scheduler sets learning rates of its own ({names}), whatever build_optimizer was "
+                "given: take them from the optimizer, as in max_lr=optimizer.param_groups[0]['lr']"
+            )
+        after = None if any(isinstance(each, _COMING_BACK) for each in schedulers) else _spent_after(rates)
         text = f"{names} takes the learning rate below a hundredth within {after} of {_SOME_STEPS:,} optimizer steps"
         told = (
             f"{text}; if it counts epochs, multiply by {STEPS_PER_EPOCH}: schedules are stepped after each optimizer "
             f"step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
         )
-        return names or None, [] if after is None else [told]
+        return names, [] if after is None else [told]
 
     def _steps_per_epoch(self, samples_per_step: int) -> int:
         """Optimizer steps until the training set has been gone through, 1 at least."""
@@ -216,17 +233,26 @@ class TaskOptimizers(TaskLengths):
         return not manual and not any(needs_closure(each) for each in optimizers)
 
 
-def _spent_after(schedulers: Sequence[Any], optimizers: Optimizers, steps: int) -> int | None:
-    """After how many of so many steps the learning rate has come down to a hundredth of its highest; None: not yet."""
-    rates = [max((group["lr"] for each in optimizers for group in each.param_groups), default=0.0)]
-    with warnings.catch_warnings():
+def _scheduled(schedulers: Sequence[Any], optimizers: Optimizers) -> list[list[float]]:
+    """All groups' learning rates before each of the first steps; none where a scheduler needs more than its step()."""
+    rates = [optimizers.rates]
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")  # of schedulers that are stepped without their optimizers
-        while schedulers and len(rates) <= steps:
+        while len(rates) <= _SOME_STEPS // 2:
             for each in schedulers:
                 each.step()
-            rates.append(max(group["lr"] for each in optimizers for group in each.param_groups))
-            if rates[-1] < _SPENT * max(rates):
-                return len(rates) - 1
+            rates.append(optimizers.rates)
+        return rates
+    return []
+
+
+def _spent_after(rates: Sequence[Sequence[float]]) -> int | None:
+    """After how many steps the learning rate has come down to a hundredth of its highest; None: not in these."""
+    highest = 0.0
+    for step, each in enumerate(map(max, rates)):
+        highest = max(highest, each)
+        if each < _SPENT * highest:
+            return step
     return None
 
 

@@ -141,8 +141,8 @@ def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path)
         ("StepLR(optimizer, steps_per_epoch)", None),
         ("CosineAnnealingLR(optimizer, total_steps)", None),
         ("CosineAnnealingWarmRestarts(optimizer, 100)", None),
-        ("CyclicLR(optimizer, 1e-5, 1e-2, 100)", None),
-        ("OneCycleLR(optimizer, 0.1, total_steps)", None),
+        ("CyclicLR(optimizer, 1e-5, optimizer.param_groups[0]['lr'], 100)", None),
+        ("OneCycleLR(optimizer, optimizer.param_groups[0]['lr'], total_steps)", None),
         ("LambdaLR(optimizer, lambda step: min(1, step / 400))", None),
         ("SequentialLR(optimizer, [ConstantLR(optimizer), LinearLR(optimizer, 1, 0, total_steps)], [9])", None),
     ],
@@ -160,6 +160,18 @@ def test_a_schedule_that_was_written_for_epochs_is_told(done, opening, tmp_path,
         f"{made.partition('(')[0]} takes the learning rate below a hundredth within {within} of 1,000 optimizer steps"
     ]
     assert [note.partition(";")[0] for note in notes] == (told if within else [])
+
+
+@pytest.mark.parametrize("made", ["CyclicLR(optimizer, 1e-5, 1e-2, 100)", "OneCycleLR(optimizer, 0.1, total_steps)"])
+def test_a_schedule_of_learning_rates_of_its_own_is_refused_before_the_study(done, opening, tmp_path, made):
+    with (tmp_path / "model.py").open("a") as task:
+        task.write(
+            f"from torch.optim.lr_scheduler import *\ndef build_scheduler(optimizer, total_steps): return {made}\n"
+            "def train_dataset(): return [1, 2]\ndef evaluate(model): return 1.0\n"
+        )
+    told = rf"sets learning rates of its own \({made.partition('(')[0]}\), .*max_lr=optimizer.param_groups\[0\]\['lr'\]"
+    with pytest.raises(UserCodeError, match=told):
+        Child(None).open(opening.but(purpose="tune"))
 
 
 @pytest.mark.parametrize("more", ["def train_loader(batch_size): return []", "sample_length = len"])
