@@ -83,11 +83,11 @@ class Objective(Section):
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
         if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|\bdice|iou\b|reward)(?!.*loss)",
+            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|\bdice|iou\b|reward|\breturn|exact)(?!.*loss)",
             self.metric.lower(),
         ):
             raise ValueError(
-                f"{self.metric!r} looks like one to maximize; say so with 'goal: maximize' (or minimize, or --target)"
+                f"{self.metric!r} looks like one to maximize: write objective.goal=maximize (or minimize, or --target)"
             )
         if self.kind == "best_metric" and self.target != "auto":
             raise ValueError("best_metric has no target; leave it out, or use kind: time_to_target")

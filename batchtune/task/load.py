@@ -157,6 +157,10 @@ def _suggest(module: ModuleType, spec: str) -> None:
     known = {each.__name__: kind for each in own if (kind := _library_type(each))}
     if known:
         name, kind = next(iter(known.items()))
+        if kind == "Trainer":
+            raise UserCodeError(
+                f"{spec}: no build_model(); name the function that returns your {name}: {spec}:FUNCTION"
+            )
         raise UserCodeError(f"{spec}: no build_model(), but {name} is a {kind}; name it: {spec}:{name}")
 
 

@@ -88,11 +88,11 @@ def trained_by(step: Callable[..., object]) -> list[Stateful]:
     found: dict[int, Stateful] = {}
     seen: set[int] = set()
 
-    def look(value: object, depth: int) -> None:
+    def look(value: Any, depth: int) -> None:
         if id(value) in seen or depth > _DEEPEST:
             return
         seen.add(id(value))
-        if isinstance(value, _KINDS):
+        if isinstance(value, _KINDS) or type(value).__module__ == "accelerate.scheduler":  # a wrapper of one
             found[id(value)] = value
             return
         for each in _inside(value, is_step=depth == 0):

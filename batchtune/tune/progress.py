@@ -38,6 +38,7 @@ class Progress:
     """What is known so far; each attribute is None until it is.
 
     Attributes:
+        began: by `time.perf_counter`, when this start first looked at the task.
         earlier: what an earlier start came to.
         opened: the task on its device.
         identity: what must not change while the study goes on.
@@ -48,8 +49,8 @@ class Progress:
         scaling: what several ranks would make of the recommendation.
     """
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self._config, self.folder = config, folder
+    def __init__(self, config: Config, folder: RunFolder, began: float) -> None:
+        self._config, self.folder, self.began = config, folder, began
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
         self.earlier: Result | None = None
         self.opened: Opened | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -33,8 +34,9 @@ def configure_and_run(
     """What `run_tune` finds by the configuration that `configure` makes; the same in all processes of torchrun."""
 
     def work() -> Result:
+        began = time.perf_counter()  # reading what the user trains with today may take a while, too
         config = configure(given, options, observer, save_config)
-        return run_tune(config, fresh=fresh, observer=observer, root=root, warm_start=warm_start)
+        return run_tune(config, fresh=fresh, observer=observer, root=root, warm_start=warm_start, began=began)
 
     return of_first_rank(work)
 
@@ -46,8 +48,11 @@ def run_tune(
     observer: Observer,
     root: Path = ROOT,
     warm_start: str | os.PathLike[str] | None = None,
+    began: float | None = None,
 ) -> Result:
     """Runs or resumes the study of a configuration; a new one starts where the run `warm_start` ended.
+
+    `budget.total` counts from `began` (`time.perf_counter`) on, if given.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
@@ -55,7 +60,7 @@ def run_tune(
     require_executor(config.executor)
     known = None if warm_start is None else read_warm_start(os.fspath(warm_start), config, root)  # --fresh may clear it
     folder = RunFolder(config.name, root)
-    progress = Progress(config, folder)
+    progress = Progress(config, folder, time.perf_counter() if began is None else began)
     folder.open()
     try:
         if fresh:

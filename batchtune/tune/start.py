@@ -25,13 +25,12 @@ def run_study(
     Raises:
         BatchtuneError: it cannot go on; `progress` has what was found until then.
     """
-    began = time.perf_counter()
     with open_pool(config, observer, progress.folder.attempts()) as pool:
         progress.opened = opened = open_task(pool.first, config)
         progress.identity = identity_of(config) | {"the device": opened.device_name}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was
         grow(pool, opened, observer)
-        opening_seconds = time.perf_counter() - began
+        opening_seconds = time.perf_counter() - progress.began
         if progress.earlier is None and config.budget.given_total is not None:
             schedule = opened.optimizer_settings.scheduler is not None
             told = outlook_at_start(config, len(pool), opening_seconds, has_schedule=schedule)

@@ -328,6 +328,13 @@ class TestWhatAStepTrains:
         assert batchtune.find_batch_size(steps[way], **SEARCH, **named) == 8
         assert_close(self.state(trained), before)
 
+    def test_so_has_a_schedule_that_accelerate_has_prepared(self, trained):
+        scheduler = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(trained[2])
+        step = self.step_of((*trained[:2], scheduler, trained[3]))
+        before = self.state(trained)
+        assert batchtune.find_batch_size(step, **SEARCH) == 8
+        assert_close(self.state(trained), before)
+
     def test_unless_it_is_not_to_be(self, trained):
         before = trained[0].out.weight.clone()
         batchtune.find_batch_size(self.step_of(trained), **SEARCH, restore=None)

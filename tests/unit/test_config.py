@@ -117,7 +117,7 @@ def test_a_task_is_all_that_must_be_given():
         ({"device": "GPU 0"}, "'GPU 0' names no device; use auto, cpu, cuda, cuda:0 or mps"),
         ({"name": "../escape"}, "cannot name a run folder"),
         ({"name": "a" * 101}, "cannot name a run folder"),
-        ({"objective": {"metric": "val_accuracy"}}, "say so with 'goal: maximize'"),
+        ({"objective": {"metric": "val_accuracy"}}, "write objective.goal=maximize"),
         ({"objective": {"target": float("nan")}}, "finite"),
         ({"objective": {"metric": ""}}, "at least 1 character"),
         ({"seed": -1}, "greater than or equal to 0"),

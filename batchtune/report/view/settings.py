@@ -195,7 +195,7 @@ def pytorch(result: Document) -> str:
             call = f"torch.nn.utils.clip_grad_{name}_(model.parameters(), {bound!r})"
             lines.append(f"clip_gradients = lambda: {call}  # call it before optimizer.step()")
     if found.total_steps is not None:
-        lines.append(f"total_steps = {found.total_steps}  # the horizon of the learning rate's schedule")
+        lines.append(f"total_steps = {found.total_steps}  # what its schedule was made for")
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
     if found.precision in types:
         lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")

@@ -293,6 +293,8 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
         return _ENDED.get(outcome, outcome)
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
+    if answer and not answer.fresh and each.fresh:
+        return "on fresh seeds, of which the recommended ran on none"  # a search's best run was lucky, too
     found, best = (answer.found, answer.interval) if answer else (None, None)
     gain = found and (found.speedup_over_baseline or found.energy_saving_over_baseline)
     if gain and each.found:

@@ -23,6 +23,7 @@ from batchtune.tune.verdict.scores import (
     ratio_interval,
     slowdown,
 )
+from batchtune.units import counted
 from batchtune.vocabulary import FAILED_FOR_GOOD, Goal, Kind
 
 LEVEL = 1.02  # closer than this nothing is a difference
@@ -231,19 +232,26 @@ def _tied(left: Sequence[float], right: Sequence[float]) -> bool:
 def _unconfirmed(
     trials: Sequence[Trial], groups: Mapping[Configuration, Sequence[Trial]], scoring: Scoring
 ) -> Recommendation | None:
-    """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that."""
-    known = [trial for trial in trials if trial.role != "confirm" and scoring.of(trial) is not None]
-    runs = [trial for trial in known if not scoring.refused(groups.get(config_of(trial), ()))]
-    if not runs:
+    """The best configuration of search or baseline that fresh seeds have not refuted, said to be just that.
+
+    Its figures are those of its fresh seeds where it has run on any.
+    """
+    known: dict[Configuration, list[Trial]] = {}
+    for trial in trials:
+        if scoring.of(trial) is not None and not scoring.refused(groups.get(config_of(trial), ())):
+            known.setdefault(config_of(trial), []).append(trial)
+    if not known:
         return None
-    best = min(runs, key=scoring.worth)
-    group = [trial for trial in runs if config_of(trial) == config_of(best)]
-    values = [value for trial in group if (value := scoring.of(trial)) is not None]
-    count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
-    count += ", and what you run today" if best.role == "baseline" else ""
-    needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None
-    found = _of(group, values, scoring, f"{count}, not confirmed on fresh seeds")
-    return found.model_copy(update={"seeds_to_confirm": needed})
+    runs = min(known.values(), key=lambda group: statistics.median(map(scoring.worth, group)))
+    fresh = [trial for trial in runs if trial.tells_of_fresh_seed]
+    values = [value for trial in fresh or runs if (value := scoring.of(trial)) is not None]
+    count = sum(map(len, known.values()))
+    reason = f"best of {count} single runs" if count > 1 else "the only run that came to a result"
+    reason += ", and what you run today" if any(trial.role == "baseline" for trial in runs) else ""
+    so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
+    reason += f", not confirmed{so_far}"
+    needed = FEWEST_SEEDS if any(trial.role == "search" for group in known.values() for trial in group) else None
+    return _of(fresh or runs, values, scoring, reason).model_copy(update={"seeds_to_confirm": needed})
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], scoring: Scoring, reason: str) -> Recommendation:

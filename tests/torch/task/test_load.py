@@ -79,6 +79,10 @@ class TestWhatIsNotThere:
         )
         assert text.endswith("my_task.py: no build_model(), but MyLit is a LightningModule; name it: my_task.py:MyLit")
 
+    def test_of_a_trainers_class_the_function_that_makes_one_is_asked_for(self, message):
+        text = message("Base = type('Trainer', (), {'__module__': 'transformers.trainer'})\nclass Mine(Base): ...\n")
+        assert text.endswith("no build_model(); name the function that returns your Mine: my_task.py:FUNCTION")
+
     @pytest.mark.parametrize("line", ["from my_task import GPT", "import my_task.layers"])
     def test_a_module_that_the_tasks_own_file_hides_is_told(self, message, line):
         assert message(line).endswith(

@@ -71,6 +71,18 @@ def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_i
     }
 
 
+def test_a_single_run_that_is_recommended_is_not_compared_with_fresh_seeds(result_of):
+    runs = study(
+        (64, "search", 1.4), (32, "baseline", 3.0), (256, "search", 0.4), (256, "confirm", 2.2), answer=0, today=1
+    )
+    del runs["baseline"]
+    rows = rows_of(result_of("tune", **runs))[1]
+    assert [(row["batch"], row["why"]) for row in rows[:2]] == [
+        ("64", "recommended, not confirmed on fresh seeds"),
+        ("256", "on fresh seeds, of which the recommended ran on none"),
+    ]
+
+
 def test_what_runs_today_is_as_much_slower_as_the_headline_says(result_of):
     gain = {"median": 2.0, "low": 1.4, "high": 9.0, "at_least": True}
     runs = study((32, "baseline", 10.0), (64, "confirm", 10.0), (32, "confirm", 10.0))

@@ -62,6 +62,21 @@ def test_a_contender_without_a_result_puts_none_aside_that_had_time_for_fewer_se
     assert "no other configuration" not in found.reason
 
 
+def test_without_the_baseline_on_fresh_seeds_figures_are_of_those_that_there_are():
+    trials = [
+        trial(0, "baseline", 64, 1e-3, 2.21),
+        trial(1, "search", 512, 1e-2, 0.68),
+        trial(2, "search", 256, 1e-2, 0.44),
+        trial(3, "search", 512, 5e-2, 1.4),
+        trial(4, "confirm", 512, 1e-2, 2.19),
+        trial(5, "confirm", 256, 1e-2, 2.16),
+    ]
+    found, _ = recommend(trials, kind="time_to_target", goal="minimize")
+    assert (found.global_batch_size, found.time_to_target_seconds.median) == (256, 2.16)
+    assert found.reason == "best of 6 single runs, not confirmed: 1 fresh seed so far"
+    assert found.seeds_to_confirm == 3
+
+
 class TestNoise:
     """A candidate that seems faster, by runs too noisy to say so."""
 

@@ -1,10 +1,13 @@
 """A whole run of `tune`: what its document holds once all is done, and how one ends that is interrupted."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from batchtune.errors import NothingFitsError, RunInterrupted, UsageError
+from batchtune.observer import Observer
+from batchtune.tune import run
 from batchtune.tune.run import run_and_save
 
 
@@ -25,6 +28,14 @@ class Stopped:
 
     def save_if_possible(self, status, _error):
         self.statuses.append(status)
+
+
+def test_the_budget_counts_from_before_a_child_looks_at_what_the_task_trains_with_today(monkeypatch, tmp_path):
+    looked = []
+    monkeypatch.setattr(run, "configure", lambda *_: looked.append(time.perf_counter()))
+    monkeypatch.setattr(run, "run_tune", lambda *_, began, **__: began)
+    given = {"fresh": False, "observer": Observer(), "root": tmp_path, "warm_start": None}
+    assert run.configure_and_run("model.py", {}, None, **given) < looked[0]
 
 
 @pytest.mark.parametrize(
