@@ -83,7 +83,7 @@ class Objective(Section):
     @model_validator(mode="after")
     def _goal_is_clear(self) -> Self:
         if "goal" not in self.model_fields_set and re.search(
-            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|\bdice|iou\b|reward|\breturn|exact)(?!.*loss)",
+            r"acc|f1|auc|score|bleu|recall|map\b|(rouge|precision|psnr|ssim|(\b|_)(dice|return|exact)|iou\b|reward)(?!.*loss)",
             self.metric.lower(),
         ):
             raise ValueError(
@@ -101,7 +101,8 @@ class Budget(Section):
         default=60.0, description="Training time of the longest single run; on fresh seeds up to twice as much."
     )
     total: Seconds = Field(
-        default=600.0, description="Wall-clock time of the whole study from its probe on, restarts added up."
+        default=600.0,
+        description="Wall-clock time of the whole study from the first look at its task on, restarts added up.",
     )
     trials: Count = Field(default=64, description="The most runs of the search.")
 

@@ -156,7 +156,7 @@ def _suggest(module: ModuleType, spec: str) -> None:
     own = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
     known = {each.__name__: kind for each in own if (kind := _library_type(each))}
     if known:
-        name, kind = next(iter(known.items()))
+        name, kind = min(known.items(), key=lambda each: each[1] == "Trainer")  # which needs arguments
         if kind == "Trainer":
             raise UserCodeError(
                 f"{spec}: no build_model(); name the function that returns your {name}: {spec}:FUNCTION"

@@ -23,6 +23,7 @@ STEPS_PER_EPOCH = "steps_per_epoch"
 _SOME_STEPS = 1000  # of a schedule that is only looked at
 _COMING_BACK = (CosineAnnealingWarmRestarts, CyclicLR)
 _SPENT = 0.01  # of the highest learning rate
+_ANOTHER_RATE = 1e-4  # than that of the optimizers whose schedule is looked at, and below what one may be cut to
 _PLAIN = (bool, int, float, str)
 _OF_TORCH = {"lr", "foreach", "fused", "capturable", "differentiable"}  # how it computes, not what
 
@@ -195,16 +196,13 @@ class TaskOptimizers(TaskLengths):
         Raises:
             UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is.
         """
-        unscheduled = optimizers.rates
-        schedulers = self.schedulers(optimizers, _SOME_STEPS)
+        given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
         names = " + ".join(dict.fromkeys(classes))
         if self.adapted is not None or not schedulers:
             return names or None, []
-        others = self.optimizers(model, 2e-3)
-        depends = others.rates != unscheduled
-        rates, at_others = _scheduled(schedulers, optimizers), _scheduled(self.schedulers(others, _SOME_STEPS), others)
-        if depends and rates == at_others and rates:
+        rates = _scheduled(schedulers, optimizers)
+        if self._are_alike_at_another_rate(model, given, rates):
             raise UserCodeError(
                 f"{self.where}: build_scheduler sets learning rates of its own ({names}), whatever build_optimizer was "
                 "given: take them from the optimizer, as in max_lr=optimizer.param_groups[0]['lr']"
@@ -216,6 +214,16 @@ class TaskOptimizers(TaskLengths):
             f"step, and build_scheduler(optimizer, total_steps, {STEPS_PER_EPOCH}) is told an epoch's"
         )
         return names, [] if after is None else [told]
+
+    def _are_alike_at_another_rate(self, model: nn.Module, given: list[float], rates: list[list[float]]) -> bool:
+        """Whether optimizers of another learning rate are given the same by their schedule."""
+        if len(rates) < 2 or not any(map(any, rates)):  # noqa: PLR2004 - it cannot be stepped, or all are 0
+            return False
+        with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever cannot be built twice
+            warnings.simplefilter("ignore")
+            others = self.optimizers(model, _ANOTHER_RATE)
+            return others.rates != given and _scheduled(self.schedulers(others, _SOME_STEPS), others) == rates
+        return False
 
     def _steps_per_epoch(self, samples_per_step: int) -> int:
         """Optimizer steps until the training set has been gone through, 1 at least."""
@@ -234,22 +242,21 @@ class TaskOptimizers(TaskLengths):
 
 
 def _scheduled(schedulers: Sequence[Any], optimizers: Optimizers) -> list[list[float]]:
-    """All groups' learning rates before each of the first steps; none where a scheduler needs more than its step()."""
+    """All groups' learning rates before each of the first steps, as many as the schedulers' step() takes."""
     rates = [optimizers.rates]
-    with warnings.catch_warnings(), contextlib.suppress(Exception):
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever one needs, or its end
         warnings.simplefilter("ignore")  # of schedulers that are stepped without their optimizers
         while len(rates) <= _SOME_STEPS // 2:
             for each in schedulers:
                 each.step()
             rates.append(optimizers.rates)
-        return rates
-    return []
+    return rates
 
 
 def _spent_after(rates: Sequence[Sequence[float]]) -> int | None:
     """After how many steps the learning rate has come down to a hundredth of its highest; None: not in these."""
     highest = 0.0
-    for step, each in enumerate(map(max, rates)):
+    for step, each in enumerate(max(groups, default=0.0) for groups in rates):
         highest = max(highest, each)
         if each < _SPENT * highest:
             return step

@@ -312,7 +312,8 @@ def test_ranks_train_sizes_that_all_of_them_share():
 
 
 @pytest.mark.parametrize(
-    "metric", ["psnr", "val_ssim", "dice", "miou", "rougeL", "precision", "mean_reward", "acc_loss"]
+    "metric",
+    ["psnr", "val_ssim", "dice", "miou", "rougeL", "precision", "mean_reward", "acc_loss", "mean_return", "exact"],
 )
 def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
     with pytest.raises(ValueError, match="looks like one to maximize"):
@@ -321,7 +322,8 @@ def test_a_metric_that_looks_like_one_to_maximize_needs_its_goal(metric):
 
 
 @pytest.mark.parametrize(
-    "metric", ["val_loss", "dice_loss", "ssim_loss", "iou_loss", "indices_off", "previous_error", "perplexity"]
+    "metric",
+    ["val_loss", "dice_loss", "ssim_loss", "iou_loss", "indices_off", "previous_error", "perplexity", "inexact"],
 )
 def test_a_metric_that_looks_like_a_loss_is_minimized(metric):
     assert Objective(metric=metric).goal == "minimize"

@@ -279,7 +279,9 @@ def _verdict(
     """In one line why this is the answer, or why it is not."""
     if each is answer:
         also = ", and what you run today" if each.runs_today else ""
-        return f"recommended{also}" + ("" if each.fresh else ", not confirmed on fresh seeds")
+        is_open = not each.runs_today and each.found is not None and each.found.seeds_to_confirm is not None
+        unsure = ", not confirmed" if is_open else ""
+        return f"recommended{also}{unsure if each.fresh else ', not confirmed on fresh seeds'}"
     why = _why_not(result, each, answer)
     return f"what you run today: {why}" if each is today else why
 

@@ -79,6 +79,15 @@ class Trials:
 
         parts.pool.work(run_queued)
 
+    def await_others(self) -> None:
+        """Waits for other machines' runs, and does those of dead ones again, while there is time."""
+        parts, under_way = self._parts, (TrialState.RUNNING, TrialState.WAITING)
+        if parts.has(*under_way) and parts.budget.seconds_left() > 0:
+            parts.observer.announce("waiting for the last runs of other machines")
+        while parts.has(*under_way) and parts.budget.seconds_left() > 0:
+            self.drain()
+            time.sleep(_LOOK_SECONDS)
+
     def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
         """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
 

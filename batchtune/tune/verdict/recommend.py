@@ -236,22 +236,25 @@ def _unconfirmed(
 
     Its figures are those of its fresh seeds where it has run on any.
     """
-    known: dict[Configuration, list[Trial]] = {}
-    for trial in trials:
-        if scoring.of(trial) is not None and not scoring.refused(groups.get(config_of(trial), ())):
-            known.setdefault(config_of(trial), []).append(trial)
-    if not known:
+    ended = [trial for trial in trials if trial.role != "confirm" or trial.tells_of_fresh_seed]
+    known = [trial for trial in ended if scoring.of(trial) is not None]
+    runs = [trial for trial in known if not scoring.refused(groups.get(config_of(trial), ()))]
+    if not runs:
         return None
-    runs = min(known.values(), key=lambda group: statistics.median(map(scoring.worth, group)))
-    fresh = [trial for trial in runs if trial.tells_of_fresh_seed]
-    values = [value for trial in fresh or runs if (value := scoring.of(trial)) is not None]
-    count = sum(map(len, known.values()))
-    reason = f"best of {count} single runs" if count > 1 else "the only run that came to a result"
-    reason += ", and what you run today" if any(trial.role == "baseline" for trial in runs) else ""
+    alike: dict[Configuration, list[Trial]] = {}
+    for trial in runs:
+        alike.setdefault(config_of(trial), []).append(trial)
+    group = min(alike.values(), key=lambda each: statistics.median(map(scoring.worth, each)))
+    fresh = groups.get(config_of(group[0]), ())
+    told = [trial for trial in group if trial.role == "confirm"] or group
+    values = [value for trial in told if (value := scoring.of(trial)) is not None]
+    count = f"best of {len(runs)} single runs" if len(runs) > 1 else "the only run that came to a result"
+    count += ", and what you run today" if any(trial.role == "baseline" for trial in group) else ""
     so_far = f": {counted(len(fresh), 'fresh seed')} so far" if fresh else " on fresh seeds"
-    reason += f", not confirmed{so_far}"
-    needed = FEWEST_SEEDS if any(trial.role == "search" for group in known.values() for trial in group) else None
-    return _of(fresh or runs, values, scoring, reason).model_copy(update={"seeds_to_confirm": needed})
+    so_far += f", {missed} without a result" if (missed := scoring.missed(fresh)) else ""
+    needed = FEWEST_SEEDS if any(trial.role == "search" for trial in runs) else None
+    found = _of(told, values, scoring, f"{count}, not confirmed{so_far}")
+    return found.model_copy(update={"seeds_to_confirm": needed})
 
 
 def _of(group: Sequence[Trial], values: Sequence[float], scoring: Scoring, reason: str) -> Recommendation:

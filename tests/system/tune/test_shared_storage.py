@@ -225,6 +225,17 @@ def test_a_machine_that_has_nothing_left_to_do_waits_for_the_last_runs_of_the_ot
     assert not here.is_alive()
 
 
+def test_it_waits_no_longer_than_the_budget(opened):
+    keys = {"budget": {"run": 1.0, "total": 6.0, "trials": 2}, "confirm": "off"}
+    tuned = TuneStudy(law.plan(**keys), FakeCrew(law.LawWorker()), opened("silent"), Observer())
+    study = tuned.parts.study
+    study.enqueue_trial({"batch_size": 16, "learning_rate": 0.01}, user_attrs={"role": "search", "seed": 0})
+    with Machines(study).sign_of_life(study.ask(tuned.parts.space.distributions)):
+        tuned.run()
+    assert tuned.parts.budget.seconds_left() <= 0
+    assert [each.state.name for each in study.get_trials()].count("RUNNING") == 1
+
+
 def test_how_a_run_of_another_machine_ended_is_seen_though_it_is_not_read_meanwhile(opened, monkeypatch):
     monkeypatch.setattr(storages, "STARTING_SECONDS", 0.0)
     monkeypatch.setattr(storages, "PATIENCE_SECONDS", 0.0)

@@ -138,6 +138,8 @@ def test_a_task_is_told_with_what_its_optimizer_is_made(done, opening, tmp_path)
         ("StepLR(optimizer, 1, 0.7)", 13),
         ("CosineAnnealingLR(optimizer, 30)", 29),
         ("MultiStepLR(optimizer, [30, 60, 90])", 90),
+        ("OneCycleLR(optimizer, optimizer.param_groups[0]['lr'], 30)", 28),
+        ("OneCycleLR(optimizer, min(1e-3, optimizer.param_groups[0]['lr']), total_steps)", None),
         ("StepLR(optimizer, steps_per_epoch)", None),
         ("CosineAnnealingLR(optimizer, total_steps)", None),
         ("CosineAnnealingWarmRestarts(optimizer, 100)", None),
@@ -162,7 +164,7 @@ def test_a_schedule_that_was_written_for_epochs_is_told(done, opening, tmp_path,
     assert [note.partition(";")[0] for note in notes] == (told if within else [])
 
 
-@pytest.mark.parametrize("made", ["CyclicLR(optimizer, 1e-5, 1e-2, 100)", "OneCycleLR(optimizer, 0.1, total_steps)"])
+@pytest.mark.parametrize("made", ["CyclicLR(optimizer, 1e-5, 1e-2, 100)", "OneCycleLR(optimizer, 0.1, 30)"])
 def test_a_schedule_of_learning_rates_of_its_own_is_refused_before_the_study(done, opening, tmp_path, made):
     with (tmp_path / "model.py").open("a") as task:
         task.write(

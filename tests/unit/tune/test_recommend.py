@@ -77,6 +77,14 @@ def test_without_the_baseline_on_fresh_seeds_figures_are_of_those_that_there_are
     assert found.seeds_to_confirm == 3
 
 
+def test_a_run_on_a_fresh_seed_that_was_cut_off_tells_nothing_of_a_best_value():
+    cut = trial(3, "confirm", 256, 1e-2, None, state="fail", value=0.99).model_copy(update={"outcome": "capped"})
+    trials = [trial(0, "baseline", 64, 1e-3, None, value=0.8), trial(1, "search", 256, 1e-2, None, value=0.9), cut]
+    found, _ = recommend(trials, kind="best_metric", goal="maximize")
+    assert (found.global_batch_size, found.value.median) == (256, 0.9)
+    assert found.reason == "best of 2 single runs, not confirmed on fresh seeds"
+
+
 class TestNoise:
     """A candidate that seems faster, by runs too noisy to say so."""
 
