@@ -77,8 +77,7 @@ def run_estimate(
         raise UsageError("--lengths: not with --inference, which takes no steps over them")
     path = spec_of(task)
     nothing = Result(kind="estimate", status="complete", task=TaskInfo(path=path, sha256=file_hash(path)))
-    named = (gpu for name in gpus for gpu in gpus_called(name))
-    chosen = list(all_gpus() if "all" in gpus else dict.fromkeys(named))
+    chosen = list(all_gpus() if "all" in gpus else dict.fromkeys(gpu for name in gpus for gpu in gpus_called(name)))
     names = list(PRECISIONS) if list(precisions) == ["all"] else list(precisions)
     observer.stage(f"tracing for {len(chosen)} GPU{'s' if len(chosen) > 1 else ''}")
     question = EstimateMemory(

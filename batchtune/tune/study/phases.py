@@ -7,6 +7,7 @@ import warnings
 
 import optuna
 from optuna.storages import BaseStorage
+from optuna.trial import TrialState
 
 from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
@@ -17,7 +18,7 @@ from batchtune.tune.plan.space import Plan
 from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
-from batchtune.tune.study.trials import Trials
+from batchtune.tune.study.trials import LOOK_SECONDS, Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
 from batchtune.tune.verdict.scores import cost_of
 
@@ -89,8 +90,8 @@ class TuneStudy:
                 parts.observer.stage("searching")
                 self.search.run()
                 self._confirm()
-        if parts.machines.several:  # their last runs may change the answer
-            self.trials.await_others()
+        if parts.machines.several:
+            _await_others(parts, self.trials)
 
     def _search(self) -> None:
         parts = self.parts
@@ -200,3 +201,13 @@ class TuneStudy:
     def why_nothing(self) -> str:
         """Why there is no recommendation though all has run."""
         return self.parts.targets.unmet(self.parts.budget.enough())
+
+
+def _await_others(parts: StudyParts, trials: Trials) -> None:
+    """Waits for other machines' last runs, which may change the answer; those of dead ones are done again here."""
+    under_way = (TrialState.RUNNING, TrialState.WAITING)
+    if parts.has(*under_way) and parts.budget.seconds_left() > 0:
+        parts.observer.announce("waiting for the last runs of other machines")
+    while parts.has(*under_way) and parts.budget.seconds_left() > 0:
+        trials.drain()
+        time.sleep(LOOK_SECONDS)

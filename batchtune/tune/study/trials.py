@@ -26,7 +26,7 @@ from batchtune.vocabulary import FAILED
 
 IN_TURN_ROUNDS = 100  # in which steps are timed in turn: the quieter half of them counts
 MOST_RETRIES = 2  # of a run whose place was lost
-_LOOK_SECONDS = 0.5  # between two looks at what other machines do
+LOOK_SECONDS = 0.5  # between two looks at what other machines do
 
 
 class Trials:
@@ -74,19 +74,10 @@ class Trials:
                 return True
             if awaited is None or not parts.machines.several or parts.budget.seconds_left() <= 0:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
             return parts.has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
 
         parts.pool.work(run_queued)
-
-    def await_others(self) -> None:
-        """Waits for other machines' runs, and does those of dead ones again, while there is time."""
-        parts, under_way = self._parts, (TrialState.RUNNING, TrialState.WAITING)
-        if parts.has(*under_way) and parts.budget.seconds_left() > 0:
-            parts.observer.announce("waiting for the last runs of other machines")
-        while parts.has(*under_way) and parts.budget.seconds_left() > 0:
-            self.drain()
-            time.sleep(_LOOK_SECONDS)
 
     def run_next(self, worker: Worker, is_wanted: Callable[[], bool]) -> bool:
         """Asks for one trial, runs it, and tells how it went; an interruption leaves it to be run again.
