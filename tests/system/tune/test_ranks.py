@@ -36,7 +36,7 @@ def marked(monkeypatch, tmp_path):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_each_run_of_a_study_trains_on_all_ranks_and_the_answer_says_so(quick_cli, strategy):
     # in 300 ms, as in other tests, there is no time for a noise scale where the machine is busy
-    done = quick_cli(*STUDY, "budget.run=1500ms", "--ranks", "2", "--strategy", strategy, "--json", "-v")
+    done = quick_cli(*STUDY, "budget.run=4s", "--ranks", "2", "--strategy", strategy, "--json", "-v")
     assert done.code == 0, done.err
     assert f"each run trains on 2 ranks with {strategy} (gloo)" in done.err
     found = done.document
