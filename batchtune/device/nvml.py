@@ -1,4 +1,4 @@
-"""What NVML tells of a GPU: who holds its memory, and what its sensors say while it works, with or without pauses.
+"""What NVML tells of a GPU: who holds its memory, and what its sensors say while it works.
 
 Nothing here opens a CUDA context or loads torch by itself, so that a look changes nothing and the parent may take one.
 """
@@ -9,7 +9,6 @@ import contextlib
 import os
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 _PERIOD_SECONDS = 0.1
-_COUNTER_SECONDS = 0.1  # of an H100's counter of energy, from one move to the next
 _MILLI = 1e-3
 _COUNTS_FROM = 0.1  # share of the samples in which clocks must have been held back, for the reason to be named
 _THROTTLE_REASONS = {  # nvml.h: nvmlClocksEventReason…; an idle GPU is not held back
@@ -266,37 +264,3 @@ class Sensors:
             after = self.joules()
             if before is not None and after is not None:
                 readings.joules = after - before
-
-
-class Energy:
-    """Joules of work between pauses, by the counter of a device.
-
-    Between two moves the counter says nothing: stretches of work whose pauses are no longer than that are taken
-    together with them, and have their share of the time in what both drew.
-
-    Args:
-        read: the counter, in joules; None where the device has none.
-
-    Attributes:
-        joules: so far; None where the device has no counter.
-    """
-
-    def __init__(self, read: Callable[[], float | None]) -> None:
-        self._read, self._before, self._total = read, 0.0, 0.0  # the stretches that are together now, and with them
-        self._since, self._first, self._worked, self._ended = 0.0, 0.0, 0.0, float("-inf")
-        self.joules: float | None = None if read() is None else 0.0
-
-    @contextlib.contextmanager
-    def of_work(self) -> Iterator[None]:
-        """Counts what the block takes."""
-        began, before = time.perf_counter(), self._read()
-        yield
-        ended, after = time.perf_counter(), self._read()
-        if self.joules is None or before is None or after is None:
-            return
-        if began - self._ended > _COUNTER_SECONDS:
-            self._since, self._first, self._worked, self._before = began, before, 0.0, self._total
-        self._worked, self._ended = self._worked + ended - began, ended
-        share = min(1.0, self._worked / max(ended - self._since, 1e-9))
-        self._total = self._before + share * (after - self._first)
-        self.joules = max(self.joules, self._total)

@@ -9,7 +9,7 @@ import torch
 from batchtune.child import training_run as loop
 from batchtune.child.trainer import NonFiniteLossError
 from batchtune.child.training_run import EVALUATION_SHARE, next_evaluation, train
-from batchtune.device import _base, nvml
+from batchtune.device import _base, energy
 from batchtune.protocol.commands import TimeInTurn
 from batchtune.protocol.messages import RunSpec
 
@@ -47,7 +47,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loop, _base, nvml):
+    for module in (loop, _base, energy):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(loop, "waited_seconds", lambda: clock.waited)
     return clock
