@@ -81,6 +81,18 @@ class UserCodeError(BatchtuneError):
         self.frames = frames
 
 
+class EpochTooShortError(UserCodeError):
+    """A batch was asked for that is larger than an epoch.
+
+    Attributes:
+        samples: the largest there is.
+    """
+
+    def __init__(self, message: str, samples: int) -> None:
+        super().__init__(message)
+        self.samples = samples
+
+
 class NothingFitsError(BatchtuneError):
     """No batch size fits in the memory limit, no trial of a study was usable, or nothing could be estimated."""
 

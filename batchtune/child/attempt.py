@@ -20,7 +20,7 @@ from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
-from batchtune.errors import UsageError
+from batchtune.errors import EpochTooShortError, UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
 from batchtune.task.contract import Task, describe_user_error
 
@@ -38,6 +38,7 @@ class _Ended(NamedTuple):
     message: str | None = None
     maps_file: bool | None = None
     frames: str = ""
+    most_samples: int | None = None
 
 
 def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Ranks | None = None) -> Tried:
@@ -73,6 +74,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: R
         usable=usable,
         frames=ended.frames,
         batches_differ=steps.batches_differ,
+        most_samples=ended.most_samples,
     )
 
 
@@ -92,7 +94,8 @@ def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
         message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
     else:
         message = _CPU_PREFIX.sub("", message_of(error))
-    ended, usable = _Ended(outcome, message, maps_file(error) or None, frames), leaves_device_usable(error)
+    most = error.samples if isinstance(error, EpochTooShortError) else None
+    ended, usable = _Ended(outcome, message, maps_file(error) or None, frames, most), leaves_device_usable(error)
     free_frames(error)
     return ended, usable
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt, ProbeResult
@@ -70,7 +69,7 @@ class Probe:
             UserCodeError: the user's code raises at every size, or in the final check.
         """
         self._observer.stage(f"probing {self._found.precision}")
-        self._tries.search(self._found.bounds, verify=False)
+        self._tries.search(verify=False)
         if bracket(self.attempts)[0] == 0:
             raise self._found.nothing_fits()
         self._verify()
@@ -123,7 +122,7 @@ class Probe:
             self._leave_to_luck(size)
         elif failed - size > max(options.multiple_of, int(options.tolerance * failed)):
             proven = size
-            self._tries.search(replace(found.bounds, minimum=size), verify=True)
+            self._tries.search(size, verify=True)
             passed = {each.attempt.batch_size for each in found.checks if each.attempt.fits}
             any(self._verify_at(size) for size in sorted(passed, reverse=True) if size > proven)
 

@@ -48,11 +48,12 @@ class Tries:
         bounds = _bounds(options, opened)
         self.found = Findings(options=options, opened=opened, precision=precision, bounds=bounds, attempts=list(known))
 
-    def search(self, bounds: Bounds, *, verify: bool) -> None:
-        """Tries one size after the other until the largest within the bounds is known; see `attempt` for `verify`."""
+    def search(self, minimum: int | None = None, *, verify: bool) -> None:
+        """Tries one size after the other, from a minimum up, until the largest is known; see `attempt` for `verify`."""
         found = self.found
         while True:
             counted = [each.attempt for each in found.checks] if verify else found.attempts
+            bounds = replace(found.bounds, minimum=minimum or found.bounds.minimum)
             choice = next_size(counted, found.within_time(bounds), found.limit, self._prior)
             if choice.batch_size is None:
                 self._observer.note(choice.reason)
@@ -61,10 +62,15 @@ class Tries:
             self.attempt(choice.batch_size, found.options.steps, verify=verify)
 
     def attempt(self, batch_size: int, steps: int, *, verify: bool) -> Attempt:
-        """One try; with `verify` in as many fresh processes as the device asks for, of which it has to pass all."""
+        """One try; with `verify` in as many fresh processes as the device asks for, of which it has to pass all.
+
+        It is none where the child has found that no epoch has so many samples: then the bounds end there.
+        """
         found = self.found
         longest = found.opened.lengths.longest if found.opened.lengths else None
         attempt = self.run(self.command(batch_size, steps, longest, verify=verify))
+        if batch_size > (found.bounds.maximum or batch_size):
+            return attempt
         found.attempts.append(attempt)
         if verify:
             on_gpu, out = found.opened.device != "cpu", attempt.outcome == "oom"
@@ -125,12 +131,15 @@ class Tries:
                 limiting_rank=died.rank,
             )
         found.batches_differ |= tried.batches_differ
+        if tried.most_samples is not None:
+            found.bounds = _bounds(options, found.opened, tried.most_samples)
+            return tried.attempt
         found.frames = tried.frames if verify else found.frames or tried.frames
         return tried.attempt
 
 
-def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
-    """The sizes to try, of which the data set has enough samples for each rank.
+def _bounds(options: ProbeOptions, opened: Opened, most_samples: int | None = None) -> Bounds:
+    """The sizes to try, of which the data set has enough samples for each rank, and a loader's epoch a batch.
 
     On a CPU they are told apart no finer than processes differ, unless an exact search is asked for.
 
@@ -138,11 +147,12 @@ def _bounds(options: ProbeOptions, opened: Opened) -> Bounds:
         UsageError: there are none.
     """
     world_size, samples, unit = opened.world_size, opened.train_size, options.multiple_of
-    data_size = samples // world_size if samples is not None else None
+    data_size = samples // world_size if samples is not None else most_samples
     cap = min((each for each in (options.maximum, data_size) if each is not None), default=None)
     if cap is not None and (least := options.least) > cap:
         each = f" for each of {world_size} ranks" if world_size > 1 else ""
-        why = f"train_dataset has {cap} samples{each}" if cap == data_size else f"the maximum is {cap}"
+        data = "an epoch of train_loader" if most_samples else "train_dataset"
+        why = f"{data} has {cap} samples{each}" if cap == data_size else f"the maximum is {cap}"
         raise UsageError(
             f"no batch size to try: {least} is the least multiple of {unit} from {options.minimum} up, but {why}"
         )

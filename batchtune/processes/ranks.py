@@ -185,7 +185,8 @@ def _attempt(done: Mapping[int, Tried], world_size: int) -> Tried:
     complete = len(done) == world_size
     usable = complete and all(answer.usable for answer in done.values())
     frames = next((each.frames for each in done.values() if each.frames), "")
-    return Tried(attempt=merged.model_copy(update=changes), usable=usable, frames=frames)
+    most = min((each.most_samples for each in done.values() if each.most_samples), default=None)
+    return Tried(attempt=merged.model_copy(update=changes), usable=usable, frames=frames, most_samples=most)
 
 
 def _opened(answers: Mapping[int, Opened | None]) -> Opened | None:

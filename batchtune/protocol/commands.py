@@ -162,12 +162,14 @@ class Tried(Message):
     Attributes:
         frames: of the user's code, where that raised, as Python shows them.
         batches_differ: in what they take, as where each is padded to its longest sample.
+        most_samples: of a batch, where an epoch has less than the one that was asked for.
     """
 
     attempt: Attempt
     usable: bool
     frames: str = ""
     batches_differ: bool = False
+    most_samples: int | None = None
 
 
 class TryBatchSize(Command[Tried]):

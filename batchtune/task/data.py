@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -13,13 +14,21 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import UserCodeError, kind_of
+from batchtune.errors import EpochTooShortError, UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
 from batchtune.task.adapting import Adapted
-from batchtune.task.samples import LOOK_SECONDS, find_largest, in_random_order, longest_by_column, tensor_bytes
+from batchtune.task.samples import (
+    LOOK_SECONDS,
+    find_largest,
+    in_random_order,
+    lengths_of,
+    longest_by_column,
+    tensor_bytes,
+)
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
+_AS_ASKED = "its batches must be as large as asked for"
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
@@ -95,10 +104,12 @@ class TaskData:
         return found
 
     def train_size(self) -> int | None:
-        """Samples in the training set; None where there is no set or it does not tell."""
+        """Samples in the training set; None where there is no set or nobody has seen how many a stream has."""
         if not self.has("train_dataset"):
             return None
-        return len(self.train_data) if isinstance(self.train_data, Sized) else None
+        if isinstance(self.train_data, Sized):
+            return len(self.train_data)
+        return self._samples_seen.seen if self._samples_seen and self._samples_seen.is_all else None
 
     def rest_of_epoch(self, batch_size: int) -> int:
         """Samples of the smaller batch with which an adapted loader's epoch ends; 0 where it does not, or with one."""
@@ -165,22 +176,63 @@ class TaskData:
         deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
         with kept_random_numbers("cpu"):
             seed_the_cpu(0)
-            for batch in self.loader(batch_size):
+            batches, number = iter(self.loader(batch_size)), 0
+            for number, batch in enumerate(batches, 1):  # noqa: B007 - counts them
                 if found is not None and tensor_bytes(batch) != tensor_bytes(found):
                     self._differ = True
                 if found is None or tensor_bytes(batch) > tensor_bytes(found):
                     found = batch
                 if time.monotonic() >= deadline:
                     break
-        if found is None:
-            raise UserCodeError(f"{self.where}: train_loader({batch_size}) yields no batch")
-        size = self.samples_in(found, batch_size)
-        if size != batch_size:
-            raise UserCodeError(
-                f"{self.where}: train_loader({batch_size}) yields batches of {size} samples, says batch_size_of; they "
-                "must be as large as asked for"
-            )
+            self._require_size(batch_size, found, has_more=number > 1 or (number == 1 and any(True for _ in batches)))
         return found
+
+    def _require_size(self, batch_size: int, found: object, *, has_more: bool) -> None:
+        """Refuses batches of another size than was asked for, where that can be told.
+
+        Args:
+            batch_size: asked for.
+            found: the largest batch of an epoch; None: it has none.
+            has_more: whether the epoch goes on.
+
+        Raises:
+            EpochTooShortError: an epoch has less than this, and smaller batches.
+            UserCodeError: the batches are of another size.
+        """
+        asked, counts = f"{self.where}: train_loader({batch_size})", self.has("batch_size_of")
+        has_it, grows = self._compare(batch_size, found) if found is not None else (False, False)
+        if has_it or (has_more and grows and not counts):  # of graphs, no dimension has as many
+            return
+        low, high = 0, 0 if has_more else batch_size
+        while high - low > 1:
+            middle = (low + high) // 2
+            some = list(itertools.islice(self.loader(middle), 2))
+            is_there = len(some) > 1 or (some and self._compare(middle, some[0])[0])
+            low, high = (middle, high) if is_there else (low, middle)
+        if low:
+            raise EpochTooShortError(
+                f"{asked} yields less than one batch; the largest there is has {low:,} samples", low
+            )
+        if found is None:
+            raise UserCodeError(f"{asked} yields no batch")
+        if counts:
+            size = self.samples_in(found, batch_size)
+            raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
+        if not grows:
+            raise UserCodeError(f"{asked} yields the same as for another batch size; {_AS_ASKED}")
+
+    def _compare(self, batch_size: int, batch: object) -> tuple[bool, bool]:
+        """Whether a batch is as large as asked for, and whether it differs from one of another size.
+
+        The user counts, or it has a dimension so long that is not so in the other one.
+        """
+        if self.has("batch_size_of"):
+            return self.samples_in(batch, batch_size) == batch_size, True
+        others, lengths = set[tuple[str, int]](), lengths_of(batch)
+        with contextlib.suppress(Exception):  # there may be sizes that their loader refuses
+            others = lengths_of(next(iter(self.loader(batch_size // 2 or 2)), None))
+        new = lengths - others
+        return any(size == batch_size for _, size in new), bool(new) or not lengths
 
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.

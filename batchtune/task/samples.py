@@ -134,6 +134,11 @@ def sizes_of(sample: object) -> dict[str, int]:
     return found
 
 
+def lengths_of(batch: object) -> set[tuple[str, int]]:
+    """The length of each dimension of what is in a batch, by its name."""
+    return set(_dimensions(batch, ""))
+
+
 def _dimensions(value: object, name: str) -> Iterator[tuple[str, int]]:
     parts = _parts(value)
     shape = getattr(value, "shape", None)

@@ -40,6 +40,19 @@ del make_batch
 def train_dataset():
     return torch.ones(37, WIDTH)
 """
+LOADER = """
+def misbehave(size): pass
+def train_loader(batch_size):
+    return torch.utils.data.DataLoader(torch.ones(37, WIDTH), batch_size)
+del make_batch
+"""
+STREAM = """
+def misbehave(size): pass
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(torch.ones(37, WIDTH))
+train_dataset = Stream
+del make_batch
+"""
 NORMALISED = """
 def misbehave(size): pass
 def build_model():
@@ -59,6 +72,8 @@ CASES = {
     "has no room for its optimizer": (STATES, (), "200MiB"),
     "has 37 samples": (SAMPLES, (), "300MiB"),
     "has 37 samples in eights": (SAMPLES, ("--multiple-of", 8), "300MiB"),
+    "has 37 samples in its own loader": (LOADER, (), "300MiB"),
+    "has a stream of 37 samples": (STREAM, (), "300MiB"),
     "rejects one sample": (NORMALISED, ("--max", 6), None),  # a limit would have it begin above
 }
 
@@ -151,7 +166,15 @@ def test_weights_that_fit_without_the_optimizers_states_do_not_fit(probed):
     assert outcomes(found.document) == [(1, "oom")]
 
 
-@pytest.mark.parametrize(("name", "answer"), [("has 37 samples", 37), ("has 37 samples in eights", 32)])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("has 37 samples", 37),
+        ("has 37 samples in eights", 32),
+        ("has 37 samples in its own loader", 37),
+        ("has a stream of 37 samples", 37),
+    ],
+)
 def test_no_more_samples_are_tried_than_a_data_set_has(probed, name, answer):
     found = probed(name)
     assert found.code == 0, found.err

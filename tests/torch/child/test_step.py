@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from batchtune.child.trainer import Trainer, TrainingBatches, move, seed_everything
-from batchtune.errors import UserCodeError
+from batchtune.errors import EpochTooShortError, UserCodeError
 
 CPU = torch.device("cpu")
 
@@ -242,18 +242,47 @@ class TestBatchesOfTheUsersOwn:
             ({"train_loader": lambda _size: 3}, "train_loader returned an int, not batches to go through"),
             ({"train_loader": lambda _size: []}, r"train_loader\(8\) yields no batch"),
             (
-                {"train_loader": lambda _size: [torch.zeros(4)], "batch_size_of": len},
-                r"train_loader\(8\) yields batches of 4 samples, says batch_size_of; they must be as large as asked",
+                {"train_loader": lambda _size: [torch.zeros(4)] * 2, "batch_size_of": len},
+                r"train_loader\(8\) yields batches of 4 samples, says batch_size_of; its batches must be as large",
             ),
             (
                 {"train_loader": lambda size: [torch.zeros(size)], "batch_size_of": lambda _batch: None},
                 "batch_size_of returned None, not a number of samples",
+            ),
+            (
+                {"train_loader": lambda _size: [torch.zeros(4, 8)] * 2},
+                r"train_loader\(8\) yields the same as for another batch size; its batches must be as large",
             ),
         ],
     )
     def test_what_is_wrong_with_them_is_said(self, linear_task, functions, words):
         with pytest.raises(UserCodeError, match=words):
             linear_task(**functions).worst_batch(8)
+
+    @pytest.mark.parametrize(
+        ("make_batch", "settings"),
+        [
+            (torch.stack, {}),
+            (torch.stack, {"drop_last": True}),
+            (Sentence, {"batch_size_of": lambda batch: len(batch.words)}),
+            (lambda samples: Graphs(torch.cat([sample[: 1 + i % 3] for i, sample in enumerate(samples)]), []), {}),
+            (lambda samples: (torch.stack(samples, 1), torch.zeros(len(samples), 64)), {}),
+        ],
+        ids=["whole", "drop_last", "counted", "no dimension has as many", "features as many as asked for"],
+    )
+    def test_no_batch_is_larger_than_an_epoch(self, linear_task, make_batch, settings):
+        data, keys = torch.randn(37, 5), {"batch_size", "drop_last"}
+        loading = {"collate_fn": make_batch} | {name: value for name, value in settings.items() if name in keys}
+        functions = {name: value for name, value in settings.items() if name not in keys}
+        task = linear_task(train_loader=lambda size: DataLoader(data, size, **loading), **functions)
+        for fits in (1, 2, 5, 19, 36):
+            task.worst_batch(fits)
+        for too_large in (38, 64, 1000):
+            with pytest.raises(
+                EpochTooShortError, match=rf"train_loader\({too_large}\) yields less than one"
+            ) as caught:
+                task.worst_batch(too_large)
+            assert caught.value.samples == (36 if isinstance(task.worst_batch(3), Graphs) else 37)
 
     def test_a_loader_is_enough_to_probe_and_with_evaluate_to_tune(self, linear_task):
         for purpose in ("probe", "tune"):

@@ -36,6 +36,7 @@ class ScriptedWorker(FakeChild):
         failed_steps: that attempts do before they fail; None: all, so that evaluation is what fails.
         words: of attempts that fail; None: outcome and size.
         maps_file: whether they fail in mapping a file.
+        most_samples: of a batch, which a loader's epoch has and no more.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class ScriptedWorker(FakeChild):
         failed_steps=0,
         words=None,
         maps_file=None,
+        most_samples=None,
     ):
         self.outcome, self.checked, self.limit, self.samples = outcome, checked or outcome, limit, samples
         self.worn_bytes, self.sample_seconds = worn_bytes, sample_seconds
         self.failed_steps, self.words, self.maps_file = failed_steps, words, maps_file
-        self.running = False
+        self.most_samples, self.running = most_samples, False
         self.device = "cuda:0"
         self.log, self.arguments = [], []
 
@@ -91,7 +93,9 @@ class ScriptedWorker(FakeChild):
         )
         if fits and self.sample_seconds is not None:
             memory["step_seconds"] = self.sample_seconds * batch_size
-        return {"attempt": Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()}
+        attempt = Attempt(batch_size=batch_size, outcome=outcome, purpose=purpose, **memory).model_dump()
+        too_many = self.most_samples is not None and batch_size > self.most_samples
+        return {"attempt": attempt} | ({"most_samples": self.most_samples} if too_many else {})
 
 
 class Listener(Observer):
@@ -494,6 +498,22 @@ class TestCaps:
         result = probe(worker, maximum=maximum).run()
         assert (result.max_batch_size, result.limited_by, result.first_failing_batch_size) == (answer, limited_by, None)
         assert max(size for _, size, *_ in worker.log) == answer
+
+    @pytest.mark.parametrize(("multiple_of", "maximum", "answer"), [(1, None, 37), (8, None, 32), (1, 900, 37)])
+    def test_what_an_epoch_of_a_loader_has_is_the_cap_once_it_was_met(self, multiple_of, maximum, answer):
+        worker = ScriptedWorker(lambda size: "fit" if size <= 37 else "user_error", limit=10**6, most_samples=37)
+        result = probe(worker, multiple_of=multiple_of, maximum=maximum).run()
+        assert (result.max_batch_size, result.limited_by, result.first_failing_batch_size) == (answer, "dataset", None)
+        assert all(attempt.fits for attempt in result.attempts)
+        assert result.warnings == []
+        assert sum(size > 37 for _, size, *_ in worker.log) == 1
+
+    def test_an_epoch_with_too_few_samples_for_the_least_size_is_refused(self):
+        worker = ScriptedWorker(lambda _: "user_error", most_samples=37)
+        with pytest.raises(
+            UsageError, match="40 is the least multiple of 1 from 40 up, but an epoch of train_loader has"
+        ):
+            probe(worker, minimum=40).run()
 
     def test_memory_that_ends_below_the_cap_is_what_limits(self):
         assert probe(ScriptedWorker(up_to(30)), maximum=500).run().limited_by == "memory"
