@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -129,7 +130,12 @@ class TaskOptimizers(TaskLengths):
         """
         if not self.has("build_optimizer"):
             return Optimizers(torch.optim.AdamW(model.parameters(), lr=learning_rate, **arguments))
-        given = self.source.build_optimizer(model, learning_rate, **arguments)
+        try:
+            given = self.source.build_optimizer(model, learning_rate, **arguments)
+        except TypeError as error:
+            if re.search(f"only optimize Tensors|^'{type(model).__name__}' object is not iterable", str(error)):
+                error.args = (f"{error}; build_optimizer is given the model: take model.parameters()",)
+            raise
         found = list(several(given))
         for each in found or [given]:
             if not isinstance(each, Optimizer):

@@ -182,6 +182,13 @@ def test_a_wrong_return_value_is_named(functions, use, words):
         use(task_of(**functions))
 
 
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))], ids=["module", "sequential"])
+def test_who_takes_the_model_for_its_parameters_is_told_what_build_optimizer_is_given(model):
+    task = task_of(build_optimizer=torch.optim.SGD)
+    with pytest.raises(TypeError, match=r"; build_optimizer is given the model: take model.parameters\(\)$"):
+        task.optimizers(model, 0.1)
+
+
 class TestStandIns:
     def test_the_optimizer_is_adamw(self):
         (optimizer,) = task_of().optimizers(nn.Linear(4, 1), 0.03)
