@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -16,13 +17,14 @@ from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.timing import StepTimes
-from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite
+from batchtune.child.trainer import NonFiniteLossError, Trainer, TrainingBatches, require_finite
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
 from batchtune.errors import EpochTooShortError, UsageError
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchSize, TryLengths
 from batchtune.task.contract import Task, describe_user_error
+from batchtune.task.state import kept_random_numbers
 
 _VERIFY_EVALUATION_BATCHES = 2
 _FEWEST_EARLY = 3  # steps, or half of what was asked for: the first two cut memory up, later ones on and on
@@ -149,6 +151,7 @@ class _Steps:
         command, tracker, trainer, task = self._command, self.tracker, self._trainer(), self._task
         free_late = not command.process % 2
         for number, batch in enumerate(_batches(task, command, self._memory.device, self._most), 1):
+            tracker.end_phase(forward_backward=False)  # of making it
             self._step(trainer, batch, free_late=free_late)
             if command.steps <= number < self._most and self._agree(not tracker.retries):
                 break
@@ -267,18 +270,38 @@ class _Steps:
 
 
 def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int) -> Iterator[object]:
-    """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones."""
-    stays = device.type != "cpu" or task.has("train_loader")  # copied there; takes long to find
-    drawn = task.drawn_batches(command.batch_size, command.process) if command.process else iter(())
+    """That of each step, made beside the last one: the worst; in further processes after one to four drawn ones.
+
+    On a CPU a loader's own where they do not differ, or made beside them: its samples and their order take memory, too.
+    """
+    on_cpu, size = device.type == "cpu", command.batch_size
+    stays = not on_cpu or task.has("train_loader")  # copied there; takes long to find
+    loads = on_cpu and command.length is None and task.loads_soon(size)
+    loaded = _loaded(task, size) if loads else itertools.repeat(None)
+    drawn = task.drawn_batches(size, command.process) if command.process else iter(())
     worst = None
     for number in range(1, most + 1):
+        own = next(loaded)
         other = next(drawn, None) if number % (2 + (command.process - 1) % 4) else None
         batch = worst if other is None else other
         if batch is None:
-            rest = task.rest_of_epoch(command.batch_size) if command.verify and number == command.steps // 2 else 0
-            batch = task.worst_batch(rest or command.batch_size, command.length)
+            rest = task.rest_of_epoch(size) if command.verify and number == command.steps // 2 else 0
+            batch = task.worst_batch(rest or size, command.length) if own is None or rest else own
             worst = batch if stays else None
         yield batch
+
+
+def _loaded(task: Task, batch_size: int) -> Iterator[object | None]:
+    """A batch of a loader for each step, as long as that takes no longer than steps do; None where batches differ."""
+    batches, is_whole = TrainingBatches(task, batch_size, 0), not task.batches_differ()
+    started, loading = time.perf_counter(), 0.0
+    while True:
+        began, batch = time.perf_counter(), None
+        if 2 * loading <= began - started:
+            with kept_random_numbers("cpu"):
+                batch = next(batches)
+            loading += time.perf_counter() - began
+        yield batch if is_whole else None
 
 
 def _to_rest(step: Callable[[], None], tracker: PeakTracker, agree: Callable[[bool], bool], steps: range) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import random
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from batchtune.task.samples import (
 )
 from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
+_TIMED_SAMPLES = 20  # at most
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
 _AS_ASKED = "its batches must be as large as asked for"
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
@@ -155,6 +157,20 @@ class TaskData:
             with kept_random_numbers("cpu"):
                 samples = [sample for _, sample in samples_at(self.train_data, (place,))]
             yield self._repeated(batch_size, samples)
+
+    def loads_soon(self, batch_size: int) -> bool:
+        """Whether a loader gives a batch of the training set in no more time than the set was looked at."""
+        if self.has("make_batch") or self.has("train_loader"):
+            return False
+        data: Any = self.train_data
+        samples = iter(data) if is_stream(data) else (data[place] for place in in_random_order(len(data)))
+        seconds: list[float] = []
+        with kept_random_numbers("cpu"):
+            while len(seconds) < _TIMED_SAMPLES and sum(seconds) < LOOK_SECONDS / _TIMED_SAMPLES:
+                began = time.perf_counter()
+                next(samples, None)
+                seconds.append(time.perf_counter() - began)
+        return batch_size * statistics.median(seconds) <= LOOK_SECONDS
 
     def batches_differ(self) -> bool:
         """Whether some batches take less than others of as many samples; those of a loader, as far as was seen."""

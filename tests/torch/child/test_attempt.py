@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import re
 import tempfile
+import time
 import weakref
 
 import numpy as np
@@ -253,6 +254,58 @@ class TestAsInAProcessOfTheUsers:
 
         tried(wide(make_batch=make_batch), HostMemory(), batch_size=4, steps=3, precision="fp32")
         assert alive == [1, 2, 2]
+
+    @pytest.mark.parametrize(
+        ("sample_seconds", "lengths", "loads"),
+        [(0, {WIDTH}, True), (0, {WIDTH - 1, WIDTH}, True), (0.003, {WIDTH}, False)],
+        ids=["alike", "unlike", "slow"],
+    )
+    def test_a_loader_works_beside_the_steps_on_a_cpu(self, wide, monkeypatch, sample_seconds, lengths, loads):
+        asked, trained = [], []
+
+        class Data(Dataset):
+            def __len__(self):
+                return 60
+
+            def __getitem__(self, place):
+                time.sleep(sample_seconds)
+                asked.append(place)
+                return torch.full((min(lengths) if place % 7 else max(lengths),), float(place))
+
+        def loss(model, batch):
+            trained.append((batch.shape[1], len(batch.unique())))
+            return model(nn.functional.pad(batch, (0, WIDTH - batch.shape[1]))).square().mean()
+
+        def collate(samples):
+            return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+        monkeypatch.setattr("batchtune.task.data.LOOK_SECONDS", 0.05)
+        task = wide(make_batch=None, train_dataset=Data, collate=collate, compute_loss=loss)
+        task.find_worst_samples()
+        asked.clear()
+        tried(task, HostMemory(), batch_size=25, steps=3, precision="fp32")
+        assert (len(asked) > 25) == loads  # of no more than 20 it is seen how long they take
+        assert {length for length, _ in trained} == {WIDTH}  # the largest, where they are unlike
+        assert (trained[0] == (WIDTH, 25)) == (loads and len(lengths) == 1)
+
+    @pytest.mark.parametrize("limit", [None, 900 << 20])
+    def test_what_making_a_batch_takes_counts_on_a_cpu(self, wide, limit):
+        taken = 64 << 20
+
+        def make_batch(batch_size):
+            return torch.ones(taken // WIDTH // 4, WIDTH)[:batch_size].clone()
+
+        memory = HostMemory()
+        if limit is not None:
+            memory.enforce(limit)
+        try:
+            few, many = (
+                tried(wide(make_batch=make), memory, batch_size=4, steps=3, precision="fp32")[0].peak_reserved_bytes
+                for make in (lambda size: torch.ones(size, WIDTH), make_batch)
+            )
+        finally:
+            memory.lift()
+        assert many - few > 0.9 * taken
 
     @pytest.mark.parametrize(("keeps_rest", "samples", "least"), [(True, 11, 3), (True, 9, 4), (False, 11, 4)])
     def test_a_loader_that_keeps_the_rest_of_an_epoch_has_it_trained_in_the_final_check(
