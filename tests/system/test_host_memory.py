@@ -38,7 +38,8 @@ os._exit(0)
 
 
 def run(*arguments):
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "0"}
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}  # waiting as in tests/conftest.py
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"} | threads
     command = [sys.executable, "-c", STEP, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,8 @@ print(json.dumps(told))
 
 
 def run(source, *arguments):
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "0"}
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}  # waiting as in tests/conftest.py
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"} | threads
     command = [sys.executable, "-c", source, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
