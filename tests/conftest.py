@@ -1,6 +1,7 @@
 """What the tests of the command line share: a tiny task, the real command in a real process, and one finished run."""
 
 import fcntl
+import gc
 import json
 import os
 import queue
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(config, items):
         timeouts = [mark.args[0] for mark in item.iter_markers("timeout")]
         longest[item.path] = max(longest[item.path], *timeouts, 0)
     items.sort(key=lambda item: -longest[item.path])
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays: tests that collect garbage, and all searches do, need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 class Running:
