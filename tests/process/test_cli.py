@@ -16,6 +16,7 @@ import documents
 import jsonschema
 import pytest
 import yaml
+from fake_gpu import forks
 
 import batchtune
 from batchtune.__main__ import main
@@ -429,12 +430,11 @@ def test_the_schema_of_the_configuration_accepts_the_template_and_no_unknown_key
 # streams
 
 
-def on_a_terminal(cli, *arguments, code=0, **environment):
+def on_a_terminal(cli, *arguments, code=0, popen=subprocess.Popen, **environment):
     """What a command shows on a terminal of its own, standard error included."""
     leader, follower = pty.openpty()
-    command = cli.start(
-        *arguments, environment={"TERM": "xterm-256color"} | environment, stdout=follower, stderr=follower
-    )
+    shown_there = {"stdout": follower, "stderr": follower, "popen": popen}
+    command = cli.start(*arguments, environment={"TERM": "xterm-256color"} | environment, **shown_there)
     os.close(follower)
     shown = b""
     with contextlib.suppress(OSError):  # Linux says so when the other side has gone
@@ -463,7 +463,7 @@ def test_a_dry_run_says_its_verdict_alone_in_a_terminal(tuned):
     shown = on_a_terminal(tuned.cli, "tune", "config.yaml", "--dry-run")
     assert "nothing is wrong, and nothing was trained" in " ".join(shown.split())
     assert "learning_rate:" not in shown
-    assert "learning_rate:" in on_a_terminal(tuned.cli, "tune", "config.yaml", "--dry-run", "-v")
+    assert "learning_rate:" in on_a_terminal(tuned.cli, "tune", "config.yaml", "--dry-run", "-v", popen=forks.Popen)
 
 
 def test_what_is_to_be_said_of_a_task_and_its_metric_is_said_by_a_dry_run_and_first_by_the_study(quick_cli):
@@ -485,7 +485,8 @@ def test_what_is_to_be_said_of_a_task_and_its_metric_is_said_by_a_dry_run_and_fi
 
 def test_a_failure_is_told_once_in_a_terminal_and_no_word_is_cut(cli):
     cli.write("huge.py", WIDE.replace("batch_size, 1", "batch_size * 512, 1"))
-    shown = on_a_terminal(cli, "probe", "huge.py", "--memory-limit", "100MiB", "-q", code=4, COLUMNS="40")
+    limited = ("probe", "huge.py", "--memory-limit", "100MiB", "-q")
+    shown = on_a_terminal(cli, *limited, code=4, popen=forks.Popen, COLUMNS="40")
     told = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
     assert "batchtune: nothing fits within 100 MiB:" in told[0]
     assert sum("nothing fits" in line for line in told) == 1
@@ -619,10 +620,14 @@ def test_ctrl_c_while_the_command_line_is_loaded_ends_as_any_other(monkeypatch, 
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, result_schema, all_gone, number):
+@pytest.mark.parametrize(
+    ("number", "popen"),
+    [(signal.SIGINT, subprocess.Popen), (signal.SIGTERM, forks.Popen)],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, result_schema, all_gone, number, popen):
     cli.write("slow.py", (cli.folder / "linear.py").read_text() + SLOW)
-    command = cli.start("probe", "slow.py", "--json")
+    command = cli.start("probe", "slow.py", "--json", popen=popen)
     command.wait_for("  1  fit")
     family = command.family()
     command.process.send_signal(number)
@@ -639,13 +644,15 @@ def test_an_interrupted_probe_prints_what_it_knows_and_leaves_no_process(cli, re
 
 
 @pytest.mark.parametrize(
-    ("number", "form"), [(signal.SIGINT, "--json"), (signal.SIGTERM, "-v")], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "form", "popen"),
+    [(signal.SIGINT, "--json", forks.Popen), (signal.SIGTERM, "-v", subprocess.Popen)],
+    ids=["Ctrl-C", "SIGTERM"],
 )
 def test_an_interrupted_tune_says_how_it_goes_on_and_leaves_no_process(
-    tuned, cli, result_schema, all_gone, number, form
+    tuned, cli, result_schema, all_gone, number, form, popen
 ):
     tuned.copy_to(cli)
-    command = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h", form)
+    command = cli.start("tune", "config.yaml", "budget.trials=1000", "budget.total=1h", form, popen=popen)
     command.wait_for("  search  ")
     family = command.family()
     command.process.send_signal(number)
