@@ -146,8 +146,7 @@ def test_the_pods_of_kubernetes_with_ranks_find_each_other_and_train_as_one(tmp_
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, "--dry-run", "device=cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
+        forks.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(count)
     ]
     told = [json.loads(out) for pod in started if (out := pod.communicate(timeout=120)[0])]
     assert [pod.returncode for pod in started] == [0] * count

@@ -3,6 +3,8 @@
 import json
 import socket
 
+from fake_gpu import forks
+
 NOSY = """
 import os
 from pathlib import Path
@@ -44,7 +46,7 @@ Path(f"told-{os.environ['RANK']}").write_text(json.dumps(told))
 def test_a_program_of_ones_own_has_the_same_answers_and_errors_on_all_ranks(cli):
     program = cli.write("program.py", PROGRAM)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(program))
-    done = cli.start(python=torchrun).finish(200)
+    done = cli.start(python=torchrun, popen=forks.Popen).finish(200)  # the test above starts torchrun for real
     assert done.code == 0, done.err
     told = [json.loads((cli.folder / f"told-{rank}").read_text()) for rank in range(2)]
     assert told[0] == told[1] == [[2, 4], "--nproc-per-node 3: torchrun has started 2 ranks; leave the option out"]
