@@ -30,7 +30,8 @@ def deep_cli(new_quick_cli):
 
 @pytest.mark.timeout(400)
 def test_each_has_a_largest_batch_of_its_own_and_the_answer_says_which(deep_cli):
-    done = deep_cli("tune", "config.yaml", "--json", "-v")
+    deep_cli.write("deep.py", DEEP + "\nLENGTH = 128\n")
+    done = deep_cli("tune", "config.yaml", "memory.limit=122MiB", "--json", "-v")
     assert done.code == 0, done.err
     found = done.document
     probe, ran = found["probe"], [each for each in found["trials"] if each["state"] in {"complete", "pruned"}]
