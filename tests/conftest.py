@@ -76,10 +76,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -longest[item.path])
 
 
-def pytest_collection_finish():
-    """What was imported and collected stays: tests that collect garbage, and all searches do, need not go through it."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: none of the many garbage collections of a search goes through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 class Running:
