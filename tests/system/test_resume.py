@@ -8,6 +8,7 @@ import time
 
 import jsonschema
 import pytest
+from fake_gpu import forks
 from faults.scene import trials_in
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -44,7 +45,7 @@ def kill_again_and_again(cli, journal):
     """What each kill found, the processes it left behind, how the study ended, and its trials."""
     dice, found, orphans = random.Random(20), [], []
     for line, later in KILLS:
-        command = cli.start(*MORE)
+        command = cli.start(*MORE, popen=forks.Popen)
         with contextlib.suppress(AssertionError):  # it ended before it came to that
             command.wait_for(line)
         time.sleep(dice.uniform(0, later))
@@ -52,7 +53,7 @@ def kill_again_and_again(cli, journal):
         command.process.kill()
         command.finish()
         found.append(finished_trials(cli, journal) if (cli.run_folder() / "study.log").exists() else {})
-    end = cli(*MORE)
+    end = cli.start(*MORE, popen=forks.Popen).finish(120)
     return found, orphans, end, finished_trials(cli, journal)
 
 

@@ -43,7 +43,7 @@ def test_two_workers_train_at_the_same_time_in_one_study_and_leave_nobody_behind
     assert all_gone(family)
 
 
-def test_more_workers_than_processors_are_refused_before_anything_is_trained(cli):
-    done = cli("tune", "config.yaml", "device=cpu", "--workers", "999")
+def test_more_workers_than_processors_are_refused_before_anything_is_trained(quick_cli):
+    done = quick_cli("tune", "config.yaml", "device=cpu", "--workers", "999")
     assert (done.code, done.out) == (2, "")
     assert "workers 999: more than the" in done.err
