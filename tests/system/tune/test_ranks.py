@@ -21,6 +21,8 @@ from fixtures.waiting import wait_until
 
 from batchtune.tune.study import trials
 
+pytestmark = pytest.mark.timeout(400)  # of the files of this lane one of the longest: it does not begin as the last
+
 STUDY = ("tune", "config.yaml", "device=cpu", "budget.trials=3", "confirm.seeds=1", "confirm.top=1")
 
 
