@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import cache
 
+from batchtune.errors import EpochTooShortError
 from batchtune.estimate.memory.allocator import CachingAllocator, OutOfMemory
 from batchtune.estimate.memory.events import Birth, Gpu, Trace, Work
 from batchtune.estimate.memory.fit import Step, peak_allocated_bytes, replay
@@ -142,23 +143,28 @@ class TracedGrid:
         self._trace_at, self._clock = trace_at, clock
         self._traces: dict[int, Trace] = {}
         self._left, self._seconds_per_sample = seconds, 0.0
-        self._is_cut = False
+        self._most, self._cut = LARGEST, ""
 
     @property
     def notes(self) -> list[str]:
         """What is to be said of it."""
-        return [f"above {max(self._traces):,} samples scaled: larger sizes take long to trace"] if self._is_cut else []
+        return [f"above {max(self._traces):,} samples scaled: {self._cut}"] if self._cut else []
 
     def nearest(self, batch_size: int) -> Trace:
         """The trace of the nearest size below that is on the grid, or of the largest traced one below that."""
-        size = _on_the_grid(batch_size)
+        size = min(_on_the_grid(batch_size), self._most)
         if not self._traces and size > _FIRST_TRACED[-1]:
             for first in _FIRST_TRACED:
                 self._trace(first)
         smaller = [traced for traced in self._traces if traced <= size]
         if len(smaller) > 1 and size not in smaller and self._seconds_per_sample * size > self._left:
-            size, self._is_cut = max(smaller), True
-        if size not in self._traces:
+            size, self._cut = max(smaller), "larger sizes take long to trace"
+        try:
+            if size not in self._traces:
+                self._trace(size)
+        except EpochTooShortError as error:
+            size, self._cut = error.samples, "an epoch of train_loader has no more"
+            self._most = size
             self._trace(size)
         return self._traces[size]
 

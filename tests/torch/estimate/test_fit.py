@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchtune.errors import EpochTooShortError
 from batchtune.estimate.memory.allocator import MIB, CachingAllocator, ExpandableAllocator, OutOfMemory
 from batchtune.estimate.memory.capacity import Search, TracedGrid, TracedStep, largest_allocated
 from batchtune.estimate.memory.events import SCRATCH, Birth, Block, Gpu, Trace, Work, normalized
@@ -178,6 +179,22 @@ def test_sizes_that_would_take_too_long_to_trace_are_extrapolated_from_those_tha
     alone = TracedGrid(trace)
     assert largest_allocated(TracedStep(alone), 1000 * MIB) > 900
     assert alone.notes == []
+
+
+def test_sizes_beyond_an_epoch_of_the_users_loader_are_extrapolated_from_the_largest_it_has():
+    traced = []
+
+    def trace(size):
+        if size > 70:
+            raise EpochTooShortError("less than one batch", 70)
+        traced.append(size)
+        return step_trace(size, linear=MIB)
+
+    step = TracedStep(grid := TracedGrid(trace))
+    assert 250 < Search(step)(300 * MIB) < 300
+    assert max(traced) == 70
+    assert len(traced) == len(set(traced))
+    assert grid.notes == ["above 70 samples scaled: an epoch of train_loader has no more"]
 
 
 def test_a_gradient_that_is_added_to_another_takes_no_memory_of_its_own():
