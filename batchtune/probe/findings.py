@@ -40,7 +40,7 @@ class Findings:
         precision: bf16, fp16, fp32 or tf32.
         bounds: of the sizes to try.
         attempts: all, in order.
-        frames: of the user's code, where that raised in the first attempt.
+        frames: of the user's code, where that raised last.
         checks: those of them that evaluated and saved, too.
         batches_differ: in what they take, as where each is padded to its longest sample.
         verified: the final check that passed at the largest size.
@@ -167,7 +167,8 @@ class Findings:
             tried = " and ".join(str(each) for each in dict.fromkeys(each.batch_size for each in self.attempts))
             others = "others can be asked for, by --min and --multiple-of or by batch_size.min and .multiple_of"
             hint = f" (sizes {tried} were tried; {others})" if " " in tried else ""
-            return UserCodeError(f"{self.attempts[0].message}{hint}", self.frames)
+            last = self.attempts[-1].message  # that of the first may only be of too few samples
+            return UserCodeError(f"{last}{hint}", self.frames)
         failed = [attempt for attempt in reversed(self.attempts) if not attempt.fits]
         first = min(failed, key=lambda attempt: attempt.batch_size)  # the last at the smallest size
         limit = f" within {self.limit / 2**20:,.0f} MiB" if self.limit is not None else ""

@@ -134,7 +134,7 @@ class Tries:
         if tried.most_samples is not None:
             found.bounds = _bounds(options, found.opened, tried.most_samples)
             return tried.attempt
-        found.frames = tried.frames if verify else found.frames or tried.frames
+        found.frames = tried.frames if verify or not tried.attempt.fits else found.frames
         return tried.attempt
 
 

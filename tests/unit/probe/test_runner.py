@@ -483,7 +483,7 @@ class TestFailures:
         assert "smaller model" not in str(raised.value)
 
     def test_code_that_raises_at_every_size_is_the_users_fault_and_not_too_large(self):
-        hint = r"user_error at 1 \(sizes 1 and 2 were tried; others can be asked for, by --min and --multiple-of or "
+        hint = r"user_error at 2 \(sizes 1 and 2 were tried; others can be asked for, by --min and --multiple-of or "
         with pytest.raises(UserCodeError, match=hint):
             probe(ScriptedWorker(lambda _: "user_error")).run()
 
