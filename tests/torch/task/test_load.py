@@ -1,6 +1,7 @@
 """Importing the user's code, and telling what they did wrong in their own frames."""
 
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -24,6 +25,18 @@ def message(load):
         return str(raised.value)
 
     return of
+
+
+def test_a_script_that_wants_a_command_line_is_told_that_it_is_imported(message):
+    parsing = (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args([])\n"
+    )
+    found = message(parsing + MODEL)
+    assert re.search(
+        r"^importing \S+ raised SystemExit: \S+:4: it ends the process with exit\(2\); \w+\.py is imported, not run: "
+        r"read the command line under if __name__ == '__main__'$",
+        found,
+    )
 
 
 class TestPlaces:
