@@ -70,7 +70,7 @@ def _hint(error: BaseException, place: Path | str) -> str:
     """What to do where the task's file hides the module that it imports, or a Trainer wants a launcher's ranks."""
     if "fsdp only works in distributed training" in str(error):
         return " Leave its fsdp out, and tune with --ranks N --strategy fsdp"
-    if isinstance(error, SystemExit) and isinstance(place, Path):
+    if isinstance(error, SystemExit) and not isinstance(error.code, str) and isinstance(place, Path):
         return f"; {place.name} is imported, not run: read the command line under if __name__ == '__main__'"
     if isinstance(error, ImportError) and "relative import" in str(error) and isinstance(place, Path):
         return _as_module(place.resolve())
