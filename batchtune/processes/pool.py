@@ -97,7 +97,8 @@ class WorkerPool:
             threading.Thread(target=start, args=(worker,), daemon=True).start()
 
     def _worker(self, settings: OpenTask, environment: Mapping[str, str]) -> Worker:
-        return Worker(settings, launcher_of(self._ranks, self._observer, environment), stopping=self._stopping)
+        launcher = launcher_of(self._ranks, self._observer, environment)
+        return Worker(settings, launcher, stopping=self._stopping, note=self._observer.announce)
 
     def work(self, step: Callable[[Worker], bool]) -> None:
         """Has every worker call `step` with itself until that says there is nothing more to do.

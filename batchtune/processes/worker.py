@@ -17,6 +17,7 @@ from batchtune.version import __version__
 
 LONG_SILENCE_SECONDS = 600.0  # in which the user's evaluation may say nothing; who is silent for longer hangs
 START_TIMEOUT_SECONDS = 600.0  # importing torch from a cold network disk, building a large model
+LONG_OPENING_SECONDS = 20.0  # after which one is told what is being waited for
 BUSY_SECONDS, RETRY_SECONDS = 60.0, 2.0  # in which a device that worked before may become free again
 _RETRIES = 2  # of what is no run of a study, where nodes are lost
 STOPPED = "stopped with the others"
@@ -54,7 +55,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         settings: the task that each child opens first; None for a child that opens none.
         launcher: starts its children; None: on this machine.
         stopping: once it is set, every command is cut off; None: nobody else can do that.
-        note: told what is retried because a node was lost.
+        note: told that a task takes long to be imported, and what is retried because a node was lost.
         progress: told what share of a command is done, where its child tells.
 
     Attributes:
@@ -110,12 +111,18 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         self._process = image or self._launcher.start()
         if self.settings is None:
             return
-        again = self.opened is not None
+        again, doing = self.opened is not None, f"{self.settings.task}: importing it and building the model once"
+        told = f"{doing} takes long: it should neither train nor load more than it needs"
+        slow = threading.Timer(LONG_OPENING_SECONDS, self._note, [told])
+        slow.daemon = True
         try:
+            if not again:
+                slow.start()
             self.opened = self._ask(self.settings.but(again=again), START_TIMEOUT_SECONDS, None) or self.opened
         except WorkerDied as died:
-            doing = f"{self.settings.task}: importing it and building the model once"
             raise UserCodeError(f"{doing} ended in {died.outcome}: {died}") from None
+        finally:
+            slow.cancel()
         assert self.opened is not None  # noqa: S101 - the first child tells
         self._is_fresh = again
         self.settings = self.settings.but(

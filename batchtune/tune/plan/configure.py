@@ -74,7 +74,8 @@ def _read(source: str, overrides: Sequence[str], observer: Observer) -> tuple[Co
     missing = [key for key in _FLAGS if key not in config.baseline.model_fields_set]
     if not missing:
         return config, []
-    with Worker(worker_settings(config).but(asks_for_current_settings=True), LocalLauncher(observer.printed)) as worker:
+    settings = worker_settings(config).but(asks_for_current_settings=True)
+    with Worker(settings, LocalLauncher(observer.printed), note=observer.announce) as worker:
         found = {key: value for key, value in start_worker(worker).current_settings if value}
     unknown = [key for key in missing if key not in found]
     if unknown:

@@ -368,6 +368,18 @@ def test_closing_a_worker_ends_what_its_child_started(settings):
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
+def test_who_waits_long_for_the_import_is_told_for_what(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("batchtune.processes.worker.LONG_OPENING_SECONDS", 0.3)
+    path, told = tmp_path / "slow.py", []
+    path.write_text("import time\ntime.sleep(1)\n" + Path(settings.task).read_text())
+    with Worker(settings.but(task=str(path)), LocalLauncher(), note=told.append) as worker:
+        worker.start()
+        worker.renew()
+        worker.start()
+    assert len(told) == 1
+    assert told[0].startswith(f"{path}: importing it and building the model once takes long: it should neither train")
+
+
 def test_a_child_without_a_task_describes_the_machine():
     with Worker(None) as worker:
         answer = worker.call(Describe(device="cpu"), timeout=60)
