@@ -154,7 +154,7 @@ def test_the_command_probes_with_an_estimate_and_without(monkeypatch, tmp_path, 
     device, learnt = Device(), []
     (tmp_path / "model.py").write_text("")
     monkeypatch.setattr(TaskEstimate, "learn", lambda self, name, attempts: learnt.append((name, len(attempts))))
-    monkeypatch.setattr(run, "Worker", lambda settings, echo: device)
+    monkeypatch.setattr(run, "Worker", lambda *_, **_how: device)
     monkeypatch.setattr(session, "EstimatePrior", Sight(estimated))
     result = run.run_probe(
         OpenTask(task=str(tmp_path / "model.py")),

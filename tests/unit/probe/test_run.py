@@ -115,7 +115,7 @@ def probed(monkeypatch, recorded):
     def probed(outcome, precisions=("fp32", "bf16"), folder=None, **options):
         gpu = ScriptedGpu(outcome, precisions)
         monkeypatch.setattr(session, "EstimatePrior", NoForesight)
-        monkeypatch.setattr(run, "Worker", lambda *_: gpu)
+        monkeypatch.setattr(run, "Worker", lambda *_, **_how: gpu)
         monkeypatch.setattr(calibration, "look", lambda _uuid: Sharing(gpu.free))
         monkeypatch.setattr(calibration, "SETTLING_SECONDS", (0.0,))
         settings = OpenTask(task=__file__, device="cuda")
