@@ -6,7 +6,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -155,13 +157,49 @@ class Edge:
             self._least, self.lowest_at = smoothed, rate
         return smoothed > self._bound()
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether the loss came clearly below its start; where it did not, noise says at which rate it was least."""
+        return self.lowest_at is not None and self._start - self._least > self._noise
+
+    @property
+    def _start(self) -> float:
+        return sum(self._first) / _FIRST
+
+    @property
+    def _noise(self) -> float:
+        return _CLEAR * statistics.pstdev(self._first)
+
     def _bound(self) -> float:
         """What the smoothed loss may come to. Near and below zero factors mean nothing, the noise of the start does."""
-        start = sum(self._first) / _FIRST
-        noise = _CLEAR * statistics.pstdev(self._first)
-        if self._least > noise:
-            return max(_DIVERGED * self._least, start)
-        return start if start - self._least > noise else start + noise
+        if self._least > self._noise:
+            return max(_DIVERGED * self._least, self._start)
+        return self._start if self.has_learned else self._start + self._noise
+
+
+class Edges:
+    """Watches all losses that optimizers are trained on: those of a GAN's two networks, of an actor and its critic.
+
+    None of them hides another: training has diverged with the first, and of those that fell the first to be least tells
+    the rate.
+    """
+
+    def __init__(self) -> None:
+        self._each: defaultdict[object, Edge] = defaultdict(Edge)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def is_past(self, losses: Mapping[Any, float], rate: float) -> bool:
+        """Takes in the next step's losses, each by what it trains; returns whether training has diverged."""
+        past = [self._each[trained].is_past(loss, rate) for trained, loss in losses.items()]
+        return any(past)
+
+    @property
+    def lowest_at(self) -> float | None:
+        """Where the first of them was least; one beside others has to have learned, since it may just follow theirs."""
+        telling = [each for each in self._each.values() if each.has_learned or len(self) == 1]
+        return min((each.lowest_at for each in telling if each.lowest_at is not None), default=None)
 
 
 def range_test(
@@ -173,7 +211,8 @@ def range_test(
 ) -> RangeTest:
     """Trains a new model for some steps while the learning rate rises by the same factor each time.
 
-    The rates of all groups of parameters rise together; of several ranks' losses the mean counts.
+    The rates of all groups of parameters rise together; of several ranks' losses the mean counts, and
+    of several that a step has, each for itself.
     """
     ranks = parallel or ALONE
     batch_size, steps, rate = command.batch_size * ranks.world_size, command.steps, command.lowest_rate
@@ -187,12 +226,14 @@ def range_test(
         samples_per_step=batch_size,
         parallel=parallel,
     )
-    batches, edge = TrainingBatches(task, command.batch_size, 0, parallel), Edge()
+    batches, edges = TrainingBatches(task, command.batch_size, 0, parallel), Edges()
     ratio = (command.highest_rate / rate) ** (1 / max(1, steps - 1))
     found, taken = None, 0
     while taken < steps:
         taken += 1
-        if edge.is_past(ranks.together("sum", float(trainer.step(batches))) / ranks.world_size, rate):
+        trainer.step(batches)
+        losses = {each: ranks.together("sum", loss) / ranks.world_size for each, loss in trainer.losses.items()}
+        if edges.is_past(losses, rate):
             found = rate
             break
         if ranks.together("max", clock() - started) > command.seconds:
@@ -203,8 +244,9 @@ def range_test(
     return RangeTest(
         batch_size=batch_size,
         edge_learning_rate=found,
-        lowest_loss_learning_rate=edge.lowest_at,
+        lowest_loss_learning_rate=edges.lowest_at,
         highest_learning_rate=min(rate, command.highest_rate),
+        losses=len(edges),
         steps=taken,
         seconds=clock() - started,
     )

@@ -141,6 +141,8 @@ class StepContext:
         self.accumulation_steps, self.micro_batch = 1, 0
         self._precision, self._optimizers, self._clipper = precision, optimizers, clipper
         self._stepped: list[Optimizer] = []
+        self._losses: dict[Optimizer, list[Tensor]] = {}
+        self._unclaimed: list[Tensor] = []  # until an optimizer steps by them
         self._backward_passes = 0
         self._is_stepping = False
         for each in optimizers:
@@ -150,6 +152,14 @@ class StepContext:
     def is_last_micro_batch(self) -> bool:
         """Whether the optimizers step after this one; an average of weights is updated then."""
         return self.micro_batch + 1 == self.accumulation_steps
+
+    @property
+    def losses(self) -> dict[Optimizer, float]:
+        """What each optimizer was trained on with this micro-batch: the mean of its losses.
+
+        Losses whose optimizer `backward` was not told are the next one's to step.
+        """
+        return {each: sum(map(float, losses)) / len(losses) for each, losses in self._losses.items()}
 
     def autocast(self) -> AbstractContextManager[object]:
         """For forward passes: computes in the precision that is measured."""
@@ -169,6 +179,9 @@ class StepContext:
             )
         if optimizer is not None:
             arguments["inputs"] = _trained_by(optimizer)
+        if loss.numel() == 1:  # what else there may be is no loss, and large
+            told = self._unclaimed if optimizer is None else self._losses.setdefault(optimizer, [])
+            told.append(loss.detach())
         self._precision.scaler.scale(loss / self.accumulation_steps).backward(**arguments)
 
     def zero_grad(self, optimizer: Optimizer) -> None:
@@ -190,6 +203,7 @@ class StepContext:
         """
         if not any(optimizer is each for each in self._optimizers):
             raise UserCodeError(f"context.step was given {kind_of(optimizer)} that build_optimizer has not returned")
+        self._claim(optimizer)
         if not self.is_last_micro_batch:
             return None
         again, scaled = any(optimizer is each for each in self._stepped), self._precision.scaler.is_enabled()
@@ -206,6 +220,7 @@ class StepContext:
 
             def clipped() -> object:
                 loss = closure()
+                self._claim(optimizer)
                 self._clipper.clip([optimizer])
                 return loss
 
@@ -233,11 +248,18 @@ class StepContext:
         """What `train_step` is called for next."""
         self.micro_batch, self.accumulation_steps = micro_batch, accumulation_steps
         self._backward_passes, self._stepped = 0, []
+        self._losses, self._unclaimed = {}, []
 
     def require_stepped(self) -> None:
         """Raises UserCodeError where train_step has stepped nothing after the last micro-batch."""
         if self.is_last_micro_batch and not self._stepped:
             raise UserCodeError("train_step stepped no optimizer; call context.step(optimizer) after the gradients")
+
+    def _claim(self, optimizer: Optimizer) -> None:
+        """Puts the losses that were nobody's so far down to an optimizer."""
+        if self._unclaimed:
+            self._losses.setdefault(optimizer, []).extend(self._unclaimed)
+            self._unclaimed = []
 
     def _require_step_by_context(self, *_: object) -> None:
         if not self._is_stepping:

@@ -232,6 +232,12 @@ class Trainer:
         """The last micro-batch's, detached; there must have been one."""
         return self._last_loss.detach()
 
+    @property
+    def losses(self) -> Mapping[Any, float]:
+        """The last micro-batch's, by the optimizer that was trained on it where a task's own train_step has several."""
+        apart = self._context.losses if self._context is not None and len(self.optimizers) > 1 else {}
+        return apart or {None: float(self.loss)}
+
     def _gradients(self, batch: object, accumulation_steps: int, *, synchronize: bool) -> None:
         number = self._micro_batches % accumulation_steps
         self._micro_batches += 1

@@ -125,6 +125,7 @@ class RangeTest(Record):
     lowest_loss_learning_rate: Figure = Field(
         default=None, description="Where the smoothed loss was least before training diverged."
     )
+    losses: Count = Field(default=1, description="That a step trains optimizers on; of several, the first edge counts.")
     highest_learning_rate: Rate
     steps: Count
     seconds: float

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -186,17 +187,17 @@ class LightningTask(FromLoader):
         return module.trainer.schedule  # type: ignore[no-any-return]
 
     def train_step(self, module: LightningModule, batch: object, optimizers: object, context: object) -> Tensor:
-        """A `training_step` that optimizes by itself."""
+        """A `training_step` that optimizes by itself; its loss is the mean of all, so that none hides another's NaN."""
         del optimizers
         view: TrainerView = module.trainer
         assert view.strategy is not None  # noqa: S101 - build_optimizer has set it
-        view.strategy.context = context
+        view.strategy.context, view.strategy.losses = context, []
         self._training_step(module, batch)
         view.step_ended(module)
-        loss = view.strategy.latest_loss
-        if loss is None:
+        losses = view.strategy.losses
+        if not losses:
             raise self.refused("training_step called no manual_backward(loss)")
-        return loss
+        return torch.stack([loss.mean() for loss in losses]).mean()
 
     def evaluate(self, module: LightningModule, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.

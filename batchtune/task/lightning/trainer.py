@@ -267,7 +267,7 @@ class ManualSteps:
         parts = importlib.import_module(f"{library}.core.optimizer")
         self._where, self.lightning_module = where, module
         self.context: Any = None
-        self.latest_loss: Tensor | None = None
+        self.losses: list[Tensor] = []
         self._no_closure = parts.do_nothing_closure
         self._lightning_optimizers = [parts.LightningOptimizer(each) for each in optimizers]
         for each in self._lightning_optimizers:
@@ -276,7 +276,7 @@ class ManualSteps:
     def backward(self, loss: Tensor, optimizer: object = None, *_: object, **arguments: object) -> None:
         """`manual_backward`."""
         del optimizer  # Lightning gives none
-        self.latest_loss = loss.detach()
+        self.losses.append(loss.detach())
         self.lightning_module.on_before_backward(loss)
         self.context.backward(loss, **arguments)
         self.lightning_module.on_after_backward()

@@ -237,6 +237,10 @@ def rate_belief(
     differs less between tasks than SGD's, which goes by the curvature. For other optimizers there is no such rule, and
     the belief is wide.
 
+    All this is known of one loss that goes down. Where optimizers train on losses of their own, each may rise because
+    another's network learns, or be least where that one has collapsed. So their test is a weak hint, whatever came of
+    it, and today's rate counts for more.
+
     Returns:
         The rate, the standard deviation in decades, and the sentence why.
     """
@@ -249,17 +253,28 @@ def rate_belief(
     edge, highest = range_test.edge_learning_rate, range_test.highest_learning_rate
     came = f"diverged at {edge:.2g}" if edge else f"was stable up to {highest:.2g}"
     share, part = (_SHARE, "half") if optimizer == "SGD" else (_ADAM_SHARE, "a third")
-    why = f"in the range test at batch {batch_size:,} loss was least at {lowest:.2g}"
+    several = range_test.losses > 1
+    what = f"one of {range_test.losses} losses" if several else "loss"
+    why = f"in the range test at batch {batch_size:,} {what} was least at {lowest:.2g}"
     why += f" and training {came}; {part} of that"
+    if several:
+        rate, spread = _weighed(lowest * share, _UNKNOWN_SPREAD, baseline_rate)
+        why = f"{why}, weighed with twice today's {baseline_rate:g}"
+        return rate, spread, f"{why}, as losses with an optimizer each tell little of a rate that is good for all"
     if not known:
         return lowest * share, _UNKNOWN_SPREAD, f"{why}, with little known about {optimizer}"
     why = f"{why} is the usual best of {optimizer}"
     spread = _MEASURED_RATE_SPREAD if edge else _OPEN_EDGE_SPREAD
     if edge or optimizer == "SGD":
         return lowest * share, spread, why
-    weight = _BASELINE_SPREAD**2 / (_BASELINE_SPREAD**2 + spread**2)  # of the test, as two normal beliefs multiply
-    rate = (lowest * share) ** weight * (2 * baseline_rate) ** (1 - weight)
-    return rate, spread * math.sqrt(weight), f"{why}; weighed with twice today's {baseline_rate:g}, as no edge was met"
+    rate, spread = _weighed(lowest * share, spread, baseline_rate)
+    return rate, spread, f"{why}; weighed with twice today's {baseline_rate:g}, as no edge was met"
+
+
+def _weighed(rate: float, spread: float, baseline_rate: float) -> tuple[float, float]:
+    """What a test tells and its spread in decades, and today's rate, as two normal beliefs multiply."""
+    weight = _BASELINE_SPREAD**2 / (_BASELINE_SPREAD**2 + spread**2)
+    return rate**weight * (2 * baseline_rate) ** (1 - weight), spread * math.sqrt(weight)
 
 
 def surface_prior(

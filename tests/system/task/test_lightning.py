@@ -1,6 +1,7 @@
 """LightningModules as their users write them, under both names of the library, behind the task contract."""
 
 import importlib.util
+import math
 import sys
 
 import pytest
@@ -305,6 +306,15 @@ class TestManualOptimization:
         assert ours.model.global_step == theirs.global_step == 10
         for mine, other in zip(ours.model.parameters(), theirs.parameters(), strict=True):
             assert torch.allclose(mine, other)
+
+    def test_none_of_its_losses_hides_another(self, lit):
+        task = lit(MANUAL)
+        rising = RunRangeTest(
+            batch_size=4, lowest_rate=1e-4, highest_rate=1e-3, steps=2, precision="fp32", seconds=5.0
+        )  # fmt: skip
+        assert range_test(task, open_device("cpu"), rising).losses == 2
+        task = lit(MANUAL.replace("self.manual_backward(loss)", "self.manual_backward(float('nan') * loss)", 1))
+        assert math.isnan(Trainer(task, CPU, "fp32").step(TrainingBatches(task, 4, 0)))
 
 
 @pytest.mark.parametrize("methods", ["", MANUAL], ids=["automatic", "manual"])

@@ -74,6 +74,76 @@ def all_weights(model):
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
+def quarter_and_half(model):
+    both = torch.tensor([0.25, 0.5], requires_grad=True) + 0 * all_weights_of(model)
+    return both[0], both[1]
+
+
+def all_weights_of(model):
+    return sum(each.sum() for each in model.parameters())
+
+
+@pytest.fixture
+def losses(trainer):
+    """What a step of the GAN says that each of its optimizers was trained on."""
+
+    def after(train_step):
+        ours = trainer(build_model=gan, build_optimizer=gan_optimizers, train_step=train_step)
+        ours.step(TrainingBatches(ours.task, 8, 0))
+        names = {each: name for name, each in ours.optimizers.given.items()}
+        return {names.get(each): pytest.approx(loss) for each, loss in ours.losses.items()}
+
+    return after
+
+
+class TestLosses:
+    def test_each_optimizer_has_its_own_whether_or_not_backward_is_told_whose_it_is(self, losses):
+        def told(model, batch, optimizers, context):
+            first, second = quarter_and_half(model)
+            context.backward(first, optimizers["discriminator"], retain_graph=True)
+            context.backward(second, optimizers["generator"])
+            for each in optimizers.values():
+                context.step(each)
+            return second
+
+        def untold(model, batch, optimizers, context):
+            for name, loss in zip(("discriminator", "generator"), quarter_and_half(model), strict=True):
+                context.backward(loss, retain_graph=True)
+                context.step(optimizers[name])
+            return loss
+
+        assert losses(told) == losses(untold) == {"discriminator": 0.25, "generator": 0.5}
+
+    def test_several_passes_before_a_step_make_one_loss(self, losses):
+        def real_and_fake(model, batch, optimizers, context):
+            for loss in quarter_and_half(model):
+                context.backward(loss, retain_graph=True)
+            context.step(optimizers["discriminator"])
+            return loss
+
+        assert losses(real_and_fake) == {"discriminator": 0.375}
+
+    def test_those_of_a_closure_are_of_the_optimizer_that_calls_it(self, losses):
+        def by_closure(model, batch, optimizers, context):
+            def closure():
+                loss, _ = quarter_and_half(model)
+                context.backward(loss)
+                return loss
+
+            context.step(optimizers["generator"], closure)
+            loss = quarter_and_half(model)[1]
+            context.backward(loss)
+            context.step(optimizers["discriminator"])
+            return loss
+
+        assert losses(by_closure) == {"generator": 0.25, "discriminator": 0.5}
+
+    def test_a_task_with_one_optimizer_has_the_loss_that_it_returns(self, trainer):
+        ours = trainer(train_step=one_step)
+        loss = ours.step(TrainingBatches(ours.task, 8, 0))
+        assert ours.losses == {None: float(loss)}
+
+
 class TestOwnStep:
     def test_it_trains_as_compute_loss_does(self, trainer):
         own, plain = trainer(train_step=one_step), trainer(compute_loss=mean_loss)

@@ -115,5 +115,81 @@ def test_the_rates_of_all_groups_rise_together(linear_task, fake_device):
     assert first == pytest.approx(1e-2, rel=0.1)
 
 
+CURVATURES = {"steep": 10.0, "flat": 0.001}
+
+
+def two_weights():
+    torch.manual_seed(0)
+    return {name: torch.nn.Linear(1, 1, bias=False) for name in CURVATURES}
+
+
+def an_optimizer_each(model, lr):
+    return {name: torch.optim.SGD(module.parameters(), lr=lr) for name, module in model.items()}
+
+
+def one_after_another(*order, every=None):
+    """A step that descends on each weight's parabola in turn and returns the last one's loss, as GANs do."""
+    every, taken = every or {}, []
+
+    def train_step(model, batch, optimizers, context):
+        taken.append(None)
+        for name in order:
+            if len(taken) % every.get(name, 1):
+                continue
+            target = 3 + 0.1 * torch.randn(1, 1)
+            loss = 0.5 * CURVATURES[name] * (model[name](torch.ones(1, 1)) - target).square().mean()
+            context.backward(loss, optimizers[name])
+            context.step(optimizers[name])
+        return loss
+
+    return {"build_model": two_weights, "build_optimizer": an_optimizer_each, "train_step": train_step}
+
+
+@pytest.mark.parametrize("order", [("steep", "flat"), ("flat", "steep")])
+def test_of_several_losses_none_hides_another(order, linear_task, fake_device):
+    found = run(linear_task(**one_after_another(*order)), fake_device)
+    assert found.losses == 2
+    assert 0.05 < found.lowest_loss_learning_rate < found.edge_learning_rate
+    assert 0.2 <= found.edge_learning_rate <= 0.8
+
+
+def test_a_critic_that_steps_more_often_than_its_actor_is_watched_apart_from_it(linear_task, fake_device):
+    found = run(linear_task(**one_after_another("steep", "flat", every={"steep": 2})), fake_device)
+    assert found.losses == 2
+    assert 0.2 <= found.edge_learning_rate <= 1.6
+
+
+def test_losses_of_which_none_has_learned_tell_no_rate(linear_task, fake_device):
+    found = run(linear_task(**one_after_another("steep", "flat")), fake_device, lowest_rate=1e-6, highest_rate=1e-5)
+    assert (found.losses, found.lowest_loss_learning_rate, found.edge_learning_rate) == (2, None, None)
+
+
+def test_a_loss_that_is_no_number_ends_it_although_the_returned_one_is(linear_task, fake_device):
+    parts = one_after_another("steep", "flat")
+
+    def train_step(model, batch, optimizers, context):
+        context.backward(math.nan * model["steep"](torch.ones(1, 1)).mean(), optimizers["steep"])
+        context.step(optimizers["steep"])
+        loss = model["flat"](torch.ones(1, 1)).square().mean()
+        context.backward(loss, optimizers["flat"])
+        context.step(optimizers["flat"])
+        return loss
+
+    found = run(linear_task(**parts | {"train_step": train_step}), fake_device)
+    assert (found.steps, found.losses, found.edge_learning_rate) == (1, 2, 1e-3)
+
+
+def test_two_optimizers_that_one_loss_trains_have_one_loss(linear_task, fake_device):
+    def train_step(model, batch, optimizers, context):
+        loss = sum(module(torch.ones(1, 1)).square().mean() for module in model.values())
+        context.backward(loss)
+        for each in optimizers.values():
+            context.step(each)
+        return loss
+
+    parts = one_after_another("steep", "flat") | {"train_step": train_step}
+    assert run(linear_task(**parts), fake_device).losses == 1
+
+
 def test_it_ends_when_its_time_is_over(linear_task, fake_device):
     assert run(linear_task(), fake_device, highest_rate=1e-2, seconds=10.0, clock=Slow()).steps <= 11

@@ -1,6 +1,7 @@
 """What is measured before the search, on a worker that answers what it is told to."""
 
 import json
+import math
 
 import documents
 import pytest
@@ -16,6 +17,7 @@ from batchtune.tune.plan.configure import read_warm_start
 from batchtune.tune.plan.measure_prior import PRIOR_SHARE, affordable_noise_scale, affordable_range_test, measure_prior
 from batchtune.tune.plan.open_task import require
 from batchtune.tune.plan.prior import with_loading
+from batchtune.tune.study.search import FIRST_RUNS, RETREAT
 
 ALPHA, BETA = 1e-3, 1e-4  # seconds
 FACTS = {
@@ -44,8 +46,8 @@ def probe(largest=1024):
 class Answers(FakeChild):
     """Stands in for a child process."""
 
-    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=(), loads=None):
-        self.lowest, self.edge, self.noise, self.loads = lowest, edge, noise, loads
+    def __init__(self, lowest=0.5, edge=1.0, noise=48.0, speeds=None, fails=(), dies_at=(), loads=None, losses=1):
+        self.lowest, self.edge, self.noise, self.loads, self.losses = lowest, edge, noise, loads, losses
         self.speeds, self.fails, self.dies_at, self.asked = speeds or {}, fails, dies_at, []
 
     def answer(self, command, *, timeout, **given):
@@ -54,7 +56,7 @@ class Answers(FakeChild):
             raise UserCodeError("compute_loss raised ValueError")
         if command == "range_test":
             rates = {"edge_learning_rate": self.edge, "highest_learning_rate": self.edge or given["highest_rate"]}
-            rates["lowest_loss_learning_rate"] = self.lowest
+            rates |= {"lowest_loss_learning_rate": self.lowest, "losses": self.losses}
             return rates | {"batch_size": given["batch_size"], "steps": given["steps"], "seconds": 0.1}
         if command == "noise_scale":
             return {"samples": self.noise, "batch_sizes": [given["small"], given["large"]], "draws": 8, "seconds": 0.1}
@@ -137,6 +139,19 @@ def test_a_test_without_an_edge_is_weighed_with_todays_rate_for_the_adam_family_
     assert met.learning_rate_decades < adam.learning_rate_decades < 0.6  # two beliefs are surer than either
     assert "weighed with twice today's 0.001, as no edge was met" in adam.learning_rate_reason
     assert prepared(Answers(edge=None)).learning_rate == prepared(Answers(edge=1.0)).learning_rate  # of SGD
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Shampoo"])
+@pytest.mark.parametrize(("lowest", "edge"), [(0.61, 0.72), (0.61, None), (1e-3, 2e-3)])
+def test_of_several_losses_the_test_is_a_hint_that_leaves_todays_rate_within_the_first_runs(optimizer, lowest, edge):
+    answers, facts = {"lowest": lowest, "edge": edge}, {"optimizer": optimizer}
+    one, two = (prepared(Answers(**answers, losses=losses), facts=facts) for losses in (1, 2))
+    assert two.learning_rate / RETREAT ** (FIRST_RUNS - 1) < 2e-3  # twice today's
+    assert abs(math.log10(two.learning_rate / 2e-3)) < 2 * two.learning_rate_decades
+    assert two.learning_rate_decades > 0.5
+    assert two.start_batch_size == one.start_batch_size
+    assert "one of 2 losses was least at" in two.learning_rate_reason
+    assert "weighed with twice today's 0.001, as losses with an optimizer each" in two.learning_rate_reason
 
 
 def test_an_edge_beyond_the_rates_searched_is_a_weaker_hint():
