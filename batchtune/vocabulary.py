@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Precision = Literal["bf16", "fp16", "fp32", "tf32"]
@@ -18,6 +20,21 @@ FAILED_FOR_GOOD = FAILED - {"oom"}  # which is run again, in smaller micro-batch
 Length: TypeAlias = int | tuple[int, ...]  # several where an input has several, such as source and target
 AskedLengths: TypeAlias = Literal["auto"] | tuple[Length, ...]  # auto: those of the training set
 LengthBatches: TypeAlias = tuple[tuple[Length, int], ...]  # samples of a batch by their length
+
+
+def together(classes: Iterable[str]) -> str:
+    """Classes of optimizers or schedulers that train together: `AdamW`, `Muon + AdamW`, `2 x Adam`."""
+    return " + ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(classes).items())
+
+
+def are_several(name: str | None) -> bool:
+    """Whether a name by `together` is of more than one."""
+    return name is not None and " " in name
+
+
+def classes_in(name: str) -> set[str]:
+    """The classes that a name by `together` is made of."""
+    return {part.rpartition(" x ")[2] for part in name.split(" + ")}
 
 
 class Variant(NamedTuple):

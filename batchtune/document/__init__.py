@@ -170,7 +170,9 @@ class TaskInfo(Record):
 
     path: Text
     sha256: Text | None = None
-    optimizer: Text | None = Field(default=None, description="Class of what build_optimizer makes.")
+    optimizer: Text | None = Field(
+        default=None, description="Class of what build_optimizer makes; of several 'SGD + Adam' or '2 x Adam'."
+    )
     optimizer_settings: OptimizerSettings | None = None
 
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Redu
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import TaskLengths, offers
+from batchtune.vocabulary import together
 
 STEPS_PER_EPOCH = "steps_per_epoch"
 """The parameter of build_scheduler by which it is told how many optimizer steps an epoch has."""
@@ -50,8 +51,8 @@ class Optimizers(Sequence[Optimizer]):
 
     @property
     def name(self) -> str:
-        """Their classes, as a reader knows them: `AdamW`, `Muon + AdamW`."""
-        return " + ".join(dict.fromkeys(type(each).__name__ for each in self))
+        """Their classes, as a reader knows them: `AdamW`, `Muon + AdamW`, `2 x Adam`."""
+        return together(type(each).__name__ for each in self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -204,7 +205,7 @@ class TaskOptimizers(TaskLengths):
         """
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
-        names = " + ".join(dict.fromkeys(classes))
+        names = together(classes)
         if self.adapted is not None or not schedulers:
             return names or None, []
         rates = _scheduled(schedulers, optimizers)

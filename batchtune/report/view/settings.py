@@ -12,6 +12,7 @@ import yaml
 
 from batchtune.document import Document, LengthBatch, OptimizerSettings, Recommendation
 from batchtune.errors import UsageError
+from batchtune.vocabulary import are_several
 
 Values = dict[str, object]
 _PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
@@ -108,6 +109,49 @@ def _settings(result: Document) -> Recommendation:
     return found
 
 
+def optimizer_of(found: Recommendation, result: Document) -> str | None:
+    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
+    return found.optimizer or result.task.optimizer
+
+
+def made_with(found: Recommendation, result: Document) -> Values:
+    """All that is known of how the recommended optimizer is made, its learning rate left out."""
+    known = result.task.optimizer_settings
+    same = found.optimizer in {None, result.task.optimizer}
+    searched = Values(found.optimizer_arguments)
+    return known.values | searched if known and same and found.learning_rate is not None else searched
+
+
+def several_of(found: Recommendation, result: Document) -> str | None:
+    """The classes of the recommended optimizers, where there is more than one and a learning rate for them."""
+    name = optimizer_of(found, result)
+    return name if found.learning_rate is not None and are_several(name) else None
+
+
+def optimizer_notes(found: Recommendation, result: Document) -> list[str]:
+    """What of the optimizer no export can say."""
+    known, optimizer = result.task.optimizer_settings, optimizer_of(found, result)
+    if found.learning_rate is None:
+        return []
+    if known is None or found.optimizer not in {None, result.task.optimizer}:
+        return [f"what else {optimizer or 'your optimizer'} was made with is not known: add it yourself"]
+    if not known.differing:
+        return []
+    names = ", ".join(known.differing)
+    return [f"groups of parameters differ in {names} here: set those as your {known.made_by or 'build_optimizer'} does"]
+
+
+def several_notes(found: Recommendation, result: Document, field: str, remedy: str) -> list[str]:
+    """Why a field that names one optimizer is left out, and what to do, where there are several."""
+    several, known = several_of(found, result), result.task.optimizer_settings
+    if several is None:
+        return []
+    arguments = {"lr": found.learning_rate, **made_with(found, result)}
+    made = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    maker = known.made_by if known and known.made_by else "build_optimizer"
+    return [f"{field} names one, and is left out: {several} are made by your {maker} with {made}; {remedy}"]
+
+
 def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
     names = {name: name for name in values}
     for rename in renames:
@@ -164,7 +208,7 @@ def as_variables(values: Values) -> str:
 
 def _optimizer_line(names: str, known: OptimizerSettings) -> str:
     """A comment that says how the optimizer is made; of several, who makes them."""
-    if " + " in names:
+    if are_several(names):
         return f"# optimizers: {names}, as your {known.made_by or 'build_optimizer'} makes them"
     made = "".join(f", {name}={value!r}" for name, value in known.values.items())
     whole = f"{names}(model.parameters(), lr=learning_rate{made})"

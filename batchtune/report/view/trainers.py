@@ -8,7 +8,19 @@ from collections.abc import Mapping
 from batchtune.document import Document, Recommendation
 from batchtune.errors import UsageError
 from batchtune.report.view.lengths import fairseq, has_lengths, lhotse, lhotse_notes
-from batchtune.report.view.settings import Export, Values, as_json, as_variables, as_yaml, launched
+from batchtune.report.view.settings import (
+    Export,
+    Values,
+    as_json,
+    as_variables,
+    as_yaml,
+    launched,
+    made_with,
+    optimizer_notes,
+    optimizer_of,
+    several_notes,
+    several_of,
+)
 
 _MICRO, _ACCUMULATION, _RATE = "micro_batch_size", "gradient_accumulation_steps", "learning_rate"
 
@@ -52,32 +64,6 @@ def _clipped(found: Recommendation) -> Mapping[str, float | None]:
     return {"norm": found.gradient_clipping.norm or 0.0, "value": found.gradient_clipping.value or 0.0}
 
 
-def optimizer_of(found: Recommendation, result: Document) -> str | None:
-    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
-    return found.optimizer or result.task.optimizer
-
-
-def made_with(found: Recommendation, result: Document) -> Values:
-    """All that is known of how the recommended optimizer is made, its learning rate left out."""
-    known = result.task.optimizer_settings
-    same = found.optimizer in {None, result.task.optimizer}
-    searched = Values(found.optimizer_arguments)
-    return known.values | searched if known and same and found.learning_rate is not None else searched
-
-
-def optimizer_notes(found: Recommendation, result: Document) -> list[str]:
-    """What of the optimizer no export can say."""
-    known, optimizer = result.task.optimizer_settings, optimizer_of(found, result)
-    if found.learning_rate is None:
-        return []
-    if known is None or found.optimizer not in {None, result.task.optimizer}:
-        return [f"what else {optimizer or 'your optimizer'} was made with is not known: add it yourself"]
-    if not known.differing:
-        return []
-    names = ", ".join(known.differing)
-    return [f"groups of parameters differ in {names} here: set those as your {known.made_by or 'build_optimizer'} does"]
-
-
 def hf_optimizer(found: Recommendation, result: Document) -> Values:
     """The optimizer and, where the task has none, the constant schedule: the Trainer's own would be linear.
 
@@ -90,6 +76,9 @@ def hf_optimizer(found: Recommendation, result: Document) -> Values:
     own = known.arguments if known else {}
     if "optim" in own:  # a Trainer makes it by these very fields
         return dict(own)
+    if several_of(found, result):
+        why = "and a Trainer has one optimizer; take --format env, and a loop of your own"
+        raise UsageError(f"the learning rate is one for {optimizer} together, {why}")
     if optimizer is not None and optimizer not in _HF_OPTIMIZERS:
         raise UsageError(
             f"the learning rate is one for {optimizer}, which TrainingArguments cannot name; take --format env, and "
@@ -190,7 +179,7 @@ def _lightning_notes(found: Recommendation, result: Document) -> list[str]:
     notes = _tf32_notes(found) + optimizer_notes(found, result)
     if optimizer and found.learning_rate is not None:
         arguments = ", ".join(["lr", *(f"{name}={value!r}" for name, value in made.items())])
-        written = optimizer if " + " in optimizer else f"{optimizer}({arguments})"
+        written = optimizer if several_of(found, result) else f"{optimizer}({arguments})"
         notes.append(f"measured with {written}, as your configure_optimizers should make it")
         if _module_rate(found, result) != found.learning_rate:
             notes.append(f"{found.learning_rate:g} is the highest learning rate of its groups; ApplyResult sets all")
@@ -210,16 +199,21 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
     themselves to half precision, which is another training with another need of memory.
     """
     half = {"bf16": "bfloat16", "fp16": "float16"}.get(found.precision)
+    kind = optimizer_of(found, result)
+    optimizer = {
+        "type": kind,
+        "params.lr": found.learning_rate,
+        "params.adam_w_mode": False if kind == "Adam" else None,  # its own default
+        **{f"params.{name}": value for name, value in made_with(found, result).items()},
+    }
+    is_one = found.learning_rate is not None and not several_of(found, result)
     return {
         "train_batch_size": found.micro_batch_size * found.gradient_accumulation_steps * found.world_size,
         "train_micro_batch_size_per_gpu": found.micro_batch_size,
         "gradient_accumulation_steps": found.gradient_accumulation_steps,
         "gradient_clipping": _clipped(found)["norm"],
         "zero_optimization.stage": 3 if found.strategy == "fsdp" else None,  # both shard all there is
-        "optimizer.type": optimizer_of(found, result) if found.learning_rate is not None else None,
-        "optimizer.params.lr": found.learning_rate,
-        "optimizer.params.adam_w_mode": False if optimizer_of(found, result) == "Adam" else None,  # its own default
-        **{f"optimizer.params.{name}": value for name, value in made_with(found, result).items()},
+        **{f"optimizer.{name}": value for name, value in optimizer.items() if is_one},
         "torch_autocast.enabled": True if half else None,
         "torch_autocast.dtype": half,
     }
@@ -237,18 +231,20 @@ def _deepspeed_notes(found: Recommendation, result: Document) -> list[str]:
     if found.learning_rate is not None:
         if optimizer_of(found, result) is None:
             notes.append("the optimizer's type is not known: add it yourself")
-        notes += optimizer_notes(found, result)
+        engines = "a DeepSpeed engine steps one, so give each of them deepspeed.initialize(optimizer=...)"
+        notes += several_notes(found, result, "'optimizer'", engines) + optimizer_notes(found, result)
     notes += _schedule_notes(found, result, "total_num_steps of its 'scheduler'")
     return notes + _rank_notes(found, "deepspeed --num_gpus")
 
 
 def _env(found: Recommendation, result: Document) -> Values:
     made = made_with(found, result).items()
+    is_one = found.learning_rate is not None and not several_of(found, result)
     return {
         "BATCH_SIZE": found.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": found.gradient_accumulation_steps,
         "LEARNING_RATE": found.learning_rate,
-        "OPTIMIZER": optimizer_of(found, result) if found.learning_rate is not None else None,
+        "OPTIMIZER": optimizer_of(found, result) if is_one else None,
         **{name.upper(): ",".join(map(str, each)) if isinstance(each, list) else each for name, each in made},
         "GRADIENT_CLIPPING_NORM": _clipped(found)["norm"] or None,
         "GRADIENT_CLIPPING_VALUE": _clipped(found)["value"] or None,
@@ -261,6 +257,11 @@ def _env(found: Recommendation, result: Document) -> Values:
         else int(found.activation_checkpointing),
         "PRECISION": found.precision,
     }
+
+
+def _env_notes(found: Recommendation, result: Document) -> list[str]:
+    several = several_notes(found, result, "OPTIMIZER", "let that make them")
+    return several + optimizer_notes(found, result) + _rank_notes(found)
 
 
 EXPORTS: dict[str, Export] = {
@@ -300,7 +301,7 @@ EXPORTS: dict[str, Export] = {
             "precision": "PRECISION",
         },
         as_variables,
-        lambda found, result: optimizer_notes(found, result) + _rank_notes(found),
+        _env_notes,
         takes_comments=True,
     ),
     "lhotse": Export("lhotse", lhotse, {}, as_yaml, lhotse_notes, takes_comments=True),

@@ -12,6 +12,7 @@ from batchtune.errors import UsageError
 from batchtune.probe.timing.steps import StepLine, step_line
 from batchtune.tune.optuna_parts.surface import SurfacePrior
 from batchtune.units import number
+from batchtune.vocabulary import classes_in
 
 Paces = Mapping[tuple[int, int], float]
 """Seconds of an optimizer step by how it is made up: micro-batch size and number of micro-batches."""
@@ -29,7 +30,7 @@ _OPEN_EDGE_SPREAD = 0.6  # …where the edge lies beyond the rates searched
 _UNKNOWN_SPREAD = 1.0
 _SHARE = 1 / 2  # of the rate of least loss: the edge of stability is 2 / curvature, the fastest descent 1 / curvature
 _ADAM_SHARE = 1 / 3
-_ADAM_FAMILY = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lion", "Adafactor", "RMSprop")
+_ADAM_FAMILY = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lion", "Adafactor", "RMSprop"}
 
 
 def split_batch(batch_size: int, max_micro_batch_size: int) -> tuple[int, int]:
@@ -244,7 +245,9 @@ def rate_belief(
     Returns:
         The rate, the standard deviation in decades, and the sentence why.
     """
-    known = optimizer == "SGD" or optimizer in _ADAM_FAMILY
+    classes = classes_in(optimizer)
+    is_sgd = classes == {"SGD"}
+    known = is_sgd or classes <= _ADAM_FAMILY
     lowest = range_test.lowest_loss_learning_rate if range_test else None
     if range_test is None or lowest is None:
         why = f"today's {baseline_rate:g} is more often too low than too high"
@@ -252,7 +255,7 @@ def rate_belief(
         return 2 * baseline_rate, spread, why if known else f"{why}; nothing more is known about {optimizer}"
     edge, highest = range_test.edge_learning_rate, range_test.highest_learning_rate
     came = f"diverged at {edge:.2g}" if edge else f"was stable up to {highest:.2g}"
-    share, part = (_SHARE, "half") if optimizer == "SGD" else (_ADAM_SHARE, "a third")
+    share, part = (_SHARE, "half") if is_sgd else (_ADAM_SHARE, "a third")
     several = range_test.losses > 1
     what = f"one of {range_test.losses} losses" if several else "loss"
     why = f"in the range test at batch {batch_size:,} {what} was least at {lowest:.2g}"
@@ -265,7 +268,7 @@ def rate_belief(
         return lowest * share, _UNKNOWN_SPREAD, f"{why}, with little known about {optimizer}"
     why = f"{why} is the usual best of {optimizer}"
     spread = _MEASURED_RATE_SPREAD if edge else _OPEN_EDGE_SPREAD
-    if edge or optimizer == "SGD":
+    if edge or is_sgd:
         return lowest * share, spread, why
     rate, spread = _weighed(lowest * share, spread, baseline_rate)
     return rate, spread, f"{why}; weighed with twice today's {baseline_rate:g}, as no edge was met"

@@ -322,6 +322,12 @@ class TestSeveralOptimizers:
         assert changes[1] == pytest.approx(0.01, rel=0.1)  # Adam's first step
         assert both.optimizers.name == "SGD + AdamW"
 
+    def test_several_of_one_class_are_told_as_several(self, trainer):
+        def build_optimizer(model, lr):
+            return [torch.optim.Adam([each], lr=lr) for each in model.parameters()]
+
+        assert trainer(build_optimizer=build_optimizer).optimizers.name == "2 x Adam"
+
     def test_schedules_of_all_step(self, trainer):
         def build_optimizer(model, lr):
             return [torch.optim.SGD([model.weight], lr=lr), torch.optim.SGD([model.bias], lr=lr / 10)]

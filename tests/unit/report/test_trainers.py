@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shlex
 
 import pytest
@@ -152,6 +153,29 @@ def test_several_optimizers_are_not_written_as_the_call_of_one(tuned):
     made = made_with(tuned, "AdamW + SGD", adapted={"made_by": "configure_optimizers"})
     assert "# optimizers: AdamW + SGD, as your configure_optimizers makes them" in pytorch(made)
     assert "as your build_optimizer makes them" in pytorch(made_with(tuned, "Muon + AdamW"))
+    assert "# optimizers: 2 x Adam, as your build_optimizer makes them" in pytorch(made_with(tuned, "2 x Adam"))
+    assert "measured with 2 x Adam, as" in " ".join(EXPORTS["lightning"].said_beside(made_with(tuned, "2 x Adam")))
+
+
+@pytest.mark.parametrize("optimizers", ["SparseAdam + Adam", "2 x Adam", "2 x AdamW + SGD"])
+def test_where_there_is_room_for_one_optimizer_several_are_left_out_and_what_to_do_is_said(tuned, optimizers):
+    made = made_with(on("cuda", tuned), optimizers, betas=[0.0, 0.9])
+    assert "optimizer" not in deepspeed(made)
+    engines, *_ = EXPORTS["deepspeed"].said_beside(made)[1:]  # the first is of its autocast
+    assert engines.startswith(f"'optimizer' names one, and is left out: {optimizers} are made by your build_optimizer ")
+    assert "with lr=0.0003, betas=[0.0, 0.9]; a DeepSpeed engine steps one" in engines
+    commented, *fields = EXPORTS["env"].text(made).splitlines()
+    left_out = f"# OPTIMIZER names one, and is left out: {optimizers} are made by your build_optimizer"
+    assert commented.startswith(left_out)
+    assert not any(field.startswith("OPTIMIZER=") for field in fields)
+    assert "LEARNING_RATE=0.0003" in fields
+
+
+@pytest.mark.parametrize("optimizers", ["Muon + AdamW", "2 x AdamW"])
+def test_the_trainer_has_one_optimizer(tuned, optimizers):
+    with pytest.raises(UsageError, match=f"one for {re.escape(optimizers)} together, and a Trainer has one optimizer"):
+        hf(made_with(tuned, optimizers))
+    assert "HF TrainingArguments" not in view_of(made_with(tuned, optimizers)).settings
 
 
 def test_a_module_of_several_learning_rates_without_one_of_its_own_is_given_none(tuned):
@@ -159,7 +183,7 @@ def test_a_module_of_several_learning_rates_without_one_of_its_own_is_given_none
     assert "lr" not in lightning(result).get("model", {})
 
 
-@pytest.mark.parametrize("optimizer", ["Muon + AdamW", "LBFGS", "Adam"])
+@pytest.mark.parametrize("optimizer", ["LBFGS", "Adam"])
 def test_the_trainer_is_given_no_learning_rate_of_an_optimizer_that_it_cannot_name(tuned, optimizer):
     with pytest.raises(UsageError, match="which TrainingArguments cannot name; take --format env"):
         hf(made_with(tuned, optimizer))

@@ -133,6 +133,16 @@ def test_the_adam_family_has_a_rule_of_its_own_and_others_none():
     assert "little known about Shampoo" in other.learning_rate_reason
 
 
+def test_several_optimizers_of_one_family_are_of_the_family_and_a_mix_is_of_none():
+    reasons = {}
+    for name in ("SGD", "2 x SGD", "Adam", "2 x Adam", "AdamW + Adam", "SGD + Adam", "Muon + AdamW"):
+        found = prepared(Answers(), facts={"optimizer": name})
+        reasons[name] = (round(found.learning_rate, 4), round(found.learning_rate_decades, 4))
+    assert reasons["2 x SGD"] == reasons["SGD"]
+    assert reasons["2 x Adam"] == reasons["AdamW + Adam"] == reasons["Adam"]
+    assert {decades for _, decades in (reasons["SGD + Adam"], reasons["Muon + AdamW"])} == {1.0}
+
+
 def test_a_test_without_an_edge_is_weighed_with_todays_rate_for_the_adam_family_only():
     met, adam = (prepared(Answers(edge=edge), facts={"optimizer": "AdamW"}) for edge in (1.0, None))
     assert 2e-3 < adam.learning_rate < met.learning_rate / 2
