@@ -115,7 +115,7 @@ def train(
         else:
             yield from run.tell(None)
             outcome = "diverged"
-    steps = total_steps if task.has("build_scheduler") else None
+    steps = total_steps if task.has_horizon else None
     optimizer = run.trainer.optimizers.name if spec.optimizer_arguments else None
     return RunEnd(outcome, steps, evaluation_seconds=run.evaluation_seconds, optimizer=optimizer, straggler=slow)
 

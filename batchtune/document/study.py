@@ -99,7 +99,8 @@ class Trial(Record):
     evaluation_seconds: Figure = Field(default=None, description="What evaluating took, besides training.")
     value: Figure = Field(default=None, description="Best value of the metric in this run.")
     total_steps: Count | None = Field(
-        default=None, description="The horizon given to build_scheduler: the optimizer steps in budget.run at its pace."
+        default=None,
+        description="The horizon that the schedule asked for: the optimizer steps in budget.run at its pace.",
     )
     curve: list[CurvePoint] = Field(default=[])
     message: Text | None = None

@@ -166,7 +166,7 @@ class RunEnd:
 
     Attributes:
         outcome: `reached`, `finished`, `pruned` or `diverged`.
-        total_steps: the horizon that the user's scheduler was given; None without one.
+        total_steps: the horizon that the user's scheduler asked for; None without one.
         evaluation_seconds: what its evaluations took.
         optimizer: its class, where arguments of build_optimizer may have chosen it.
         straggler: the rank that is far slower than the others by itself, and how many times as slow.

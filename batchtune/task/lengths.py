@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 import time
@@ -124,6 +125,16 @@ def offers(function: Callable[..., object], name: str) -> bool:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # compiled code does not tell
         return False
+
+
+def reads(function: Callable[..., object], place: int) -> bool:
+    """Whether the code of a function reads its parameter at this place; code that does not tell is taken to."""
+    code, at = getattr(function, "__code__", None), place + inspect.ismethod(function)
+    if code is None or at >= code.co_argcount:
+        return True
+    name, loads = code.co_varnames[at], {"LOAD_DEREF", "LOAD_CLOSURE", "MAKE_CELL"}
+    read = (each.argval for each in dis.get_instructions(code) if "LOAD_FAST" in each.opname or each.opname in loads)
+    return any(name in each if isinstance(each, tuple) else name == each for each in read)
 
 
 def checked_length(value: object, where: str, place: int) -> Length:

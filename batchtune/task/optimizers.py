@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Redu
 
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
-from batchtune.task.lengths import TaskLengths, offers
+from batchtune.task.lengths import TaskLengths, offers, reads
 from batchtune.vocabulary import together
 
 STEPS_PER_EPOCH = "steps_per_epoch"
@@ -194,6 +194,13 @@ class TaskOptimizers(TaskLengths):
                 why = "which waits for a metric at the end of an epoch; use one by steps, or leave it out for the study"
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
         return found
+
+    @property
+    def has_horizon(self) -> bool:
+        """Whether the schedule is made for a number of steps; an adapted object's: of the optimizers made last."""
+        if not self.has("build_scheduler"):
+            return False
+        return reads(self.source.build_scheduler, 1) if self.adapted is None else self.adapted.asks_for_total_steps
 
     def look_at_schedule(self, model: nn.Module, optimizers: Optimizers) -> tuple[str | None, list[str]]:
         """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.

@@ -218,6 +218,15 @@ def _optimizer_line(names: str, known: OptimizerSettings) -> str:
     return f"# optimizer: {whole}"
 
 
+def _schedule_lines(found: Recommendation, known: OptimizerSettings | None) -> list[str]:
+    """For how many steps the learning rate's schedule is made, or, of one that did not ask, its class."""
+    if found.total_steps is not None:
+        return [f"total_steps = {found.total_steps}  # what its schedule was made for"]
+    if known is None or known.scheduler is None:
+        return []
+    return [f"# learning-rate schedule: {known.scheduler}, as your {known.made_by or 'build_scheduler'} makes it"]
+
+
 def pytorch(result: Document) -> str:
     """The settings as lines of plain PyTorch; '' where there are none that ran."""
     found = to_train_with(result)
@@ -238,8 +247,7 @@ def pytorch(result: Document) -> str:
         if bound is not None:
             call = f"torch.nn.utils.clip_grad_{name}_(model.parameters(), {bound!r})"
             lines.append(f"clip_gradients = lambda: {call}  # call it before optimizer.step()")
-    if found.total_steps is not None:
-        lines.append(f"total_steps = {found.total_steps}  # what its schedule was made for")
+    lines += _schedule_lines(found, result.task.optimizer_settings)
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
     if found.precision in types:
         lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")

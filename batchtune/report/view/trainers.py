@@ -44,11 +44,11 @@ def _refuse_fp16_on_cpu(library: str, found: Recommendation, result: Document) -
 
 def _schedule_notes(found: Recommendation, result: Document, field: str) -> list[str]:
     """What the horizon was that the rate was tuned under; whoever trains for longer gives it another, on purpose."""
-    if found.total_steps is None:
-        return []
     known = result.task.optimizer_settings
     maker = known.made_by if known and known.made_by else "build_scheduler"
     made = f" ({known.scheduler} of your {maker})" if known and known.scheduler else ""
+    if found.total_steps is None:
+        return [f"measured with a learning-rate schedule{made}, which no field says"] if made else []
     return [f"measured with a learning-rate schedule over {found.total_steps} steps{made}; {field} would say so"]
 
 
@@ -261,7 +261,8 @@ def _env(found: Recommendation, result: Document) -> Values:
 
 def _env_notes(found: Recommendation, result: Document) -> list[str]:
     several = several_notes(found, result, "OPTIMIZER", "let that make them")
-    return several + optimizer_notes(found, result) + _rank_notes(found)
+    schedule = _schedule_notes(found, result, "TOTAL_STEPS") if found.total_steps is None else []
+    return several + optimizer_notes(found, result) + schedule + _rank_notes(found)
 
 
 EXPORTS: dict[str, Export] = {

@@ -33,6 +33,7 @@ class Adapted:
     Attributes:
         samples_per_step: of an optimizer step of the model that is built next; None where that is not known.
         total_steps: optimizer steps that its schedule is laid out for; None where it is to have none.
+        asks_for_total_steps: whether the schedule made last has asked how many these are.
         accumulation_steps: micro-batches of an optimizer step in the user's own training.
         optimizer_settings: what else is known of how it makes its optimizers, once it has.
         gradient_clipping: what the library's own trainer would do.
@@ -43,6 +44,7 @@ class Adapted:
 
     samples_per_step: int | None = None
     total_steps: int | None = None
+    asks_for_total_steps = True
     accumulation_steps = 1
     optimizer_settings: Mapping[str, object] = {}
     gradient_clipping: GradientClipping | None = None

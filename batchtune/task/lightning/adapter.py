@@ -147,8 +147,9 @@ class LightningTask(FromLoader):
         unless there is to be one.
         """
         view: TrainerView = module.trainer
-        view.total_steps = self.total_steps
+        view.total_steps, view.was_asked_for_steps = self.total_steps, False
         optimizers, schedulers = configured(module, self)
+        self.asks_for_total_steps = view.was_asked_for_steps
         own = module.hparams.get("lr")
         ratio = highest_rate(optimizers) / own if isinstance(own, float) and own > 0 else None
         self.optimizer_settings = {"made_by": "configure_optimizers", "lr_ratio": ratio}

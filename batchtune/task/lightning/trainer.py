@@ -76,6 +76,7 @@ class TrainerView:
         self.samples_per_epoch: int | None = None
         self.samples_per_step = samples_per_step
         self.total_steps: int | None = None
+        self.was_asked_for_steps = False
         self._samples = {"step": 0, "epoch": 0}
         self._last: tuple[object, object] = (None, None)
         self.optimizers: list[Optimizer] = []
@@ -103,11 +104,13 @@ class TrainerView:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the run, as predicted from its time limit."""
+        self.was_asked_for_steps = True
         return self.total_steps if self.total_steps is not None else self.num_training_batches
 
     @property
     def max_steps(self) -> int:
         """As `estimated_stepping_batches`; -1 where it is not known."""
+        self.was_asked_for_steps = True
         return self.total_steps if self.total_steps is not None else -1
 
     @property

@@ -196,6 +196,27 @@ class TestLearningRate:
         assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.05)
 
     @pytest.mark.parametrize(
+        ("made", "asks"),
+        [
+            ("ExponentialLR(opt, 0.9999)", False),
+            ("StepLR(opt, self.trainer.num_training_batches)", False),
+            ("LinearLR(opt, 1.0, 0.0, self.trainer.estimated_stepping_batches)", True),
+            ("CosineAnnealingLR(opt, self.trainer.max_steps)", True),
+            ("StepLR(opt, max(1, self.trainer.max_epochs // 3))", True),
+        ],
+    )
+    def test_a_schedule_is_made_for_a_number_of_steps_where_it_has_asked_for_it(self, lit, made, asks):
+        methods = f"""
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=3.0)
+        return [opt], [torch.optim.lr_scheduler.{made}]
+"""
+        task = lit(methods)
+        task.require("tune")
+        Trainer(task, CPU, "fp32", learning_rate=0.1, total_steps=10)
+        assert task.has_horizon is asks
+
+    @pytest.mark.parametrize(
         ("schedule", "start"),
         [
             ("OneCycleLR(opt, 3.0, total_steps=100)", 1 / 25),

@@ -344,6 +344,23 @@ class TestTime:
         done = run(spec_of(limit_seconds=3.0, horizon_seconds=1.0), build_scheduler=one_cycle)
         assert done.points[-1].seconds == 3.0
 
+    def test_a_schedule_that_does_not_ask_for_its_steps_has_no_horizon(self, run):
+        def exponential(optimizer, total_steps):
+            del total_steps
+            return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9999)
+
+        def by_a_function(optimizer, total_steps):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+
+        def by_whatever_it_is_given(*given):
+            return cosine(*given)
+
+        def steps(made):
+            return run(spec_of(limit_seconds=1.0), build_scheduler=made).end.total_steps
+
+        assert steps(exponential) is None
+        assert steps(by_a_function) == steps(by_whatever_it_is_given) == steps(cosine) == 128 / 8
+
     def test_without_a_scheduler_there_is_no_horizon(self, run):
         assert run(spec_of(limit_seconds=1.0)).end.total_steps is None
 

@@ -165,8 +165,9 @@ def test_where_there_is_room_for_one_optimizer_several_are_left_out_and_what_to_
     assert engines.startswith(f"'optimizer' names one, and is left out: {optimizers} are made by your build_optimizer ")
     assert "with lr=0.0003, betas=[0.0, 0.9]; a DeepSpeed engine steps one" in engines
     commented, *fields = EXPORTS["env"].text(made).splitlines()
-    left_out = f"# OPTIMIZER names one, and is left out: {optimizers} are made by your build_optimizer"
-    assert commented.startswith(left_out)
+    assert commented.startswith(
+        f"# OPTIMIZER names one, and is left out: {optimizers} are made by your build_optimizer"
+    )
     assert not any(field.startswith("OPTIMIZER=") for field in fields)
     assert "LEARNING_RATE=0.0003" in fields
 
@@ -351,6 +352,15 @@ def test_the_horizon_of_a_schedule_is_said_beside_the_text(tuned, name, field):
     assert field in said
     lines = [line for line in EXPORTS[name].text(scheduled).splitlines() if not line.startswith("#")]
     assert "1200" not in "".join(lines)  # how long to train is the user's
+
+
+@pytest.mark.parametrize("name", ["hf", "lightning", "deepspeed", "env"])
+def test_of_a_schedule_that_is_made_for_no_number_of_steps_none_is_said(tuned, name):
+    made = on("cuda", made_with(tuned, "AdamW", scheduler="ExponentialLR"))
+    said = EXPORTS[name].said_beside(made)[-1]
+    assert said == "measured with a learning-rate schedule (ExponentialLR of your build_scheduler), which no field says"
+    assert "# learning-rate schedule: ExponentialLR, as your build_scheduler makes it" in pytorch(made).splitlines()
+    assert "total_steps" not in pytorch(made)
 
 
 def test_a_shell_is_told_the_horizon_of_a_schedule(tuned):
