@@ -199,12 +199,13 @@ def _deepspeed(found: Recommendation, result: Document) -> Values:
     themselves to half precision, which is another training with another need of memory.
     """
     half = {"bf16": "bfloat16", "fp16": "float16"}.get(found.precision)
-    kind = optimizer_of(found, result)
+    kind, made = optimizer_of(found, result), made_with(found, result)
+    if kind == "Adam":  # its own default is decoupled, by a name of its own
+        made["adam_w_mode"] = bool(made.pop("decoupled_weight_decay", False))
     optimizer = {
         "type": kind,
         "params.lr": found.learning_rate,
-        "params.adam_w_mode": False if kind == "Adam" else None,  # its own default
-        **{f"params.{name}": value for name, value in made_with(found, result).items()},
+        **{f"params.{name}": value for name, value in made.items()},
     }
     is_one = found.learning_rate is not None and not several_of(found, result)
     return {

@@ -197,6 +197,12 @@ def test_deepspeed_gets_the_whole_optimizer(tuned):
     assert deepspeed(made_with(tuned, "Adam", **ADAMW))["optimizer"]["params"]["adam_w_mode"] is False
 
 
+@pytest.mark.parametrize("decoupled", [{}, {"decoupled_weight_decay": False}, {"decoupled_weight_decay": True}])
+def test_deepspeed_has_a_name_of_its_own_for_how_adam_decays_its_weights(tuned, decoupled):
+    made = deepspeed(made_with(tuned, "Adam", weight_decay=0.1, **decoupled))["optimizer"]["params"]
+    assert made == {"lr": 3e-4, "weight_decay": 0.1, "adam_w_mode": any(decoupled.values())}
+
+
 def test_what_takes_comments_says_in_them_what_its_fields_cannot(tuned):
     text = EXPORTS["lightning"].text(made_with(tuned, "SGD", **SGD))
     line = "# measured with SGD(lr, momentum=0.9, dampening=0, weight_decay=0.0001, nesterov=True)"
