@@ -129,7 +129,7 @@ class LiveObserver(Observer):
             self._columns, self._rows = _CONFIGURATIONS, list(_configurations(self._trials))
             self._refresh()
             return
-        left, outcome = duration(max(0.0, seconds_left)), trial.outcome or trial.state
+        left, outcome = duration(max(0.0, seconds_left)), trial.came_to
         found = duration(trial.time_to_target_seconds) if trial.time_to_target_seconds else outcome
         cells = [f"{trial.number}", f"{trial.batch_size:,}", number(trial.learning_rate), found, trial.role]
         self._row(_TRIALS, [*cells, left], {3: TONES[tone(outcome)]})
@@ -205,10 +205,10 @@ def _configurations(trials: list[Trial]) -> Iterator[_Cells]:
     for median, _, runs in sorted(ranked, key=lambda each: each[:2]):
         last = runs[-1]
         today = "today" if any(run.role == "baseline" for run in runs) else ""
-        told = ", ".join(filter(None, (today, last.outcome or last.state)))
+        told = ", ".join(filter(None, (today, last.came_to)))
         shown = duration(median) if median < float("inf") else "-"
         cells = [f"{last.batch_size:,}", number(last.learning_rate), shown, f"{len(runs)}", told]
-        yield cells, {4: TONES[tone(last.outcome or last.state)]}
+        yield cells, {4: TONES[tone(last.came_to)]}
 
 
 def _heading(columns: _Columns) -> _Cells:

@@ -116,7 +116,7 @@ def search_warnings(trials: Sequence[Trial], enough: str) -> list[str]:
 
 def straggler_warnings(trials: Sequence[Trial]) -> list[str]:
     """One where the same rank was far slower than the others in most runs, twice at least."""
-    ran = [trial for trial in trials if trial.curve]
+    ran = [trial for trial in trials if trial.curve and trial.outcome]
     slow = [trial.straggler for trial in ran if trial.straggler]
     if not slow:
         return []

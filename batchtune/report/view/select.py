@@ -75,8 +75,13 @@ def least_is_best(result: Document, key: str) -> bool:
 
 
 def is_broken(trial: Trial) -> bool:
-    """Whether a run diverged or failed."""
-    return trial.state == "fail" or trial.outcome in _BROKEN
+    """Whether a run diverged or failed; not if it was only interrupted."""
+    return (trial.state == "fail" and not trial.is_interrupted) or trial.outcome in _BROKEN
+
+
+def that_count(runs: Sequence[Trial]) -> Sequence[Trial]:
+    """Of one configuration's runs, those that were not interrupted; where there are no others, all."""
+    return [trial for trial in runs if not trial.is_interrupted] or runs
 
 
 def score(trial: Trial, key: str) -> float | None:

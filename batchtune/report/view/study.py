@@ -19,6 +19,7 @@ from batchtune.report.view.select import (
     least_is_best,
     metric_of,
     score,
+    that_count,
 )
 from batchtune.report.view.words import (
     OUTCOMES,
@@ -38,6 +39,7 @@ _ENDED = OUTCOMES | {
     "pruned": "stopped early: others were ahead",
     "capped": "stopped: slower than the best",
     "diverged": "diverged",
+    "interrupted": "interrupted before its end",
     "finished": "did not reach the target",
 }
 
@@ -113,7 +115,7 @@ def runs(result: Document) -> Table:
     marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
     several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
     ways = len({trial.variant for trial in shown}) > 1
-    outcomes = [trial.outcome or trial.state for trial in shown]
+    outcomes = [trial.came_to for trial in shown]
     columns = [
         Column("", ["●" if row in marked else "" for row in range(len(shown))]),
         counts("run", [trial.number for trial in shown], cells=[str(trial.number) for trial in shown], spare=4),
@@ -182,7 +184,8 @@ def _known_by(point: ScalingPoint) -> str:
 class _Configuration:
     """All runs of one configuration, the best first."""
 
-    runs: Sequence[Trial]  # at least one
+    runs: Sequence[Trial]  # at least one; those that were interrupted only where there are no others
+    runs_today: bool  # whether it is the baseline
     found: Recommendation | None  # what the study made of it, where that is the answer or what runs today
     fresh: Sequence[Trial]  # runs on fresh seeds
     key: str  # the figure that ranks them
@@ -198,11 +201,6 @@ class _Configuration:
         """The same by its runs as they were, also where the study tells what they would take on an idle machine."""
         known = [value for each in self.fresh or self.runs if (value := score(each, self.key)) is not None]
         return Interval(median=statistics.median(known), low=min(known), high=max(known)) if known else None
-
-    @property
-    def runs_today(self) -> bool:
-        """Whether it is the baseline."""
-        return any(run.role == "baseline" for run in self.runs)
 
     @property
     def first(self) -> Trial:
@@ -246,7 +244,8 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     for group in by_configuration(runs):
         known = [each for each in (result.recommendation, result.baseline) if is_of(group[0], each)]
         fresh = [run for run in group if run.tells_of_fresh_seed]
-        made = _Configuration(group, known[0] if known else None, fresh, key)
+        is_baseline = any(run.role == "baseline" for run in group)
+        made = _Configuration(that_count(group), is_baseline, known[0] if known else None, fresh, key)
         if is_of(group[0], result.recommendation):
             answer = made
         elif made.runs_today or is_of(group[0], result.baseline):
@@ -291,8 +290,7 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
     if missed and not (each.found and each.interval):
         return f"{missed} of {counted(len(each.fresh), 'fresh seed')} came to no result"
     if each.interval is None:
-        outcome = each.first.outcome or each.first.state
-        return _ENDED.get(outcome, outcome)
+        return _ENDED.get(each.first.came_to, each.first.came_to)
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
     if answer and not answer.fresh and each.fresh:

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from batchtune.document import Document, Interval, Landscape, Prior, Recommendation, Trial
 from batchtune.report.view.figure import Axis, Field, Mark, Plot, Point, Scale, Series
 from batchtune.report.view.model import Bar, Bars
-from batchtune.report.view.select import JOULES, SECONDS, VALUE, is_broken, is_of, metric_of, objective, ran, score
+from batchtune.report.view.select import (
+    JOULES,
+    SECONDS,
+    VALUE,
+    is_broken,
+    is_of,
+    metric_of,
+    objective,
+    ran,
+    score,
+    that_count,
+)
 from batchtune.report.view.words import batch_text
 from batchtune.units import bounds, duration, number, time_interval, time_unit
 
@@ -147,7 +158,8 @@ def _configurations(trials: Sequence[Trial], key: str) -> list[_Configuration]:
     for trial in trials:
         alike.setdefault((trial.batch_size, trial.learning_rate, trial.precision), []).append(trial)
     found = []
-    for (batch, rate, precision), runs in alike.items():
+    for (batch, rate, precision), all_runs in alike.items():
+        runs = that_count(all_runs)
         known = [value for run in runs if (value := score(run, key)) is not None]
         median = statistics.median(known) if known else None
         found.append(_Configuration(batch, rate, precision, len(runs), median, all(map(is_broken, runs))))

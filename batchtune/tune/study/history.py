@@ -27,6 +27,9 @@ _KEPT = (  # attributes that have a field's name
 )
 CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
+INTERRUPTED = "interrupted before its end, so that the study runs it again"
+"""The message of a run that came to no outcome, and of which nothing else is known."""
+SEEN = "seen_seconds"  # attribute of a run: for how long it was seen at work; `wall_seconds` is that of one that ended
 Role = Literal["baseline", "search", "confirm"]
 _RECENT = 200  # runs, that say how fast the machine is
 _FASTEST, _ABOUT = 0.1, 1.15  # share of all steps that tell how fast the machine can be; times that, as steps vary
@@ -50,6 +53,8 @@ def to_record(trial: FrozenTrial) -> Trial:
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     kept["state"] = trial.state.name.lower()
+    if trial.state is TrialState.FAIL and "outcome" not in attributes:
+        kept.setdefault("message", INTERRUPTED)
     told = Variant(attributes.get("strategy"), attributes.get("activation_checkpointing"))
     kept |= (Variant.named(params[VARIANT]) if VARIANT in params else told)._asdict()
     return Trial(

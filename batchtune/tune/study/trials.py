@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,13 +20,14 @@ from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.optuna_parts.storages import requeue
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import CUT_OFF, Role, curve_attribute, over, to_record
+from batchtune.tune.study.history import CUT_OFF, INTERRUPTED, SEEN, Role, curve_attribute, over, to_record
 from batchtune.tune.study.targets import levelled_off, measured
 from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED
 
 IN_TURN_ROUNDS = 100  # in which steps are timed in turn: the quieter half of them counts
 MOST_RETRIES = 2  # of a run whose place was lost
+KEEPING_SECONDS, KEEPING_SHARE = 10.0, 0.05  # of a run, the longer: what a kill may cost of its curve, which is kept
 LOOK_SECONDS = 0.5  # between two looks at what other machines do
 
 
@@ -111,7 +113,11 @@ class Trials:
             parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
         except NodeLost as lost:
             with parts.pool.lock:
+                race.keep()
                 self._give_back(trial, lost)
+        except BaseException as error:
+            race.stopped_by(error)
+            raise
         else:
             records = {each.number: each for each in parts.history.records()}  # once: a database is asked several times
             done = sum(1 for each in records.values() if over(each))
@@ -214,14 +220,16 @@ class _Race:
         self.curve: list[CurvePoint] = []
         self.no_time_left = self.has_shown_enough = False
         self._parts, self._trial, self._record = parts, trial, record
-        self._cost = parts.cost or SECONDS
-        self._last_step, self._left_before = -1, parts.budget.seconds_left()
+        self._cost, self._last_step, self._left_before = parts.cost or SECONDS, -1, parts.budget.seconds_left()
+        self._began, self._keep_after = time.perf_counter(), KEEPING_SECONDS
 
     def goes_on(self, point: CurvePoint) -> bool:
         """Takes in the next point of the curve; returns whether there is a reason to train on."""
         self.curve.append(point)
         parts, role = self._parts, self._record.role
         parts.observer.trial_evaluated(self._record, point)
+        if time.perf_counter() - self._began >= self._keep_after:
+            self.keep()
         if parts.budget.seconds_left() <= 0:
             self.no_time_left = True
             return False
@@ -236,6 +244,20 @@ class _Race:
             self.has_shown_enough = level or point.seconds >= parts.budget.longest
             return not self.has_shown_enough
         return not (role == "search" and self._trial.should_prune())
+
+    def keep(self) -> None:
+        """Has the study know the curve so far, and how long the run has been at work."""
+        seconds = time.perf_counter() - self._began
+        self._keep_after = seconds + max(KEEPING_SECONDS, KEEPING_SHARE * seconds)
+        self._trial.set_user_attr("curve", curve_attribute(self.curve))
+        self._trial.set_user_attr(SEEN, round(seconds, 4))
+
+    def stopped_by(self, error: BaseException) -> None:
+        """Keeps what the run was at, and why it is none yet, unless it had come to its end."""
+        with contextlib.suppress(Exception):  # where nothing can be kept, the first error is what to tell
+            if "outcome" not in self._trial.user_attrs:
+                self.keep()
+                self._trial.set_user_attr("message", str(error) if isinstance(error, UserCodeError) else INTERRUPTED)
 
 
 def _about(spec: RunSpec, role: Role, nodes: int) -> Json:

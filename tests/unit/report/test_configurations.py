@@ -8,7 +8,8 @@ from rich.console import Console
 
 from batchtune.report.formats import to_markdown
 from batchtune.report.terminal import render
-from batchtune.report.view.study import configurations
+from batchtune.report.view.study import configurations, runs
+from batchtune.report.view.study_plots import landscape
 
 
 def rows_of(result):
@@ -59,6 +60,53 @@ def test_each_configuration_says_why_it_is_not_the_answer(result_of):
         "500": "2 runs, not confirmed",
         **dict(zip(("1", "2", "4"), ended.values(), strict=True)),
     }
+
+
+STOPPED = {
+    "state": "fail",
+    "outcome": None,
+    "time_to_target_seconds": None,
+    "value": None,
+    "message": "interrupted, so",
+}
+
+
+def interrupted(number, batch, role, **more):
+    return trial(number, batch, 0.1, None, role=role) | STOPPED | more
+
+
+def test_a_run_that_was_only_interrupted_does_not_speak_for_its_configuration(result_of):
+    made = study(*BOTH, (16, "search", "diverged"), (128, "search", 14.0))
+    first = [interrupted(0, 32, "baseline"), interrupted(1, 16, "search"), interrupted(2, 128, "search")]
+    trials = [*first, *(each | {"number": 3 + number} for number, each in enumerate(made["trials"]))]
+    alone = [interrupted(7, 8, "search"), interrupted(8, 4, "search", state="running")]
+    result = result_of("tune", **made | {"trials": [*trials, *alone]})
+    assert [(row["batch"], row["why"]) for row in rows_of(result)[1]] == [
+        ("64", "recommended"),
+        ("128", "a single run, not confirmed"),
+        ("16", "diverged"),
+        ("8", "interrupted before its end"),
+        ("4", "interrupted before its end"),
+        ("32", "what you run today: 3 times as long"),
+    ]
+    cells = {column.name: column.cells for column in runs(result).columns}
+    told = dict(zip(cells["run"], zip(cells["outcome"], cells["note"], strict=True), strict=True))
+    assert {told[number] for number in "01278"} == {("interrupted", "interrupted, so")}
+    assert {
+        layer.name: len(layer.points) for layer in landscape(result).series if layer.mark in {"open", "broken"}
+    } == {
+        "stopped before the target": 2,
+        "diverged or failed": 1,
+    }
+
+
+def test_what_runs_today_is_not_failed_where_its_only_run_was_interrupted(result_of):
+    trials = [interrupted(0, 32, "baseline"), interrupted(1, 32, "baseline", state="running", message=None)]
+    before, after = (
+        rows_of(result_of("tune", trials=part, recommendation=None, baseline=None))[1] for part in (trials[:1], trials)
+    )
+    assert [row["why"] for row in before] == ["what you run today: interrupted before its end"]
+    assert [row["why"] for row in after] == ["what you run today: running"]
 
 
 def test_a_configuration_that_was_not_timed_beside_the_answer_is_compared_with_its_runs_as_they_were(result_of):
