@@ -107,7 +107,8 @@ class StudyBudget:
         self._config, self._history, self._at_once, self._clock = config, history, at_once, clock
         self._measured_seconds, self._slower, self._is_told = measured_seconds, 1.0, False
         self._first_look: tuple[float, float] | None = None  # training seconds, and seconds, of the very first run
-        self._began, self._study = clock() - measured_seconds - history.wall_seconds(), study
+        self._began, self._study = clock() - measured_seconds, study
+        self._earlier_seconds = history.wall_seconds()
         self._cost = cost_of(config.objective.kind)
         self.total: float = config.budget.given_total or study.user_attrs.get("total", config.budget.total)
         self._sets_target = config.objective.target == "auto" and self._cost is not None
@@ -121,7 +122,11 @@ class StudyBudget:
 
     def seconds_left(self) -> float:
         """Of budget.total."""
-        return self._began + self.total - self._clock()
+        return self._began + self.total - self._earlier_seconds - self._clock()
+
+    def count_earlier(self) -> None:
+        """Takes in what the runs of earlier starts took, once those are told that a kill had left open."""
+        self._earlier_seconds = self._history.wall_seconds()
 
     def settle(self) -> None:
         """Sets budget.total where nobody has, now that a run has shown how long it takes; see above."""
@@ -136,7 +141,7 @@ class StudyBudget:
         may make a second of training take several. What happens only once, such as the first evaluation's imports, is
         left out.
         """
-        is_first = not self._is_told and not self._history.wall_seconds()
+        is_first = not self._is_told and not self._history.has_run
         given = self._config.budget.given_total
         if given is None or not is_first or not training_seconds or seconds < TOLD_SHARE * given:
             return False

@@ -102,17 +102,21 @@ class StudyHistory:
         return [*ended, *(record for record in records[over:] if record is not None)]
 
     def wall_seconds(self, role: Role | None = None) -> float:
-        """Wall-clock time in which trials (of one role) ran, with evaluation; what ran at the same time counts once."""
-        spans = []
-        for trial in self._trials(role, *TrialState):
-            if trial.datetime_complete is not None:
-                end = trial.datetime_complete.timestamp()
-                spans.append((end - trial.user_attrs.get("wall_seconds", 0.0), end))
+        """Wall-clock time in which trials (of one role) ran, with evaluation; what ran at the same time counts once.
+
+        Those under way do not count. Those that were interrupted do, for as long as they were seen at work.
+        """
+        spans = [_span(trial, self._cost or SECONDS) for trial in self._trials(role, *TrialState)]
         total = latest = 0.0
-        for begin, end in sorted(spans):
+        for begin, end in sorted(span for span in spans if span is not None):
             total += max(0.0, end - max(begin, latest))
             latest = max(latest, end)
         return total
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run has come to its end, of whatever kind."""
+        return any("wall_seconds" in trial.user_attrs for trial in self._trials(None, *TrialState))
 
     def seconds_beside_training(self) -> float:
         """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
@@ -241,6 +245,18 @@ class StudyHistory:
         smaller = [(math.prod(each), pace) for each, pace in known.items() if math.prod(each) < math.prod(shape)]
         size, pace = max(smaller, default=(1, 0.0))
         return _PREDICTED * max(scaled, math.prod(shape) / size * pace)
+
+
+def _span(trial: FrozenTrial, cost: Cost) -> tuple[float, float] | None:
+    """When a trial began and ended, or was last seen, in seconds since 1970; None of one that is under way."""
+    told = trial.user_attrs
+    if trial.datetime_complete is not None and "wall_seconds" in told:
+        end = trial.datetime_complete.timestamp()
+        return end - told["wall_seconds"], end
+    if trial.datetime_start is None or not (trial.state.is_finished() or "message" in told):
+        return None
+    begin, trained = trial.datetime_start.timestamp(), (trial.last_step or 0) * cost.step if cost is SECONDS else 0.0
+    return begin, begin + max(told.get(SEEN, 0.0), trained)
 
 
 def _shape(trial: Trial) -> tuple[int, int]:

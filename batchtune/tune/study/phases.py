@@ -62,6 +62,7 @@ class TuneStudy:
         self.search = Search(self.parts, self.trials, self.belief)
         self._confirmation = Confirmation(self.parts, self.trials, self.belief)
         self.trials.revive()
+        self.parts.budget.count_earlier()
 
     def run(self) -> None:
         """Baseline, search and confirmation, each from where an earlier start left it.

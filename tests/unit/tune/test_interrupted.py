@@ -1,21 +1,25 @@
-"""Runs that were interrupted or killed: what the study keeps of them."""
+"""Runs that were interrupted or killed: what the study keeps of them, and whose time it counts."""
 
 import itertools
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import law
 import optuna
 import pytest
 from fakes import FakeCrew
+from optuna.trial import TrialState
 
 from batchtune.config.schema import Budget, Confirm
 from batchtune.observer import Observer
 from batchtune.tune.study import trials
-from batchtune.tune.study.history import INTERRUPTED, curve_attribute, to_curve
+from batchtune.tune.study.history import INTERRUPTED, SEEN, StudyHistory, curve_attribute, to_curve
 from batchtune.tune.study.phases import TuneStudy
+from batchtune.tune.verdict.scores import JOULES, SECONDS
 
 pytestmark = pytest.mark.usefixtures("few_particles")
 
+BEGAN = datetime(2026, 11, 27, 12)  # noqa: DTZ001 - as Optuna has it
 EVALUATION, POINTS, TOTAL = 5.0, 7, 3600.0  # what each evaluation takes; those before the interruption; budget.total
 
 
@@ -76,6 +80,39 @@ def test_a_run_that_was_stopped_keeps_its_curve_and_says_why_it_has_no_outcome(s
     assert first.curve == to_curve(curve_attribute(worker.told))[: len(first.curve)]
     assert (first.state, first.outcome, first.came_to, first.message) == ("fail", None, "interrupted", INTERRUPTED)
     assert (second.role, second.came_to) == ("baseline", "reached")
+
+
+def test_the_time_of_a_run_that_was_stopped_is_of_the_budget(stopped):
+    storage, _, missing = stopped
+    fresh, resumed = study(optuna.storages.InMemoryStorage()), study(storage)
+    spent = fresh.parts.budget.seconds_left() - resumed.parts.budget.seconds_left()
+    assert EVALUATION * (POINTS - missing) <= spent <= EVALUATION * POINTS + 2 * POINTS
+    assert resumed.parts.history.wall_seconds("baseline") == pytest.approx(spent, abs=1e-3)
+    assert resumed.parts.history.wall_seconds("search") == 0.0
+
+
+def history_of(*told, cost=SECONDS):
+    """The history of trials that began an hour apart: of each its state, what else it is, and its attributes."""
+    study = optuna.create_study()
+    for hour, (state, more, attributes) in enumerate(told):
+        trial = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=attributes, **more)
+        trial.state, trial.datetime_start = state, BEGAN + timedelta(hours=hour)
+        trial.datetime_complete = BEGAN + timedelta(days=1) if state.is_finished() else None  # the next start's
+        study.add_trial(trial)
+    return StudyHistory(study, cost)
+
+
+def test_runs_that_were_stopped_count_for_as_long_as_they_were_seen_and_no_night_between():
+    seen, reported = {SEEN: 100.0}, {"intermediate_values": {0: 2.0, 30_000: 1.0}}
+    failed, running = TrialState.FAIL, TrialState.RUNNING
+    assert history_of((failed, {}, seen), (failed, {}, seen)).wall_seconds() == 200.0
+    assert history_of((failed, reported, {})).wall_seconds() == 30.0  # of an earlier version
+    assert history_of((failed, reported, seen)).wall_seconds() == 100.0
+    assert history_of((failed, reported, {}), cost=JOULES).wall_seconds() == 0.0  # its steps are no seconds
+    assert history_of((failed, reported, {}), cost=None).wall_seconds() == 30.0
+    assert history_of((running, reported, seen)).wall_seconds() == 0.0  # here, or on another machine
+    assert history_of((running, {}, seen | {"message": INTERRUPTED})).wall_seconds() == 100.0
+    assert not history_of((failed, {}, seen)).has_run
 
 
 def test_a_run_under_way_is_not_kept_more_often_than_it_need_be(clock):
