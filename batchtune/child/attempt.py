@@ -26,7 +26,7 @@ from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Tried, TryBatchS
 from batchtune.task.contract import Task, describe_user_error
 from batchtune.task.state import kept_random_numbers
 
-_VERIFY_EVALUATION_BATCHES = 2
+_EVALUATION_BATCHES = 2
 _FEWEST_EARLY = 3  # steps, or half of what was asked for: the first two cut memory up, later ones on and on
 _MOST_STRAINED = 3  # times its steps: so long an attempt goes on that had to make room
 _LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a library's own
@@ -243,7 +243,7 @@ class _Steps:
 
     def _evaluate(self, trainer: Trainer) -> None:
         heartbeat.beat(at_once=True)
-        size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _VERIFY_EVALUATION_BATCHES
+        size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
             trainer.model.eval()
             with torch.no_grad(), trainer.precision.autocast():
@@ -251,9 +251,8 @@ class _Steps:
         elif trainer.task.has("val_dataset") and most is None:
             metric_value(trainer, "val_loss", size, max_batches=few)
         elif trainer.task.has("val_dataset") and most is not None:
-            asked = min(size, most)
-            _, fits = fitting_metric_value(trainer, self._memory, "val_loss", asked, max_batches=few)
-            self._evaluated = fits if fits < asked else None
+            _, fits = fitting_metric_value(trainer, self._memory, "val_loss", min(size, most), max_batches=few)
+            self._evaluated = fits if fits < min(size, most) else None
 
     def _train_on(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
         """Evaluation cuts memory up, too: a few steps more."""

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -190,7 +189,7 @@ class Edges:
     def __len__(self) -> int:
         return len(self._each)
 
-    def is_past(self, losses: Mapping[Any, float], rate: float) -> bool:
+    def is_past(self, losses: Mapping[object, float], rate: float) -> bool:
         """Takes in the next step's losses, each by what it trains; returns whether training has diverged."""
         past = [self._each[trained].is_past(loss, rate) for trained, loss in losses.items()]
         return any(past)

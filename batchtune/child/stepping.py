@@ -154,7 +154,7 @@ class StepContext:
         return self.micro_batch + 1 == self.accumulation_steps
 
     @property
-    def losses(self) -> dict[Optimizer, float]:
+    def losses(self) -> dict[object, float]:
         """What each optimizer was trained on with this micro-batch: the mean of its losses.
 
         Losses whose optimizer `backward` was not told are the next one's to step.

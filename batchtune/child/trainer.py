@@ -233,7 +233,7 @@ class Trainer:
         return self._last_loss.detach()
 
     @property
-    def losses(self) -> Mapping[Any, float]:
+    def losses(self) -> dict[object, float]:
         """The last micro-batch's, by the optimizer that was trained on it where a task's own train_step has several."""
         apart = self._context.losses if self._context is not None and len(self.optimizers) > 1 else {}
         return apart or {None: float(self.loss)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -10,19 +9,19 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from batchtune.errors import EpochTooShortError, UserCodeError, kind_of
+from batchtune.errors import UserCodeError, kind_of
 from batchtune.protocol.data import SamplesSeen
 from batchtune.task.adapting import Adapted
+from batchtune.task.own_loader import OwnLoader
 from batchtune.task.samples import (
     LOOK_SECONDS,
     find_largest,
     in_random_order,
-    lengths_of,
     longest_by_column,
     tensor_bytes,
 )
@@ -30,7 +29,6 @@ from batchtune.task.state import kept_random_numbers, seed_the_cpu, seeded
 
 _TIMED_SAMPLES = 20  # at most
 _STRATA, _STRIDE = 18, 7  # of first batches, and how far apart those of two numbers in a row are
-_AS_ASKED = "its batches must be as large as asked for"
 _SEEDS = {"train_dataset": 0, "val_dataset": 1}
 
 
@@ -162,15 +160,7 @@ class TaskData:
         """Whether a loader gives a batch of the training set in no more time than the set was looked at."""
         if self.has("make_batch") or self.has("train_loader"):
             return False
-        data: Any = self.train_data
-        samples = iter(data) if is_stream(data) else (data[place] for place in in_random_order(len(data)))
-        seconds: list[float] = []
-        with kept_random_numbers("cpu"):
-            while len(seconds) < _TIMED_SAMPLES and sum(seconds) < LOOK_SECONDS / _TIMED_SAMPLES:
-                began = time.perf_counter()
-                next(samples, None)
-                seconds.append(time.perf_counter() - began)
-        return batch_size * statistics.median(seconds) <= LOOK_SECONDS
+        return batch_size * sample_seconds(self.train_data) <= LOOK_SECONDS
 
     def batches_differ(self) -> bool:
         """Whether some batches take less than others of as many samples; those of a loader, as far as was seen."""
@@ -189,66 +179,13 @@ class TaskData:
 
     def _largest_batch(self, batch_size: int) -> object:
         """The largest of the first batches of an epoch, as many as there is time for."""
-        deadline, found = time.monotonic() + LOOK_SECONDS / 4, None  # each attempt looks
+        count = partial(self.samples_in, batch_size=batch_size) if self.has("batch_size_of") else None
+        loader = OwnLoader(self.loader, count, f"{self.where}: train_loader")
         with kept_random_numbers("cpu"):
             seed_the_cpu(0)
-            batches, number = iter(self.loader(batch_size)), 0
-            for number, batch in enumerate(batches, 1):  # noqa: B007 - counts them
-                if found is not None and tensor_bytes(batch) != tensor_bytes(found):
-                    self._differ = True
-                if found is None or tensor_bytes(batch) > tensor_bytes(found):
-                    found = batch
-                if time.monotonic() >= deadline:
-                    break
-            self._require_size(batch_size, found, has_more=number > 1 or (number == 1 and any(True for _ in batches)))
+            found, differ = loader.largest_batch(batch_size, LOOK_SECONDS / 4)  # each attempt looks
+        self._differ = self._differ or differ or None
         return found
-
-    def _require_size(self, batch_size: int, found: object, *, has_more: bool) -> None:
-        """Refuses batches of another size than was asked for, where that can be told.
-
-        Args:
-            batch_size: asked for.
-            found: the largest batch of an epoch; None: it has none.
-            has_more: whether the epoch goes on.
-
-        Raises:
-            EpochTooShortError: an epoch has less than this, and smaller batches.
-            UserCodeError: the batches are of another size.
-        """
-        asked, counts = f"{self.where}: train_loader({batch_size})", self.has("batch_size_of")
-        has_it, grows = self._compare(batch_size, found) if found is not None else (False, False)
-        if has_it or (has_more and grows and not counts):  # of graphs, no dimension has as many
-            return
-        low, high = 0, 0 if has_more else batch_size
-        while high - low > 1:
-            middle = (low + high) // 2
-            some = list(itertools.islice(self.loader(middle), 2))
-            is_there = len(some) > 1 or (some and self._compare(middle, some[0])[0])
-            low, high = (middle, high) if is_there else (low, middle)
-        if low:
-            raise EpochTooShortError(
-                f"{asked} yields less than one batch; the largest there is has {low:,} samples", low
-            )
-        if found is None:
-            raise UserCodeError(f"{asked} yields no batch")
-        if counts:
-            size = self.samples_in(found, batch_size)
-            raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
-        if not grows:
-            raise UserCodeError(f"{asked} yields the same as for another batch size; {_AS_ASKED}")
-
-    def _compare(self, batch_size: int, batch: object) -> tuple[bool, bool]:
-        """Whether a batch is as large as asked for, and whether it differs from one of another size.
-
-        The user counts, or it has a dimension so long that is not so in the other one.
-        """
-        if self.has("batch_size_of"):
-            return self.samples_in(batch, batch_size) == batch_size, True
-        others, lengths = set[tuple[str, int]](), lengths_of(batch)
-        with contextlib.suppress(Exception):  # there may be sizes that their loader refuses
-            others = lengths_of(next(iter(self.loader(batch_size // 2 or 2)), None))
-        new = lengths - others
-        return any(size == batch_size for _, size in new), bool(new) or not lengths
 
     def find_worst_samples(self, known: SamplesSeen | None = None) -> SamplesSeen | None:
         """Looks for the samples of the worst batch, or takes those that another process has found.
@@ -273,6 +210,21 @@ class TaskData:
 def is_stream(data: object) -> bool:
     """Whether samples of a set come one after the other only, or nobody knows how many there are."""
     return isinstance(data, IterableDataset) or not isinstance(data, Sized)
+
+
+def sample_seconds(data: Dataset[object]) -> float:
+    """The median of what some samples at random take to be loaded, those of a stream from its start on."""
+    size = len(data) if isinstance(data, Sized) and not is_stream(data) else None
+    samples = (
+        iter(cast("IterableDataset[object]", data)) if size is None else map(data.__getitem__, in_random_order(size))
+    )
+    seconds: list[float] = []
+    with kept_random_numbers("cpu"):
+        while len(seconds) < _TIMED_SAMPLES and sum(seconds) < LOOK_SECONDS / _TIMED_SAMPLES:
+            began = time.perf_counter()
+            next(samples, None)
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def samples_at(data: Any, places: Sequence[int] = (), first: Sequence[int] = ()) -> Iterator[tuple[int, object]]:

@@ -195,10 +195,9 @@ class LightningTask(FromLoader):
         view.strategy.context, view.strategy.losses = context, []
         self._training_step(module, batch)
         view.step_ended(module)
-        losses = view.strategy.losses
-        if not losses:
+        if not view.strategy.losses:
             raise self.refused("training_step called no manual_backward(loss)")
-        return torch.stack([loss.mean() for loss in losses]).mean()
+        return torch.stack([loss.mean() for loss in view.strategy.losses]).mean()
 
     def evaluate(self, module: LightningModule, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.
