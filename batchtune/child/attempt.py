@@ -17,7 +17,7 @@ from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
 from batchtune.child.ranks._base import Ranks
 from batchtune.child.timing import StepTimes
-from batchtune.child.trainer import NonFiniteLossError, Trainer, TrainingBatches, require_finite
+from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
@@ -292,15 +292,19 @@ def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int)
 
 def _loaded(task: Task, batch_size: int) -> Iterator[object | None]:
     """A batch of a loader for each step, as long as that takes no longer than steps do; None where batches differ."""
-    batches, is_whole = TrainingBatches(task, batch_size, 0), not task.batches_differ()
+    is_whole, batches = not task.batches_differ(), iter(())
     started, loading = time.perf_counter(), 0.0
     while True:
         began, batch = time.perf_counter(), None
         if 2 * loading <= began - started:
             with kept_random_numbers("cpu"):
-                batch = next(batches)
+                batch = next(batches, None)
+                if batch is None:  # the next epoch; a stream may have but one
+                    batches = iter(training_loader(task, batch_size, 0))
+                    batch = next(batches, None)
             loading += time.perf_counter() - began
-        yield batch if is_whole else None
+        batch = batch if is_whole else None
+        yield batch
 
 
 def _to_rest(step: Callable[[], None], tracker: PeakTracker, agree: Callable[[bool], bool], steps: range) -> None:

@@ -68,7 +68,11 @@ def size_with_room(
 
 
 def larger_with_room(
-    passed: Attempt, attempts: Sequence[Attempt], limit_bytes: int | None, options: ProbeOptions
+    passed: Attempt,
+    attempts: Sequence[Attempt],
+    limit_bytes: int | None,
+    options: ProbeOptions,
+    maximum: int | None = None,
 ) -> int | None:
     """A size on a CPU that may pass, too, and is larger by a difference that matters; None where there is none.
 
@@ -82,7 +86,8 @@ def larger_with_room(
         return None
     halves = [(passed.batch_size + each.batch_size) // 2 for each in above if each.purpose == "verify"]
     unit = options.multiple_of
-    larger = min([size_with_room(passed, attempts, limit_bytes, options), *halves]) // unit * unit
+    most = size_with_room(passed, attempts, limit_bytes, options)
+    larger = min([most, *halves, most if maximum is None else maximum]) // unit * unit
     return larger if larger > (1 + _WORTH_A_CHECK) * passed.batch_size else None
 
 

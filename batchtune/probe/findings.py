@@ -99,7 +99,10 @@ class Findings:
         high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
         best = verified or last.get(low)
         accumulation = self.options.accumulation_steps
-        ranks = data_parallel(self.opened, low, accumulation, last.get(high or 0), self.rank_times) if low else None
+        ended = [attempt for size, attempt in sorted(last.items()) if size > low and not attempt.fits]
+        # of those that only left too little room, no rank is known
+        limiting = next((each for each in ended if each.kept_back_bytes is None), None)
+        ranks = data_parallel(self.opened, low, accumulation, limiting, self.rank_times) if low else None
         return ProbeResult(
             precision=self.precision,
             inference=self.opened.is_for_inference or None,

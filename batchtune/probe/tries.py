@@ -68,8 +68,8 @@ class Tries:
         """
         found = self.found
         longest = found.opened.lengths.longest if found.opened.lengths else None
-        attempt = self.run(self.command(batch_size, steps, longest, verify=verify))
-        if batch_size > (found.bounds.maximum or batch_size):
+        bounds, attempt = found.bounds, self.run(self.command(batch_size, steps, longest, verify=verify))
+        if found.bounds is not bounds:
             return attempt
         found.attempts.append(attempt)
         if verify:
@@ -147,7 +147,8 @@ def _bounds(options: ProbeOptions, opened: Opened, most_samples: int | None = No
         UsageError: there are none.
     """
     world_size, samples, unit = opened.world_size, opened.train_size, options.multiple_of
-    data_size = samples // world_size if samples is not None else most_samples
+    most = samples if samples is not None else most_samples
+    data_size = most // world_size if most is not None else None
     cap = min((each for each in (options.maximum, data_size) if each is not None), default=None)
     if cap is not None and (least := options.least) > cap:
         each = f" for each of {world_size} ranks" if world_size > 1 else ""

@@ -112,7 +112,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self.settings is None:
             return
         again, doing = self.opened is not None, f"{self.settings.task}: importing it and building the model once"
-        told = f"{doing} takes long: it should neither train nor load more than it needs"
+        told = f"{self.settings.task}: importing it, building the model and looking at its data takes long"
         slow = threading.Timer(LONG_OPENING_SECONDS, self._note, [told])
         slow.daemon = True
         try:

@@ -158,7 +158,8 @@ class TaskData:
 
     def loads_soon(self, batch_size: int) -> bool:
         """Whether a loader gives a batch of the training set in no more time than the set was looked at."""
-        if self.has("make_batch") or self.has("train_loader"):
+        keeps = self._samples_seen is not None and self._samples_seen.kept_bytes  # of those it would take more and more
+        if keeps or self.has("make_batch") or self.has("train_loader"):
             return False
         return batch_size * sample_seconds(self.train_data) <= LOOK_SECONDS
 

@@ -71,7 +71,7 @@ def _hint(error: BaseException, place: Path | str) -> str:
     if "fsdp only works in distributed training" in str(error):
         return " Leave its fsdp out, and tune with --ranks N --strategy fsdp"
     if isinstance(error, SystemExit) and not isinstance(error.code, str) and isinstance(place, Path):
-        return f"; {place.name} is imported, not run: read the command line under if __name__ == '__main__'"
+        return f"; {place.name} is imported, not run: what is to run as a script goes under if __name__ == '__main__'"
     if isinstance(error, ImportError) and "relative import" in str(error) and isinstance(place, Path):
         return _as_module(place.resolve())
     if isinstance(place, str) or not isinstance(error, ImportError) or not error.name:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 
 from batchtune.errors import EpochTooShortError, UserCodeError
 from batchtune.task.samples import lengths_of, tensor_bytes
+from batchtune.vocabulary import LARGEST
 
 _AS_ASKED = "its batches must be as large as asked for"
 
@@ -41,23 +42,30 @@ class OwnLoader:
             differ |= found is not None and tensor_bytes(batch) != tensor_bytes(found)
             if found is None or tensor_bytes(batch) > tensor_bytes(found):
                 found = batch
+            del batch  # no more of them at once than in training
             if time.monotonic() >= deadline:
                 break
         has_more = number > 1 or (number == 1 and any(True for _ in batches))
-        has_it, grows = self._compare(batch_size, found) if found is not None else (False, False)
-        if not (has_it or (has_more and grows and self.count is None)):  # of graphs, no dimension has as many
-            self._refuse(batch_size, found, has_more=has_more, grows=grows)
+        del batches
+        if found is None or not self._is_right(batch_size, found, has_more=has_more):
+            self._refuse(batch_size, found, has_more=has_more)
         return found, differ
 
-    def _refuse(self, batch_size: int, found: object, *, has_more: bool, grows: bool) -> None:
-        low, high = 0, 0 if has_more else batch_size
-        while high - low > 1:
-            middle = (low + high) // 2
-            some = list(itertools.islice(self.batches(middle), 2))
-            is_there = len(some) > 1 or (some and self._compare(middle, some[0])[0])
-            low, high = (middle, high) if is_there else (low, middle)
+    def _is_right(self, batch_size: int, found: object, *, has_more: bool) -> bool:
+        """Whether a batch is as large as asked for, as far as can be told: of graphs, no dimension has as many."""
+        if self.count is not None:
+            return self.count(found) == batch_size
+        lengths, half = lengths_of(found), self._lengths(batch_size // 2 or 2)
+        new = lengths - half
+        if any(size == batch_size for _, size in new) or not new:
+            return bool(new) or not lengths
+        if has_more:
+            return lengths != self._lengths(2 * batch_size)
+        return next(iter(self.batches(LARGEST)), None) is None  # an epoch of one batch: what is left over is left out
+
+    def _refuse(self, batch_size: int, found: object, *, has_more: bool) -> None:
         asked = f"{self.where}({batch_size})"
-        if low:
+        if not has_more and (low := self._most_in_epoch(batch_size)):
             text = f"{asked} yields less than one batch; the largest there is has {low:,} samples"
             raise EpochTooShortError(text, low)
         if found is None:
@@ -65,18 +73,27 @@ class OwnLoader:
         if self.count is not None:
             size = self.count(found)
             raise UserCodeError(f"{asked} yields batches of {size} samples, says batch_size_of; {_AS_ASKED}")
-        if not grows:
-            raise UserCodeError(f"{asked} yields the same as for another batch size; {_AS_ASKED}")
+        raise UserCodeError(f"{asked} yields batches of another size; {_AS_ASKED}")
 
-    def _compare(self, batch_size: int, batch: object) -> tuple[bool, bool]:
-        """Whether a batch is as large as asked for, and whether it differs from one of another size.
-
-        The user counts, or it has a dimension so long that is not so in the other one.
-        """
-        if self.count is not None:
-            return self.count(batch) == batch_size, True
-        others, lengths = set[tuple[str, int]](), lengths_of(batch)
+    def _most_in_epoch(self, below: int) -> int:
+        """The largest batch that an epoch has, below a size; 0 where none is as large as asked for, or some raise."""
+        low, high, known = 0, below, self._known_size()
         with contextlib.suppress(Exception):  # there may be sizes that their loader refuses
-            others = lengths_of(next(iter(self.batches(batch_size // 2 or 2)), None))
-        new = lengths - others
-        return any(size == batch_size for _, size in new), bool(new) or not lengths
+            while high - low > 1:
+                middle = next((size for size in (known, known + 1) if low < size < high), (low + high) // 2)
+                some = list(itertools.islice(self.batches(middle), 2))
+                is_there = len(some) > 1 or (some and self._is_right(middle, some[0], has_more=False))
+                low, high = (middle, high) if is_there else (low, middle)
+            return low
+        return 0
+
+    def _known_size(self) -> int:
+        """The samples of an epoch as a DataLoader tells them; 0 where it does not."""
+        sampler = getattr(self.batches(1), "sampler", None)
+        return len(sampler) if isinstance(sampler, Sized) else 0
+
+    def _lengths(self, batch_size: int) -> set[tuple[str, int]]:
+        """Of the first batch of another size; none where the loader refuses it."""
+        with contextlib.suppress(Exception):
+            return lengths_of(next(iter(self.batches(batch_size)), None))
+        return set()

@@ -155,18 +155,23 @@ class TracedGrid:
         size = min(_on_the_grid(batch_size), self._most)
         if not self._traces and size > _FIRST_TRACED[-1]:
             for first in _FIRST_TRACED:
-                self._trace(first)
+                self._trace_up_to(first)
+            size = min(size, self._most)
         smaller = [traced for traced in self._traces if traced <= size]
         if len(smaller) > 1 and size not in smaller and self._seconds_per_sample * size > self._left:
             size, self._cut = max(smaller), "larger sizes take long to trace"
+        if size not in self._traces:
+            self._trace_up_to(size)
+        return self._traces[min(size, self._most)]
+
+    def _trace_up_to(self, size: int) -> None:
+        """Traces a size, or the largest that the user's loader has."""
         try:
-            if size not in self._traces:
-                self._trace(size)
-        except EpochTooShortError as error:
-            size, self._cut = error.samples, "an epoch of train_loader has no more"
-            self._most = size
             self._trace(size)
-        return self._traces[size]
+        except EpochTooShortError as error:
+            self._most, self._cut = error.samples, "an epoch of train_loader has no more"
+            if self._most not in self._traces:
+                self._trace(self._most)
 
     def _trace(self, size: int) -> None:
         started = self._clock()

@@ -197,7 +197,7 @@ class LightningTask(FromLoader):
         view.step_ended(module)
         if not view.strategy.losses:
             raise self.refused("training_step called no manual_backward(loss)")
-        return torch.stack([loss.mean() for loss in view.strategy.losses]).mean()
+        return torch.stack(view.strategy.losses).mean()
 
     def evaluate(self, module: LightningModule, max_batches: int | None = None) -> dict[str, float]:
         """The validation epoch: what it logs, by name.

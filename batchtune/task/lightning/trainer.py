@@ -279,7 +279,7 @@ class ManualSteps:
     def backward(self, loss: Tensor, optimizer: object = None, *_: object, **arguments: object) -> None:
         """`manual_backward`."""
         del optimizer  # Lightning gives none
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach().mean())
         self.lightning_module.on_before_backward(loss)
         self.context.backward(loss, **arguments)
         self.lightning_module.on_after_backward()

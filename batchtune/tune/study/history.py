@@ -29,6 +29,7 @@ CUT_OFF = {"cut_off": True, "message": "budget.total was used up"}
 """Attributes of a run that the end of the budget cut off: nothing that counts, so that it is to run again."""
 INTERRUPTED = "interrupted before its end, so that the study runs it again"
 """The message of a run that came to no outcome, and of which nothing else is known."""
+RAISED = "raised"  # attribute of a run: whether the user's code raised, which ends a study
 SEEN = "seen_seconds"  # attribute of a run: for how long it was seen at work; `wall_seconds` is that of one that ended
 Role = Literal["baseline", "search", "confirm"]
 _RECENT = 200  # runs, that say how fast the machine is
@@ -53,7 +54,9 @@ def to_record(trial: FrozenTrial) -> Trial:
     arguments: dict[str, Value] = {name: value for name, value in params.items() if name not in _OURS}
     kept = {name: attributes[name] for name in _KEPT if name in attributes}  # a study has many: none of what is absent
     kept["state"] = trial.state.name.lower()
-    if trial.state is TrialState.FAIL and "outcome" not in attributes:
+    if attributes.get(RAISED):
+        kept["outcome"] = "user_error"
+    elif trial.state is TrialState.FAIL and "outcome" not in attributes:
         kept.setdefault("message", INTERRUPTED)
     told = Variant(attributes.get("strategy"), attributes.get("activation_checkpointing"))
     kept |= (Variant.named(params[VARIANT]) if VARIANT in params else told)._asdict()

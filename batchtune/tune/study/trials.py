@@ -20,7 +20,7 @@ from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.optuna_parts.storages import requeue
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import CUT_OFF, INTERRUPTED, SEEN, Role, curve_attribute, over, to_record
+from batchtune.tune.study.history import CUT_OFF, INTERRUPTED, RAISED, SEEN, Role, curve_attribute, over, to_record
 from batchtune.tune.study.targets import levelled_off, measured
 from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED
@@ -257,7 +257,9 @@ class _Race:
         with contextlib.suppress(Exception):  # where nothing can be kept, the first error is what to tell
             if "outcome" not in self._trial.user_attrs:
                 self.keep()
-                self._trial.set_user_attr("message", str(error) if isinstance(error, UserCodeError) else INTERRUPTED)
+                raised = isinstance(error, UserCodeError)
+                self._trial.set_user_attr("message", str(error) if raised else INTERRUPTED)
+                self._trial.set_user_attr(RAISED, raised)
 
 
 def _about(spec: RunSpec, role: Role, nodes: int) -> Json:

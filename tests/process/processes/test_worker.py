@@ -377,7 +377,7 @@ def test_who_waits_long_for_the_import_is_told_for_what(settings, tmp_path, monk
         worker.renew()
         worker.start()
     assert len(told) == 1
-    assert told[0].startswith(f"{path}: importing it and building the model once takes long: it should neither train")
+    assert told[0].startswith(f"{path}: importing it, building the model and looking at its data takes long")
 
 
 def test_a_child_without_a_task_describes_the_machine():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
@@ -286,6 +286,18 @@ class TestAsInAProcessOfTheUsers:
         assert (len(asked) > 25) == loads  # of no more than 20 it is seen how long they take
         assert {length for length, _ in trained} == {WIDTH}  # the largest, where they are unlike
         assert (trained[0] == (WIDTH, 25)) == (loads and len(lengths) == 1)
+
+    def test_a_stream_that_can_be_read_but_once_trains_on_what_was_seen(self, wide):
+        class Once(IterableDataset):
+            samples = iter(torch.ones(40, WIDTH))
+
+            def __iter__(self):
+                return self.samples
+
+        task = wide(make_batch=None, train_dataset=Once)
+        task.find_worst_samples()
+        found, _ = tried(task, HostMemory(), batch_size=25, steps=3, precision="fp32")
+        assert found.fits, found.message
 
     @pytest.mark.parametrize("limit", [None, 900 << 20])
     def test_what_making_a_batch_takes_counts_on_a_cpu(self, wide, limit):

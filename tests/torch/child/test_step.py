@@ -251,7 +251,7 @@ class TestBatchesOfTheUsersOwn:
             ),
             (
                 {"train_loader": lambda _size: [torch.zeros(4, 8)] * 2},
-                r"train_loader\(8\) yields the same as for another batch size; its batches must be as large",
+                r"train_loader\(8\) yields batches of another size; its batches must be as large as asked",
             ),
         ],
     )
@@ -283,6 +283,37 @@ class TestBatchesOfTheUsersOwn:
             ) as caught:
                 task.worst_batch(too_large)
             assert caught.value.samples == (36 if isinstance(task.worst_batch(3), Graphs) else 37)
+
+    def test_what_the_loader_leaves_over_tells_whether_one_batch_of_graphs_is_whole(self, linear_task):
+        def graphs(samples):
+            return Graphs(torch.cat([sample[: 1 + i % 3] for i, sample in enumerate(samples)]), [])
+
+        data = torch.randn(37, 5)
+        task = linear_task(train_loader=lambda size: DataLoader(data, size, drop_last=True, collate_fn=graphs))
+        for fits in (19, 30, 37):
+            task.worst_batch(fits)
+        with pytest.raises(EpochTooShortError) as caught:
+            task.worst_batch(38)
+        assert caught.value.samples == 37
+
+    def test_an_epoch_is_not_read_again_and_again_to_know_what_it_has(self, linear_task):
+        asked = []
+
+        def loader(size):
+            asked.append(size)
+            return DataLoader(torch.randn(1000, 2), size, drop_last=True)
+
+        with pytest.raises(EpochTooShortError):
+            linear_task(train_loader=loader).worst_batch(100_000)
+        assert len(asked) < 8
+
+    @pytest.mark.parametrize("size", [300, 400, 600])
+    def test_a_loader_with_a_largest_batch_of_its_own_has_no_larger_one(self, linear_task, size):
+        data = torch.randn(1000, 5)
+        task = linear_task(train_loader=lambda size: DataLoader(data, min(size, 256)))
+        task.worst_batch(256)
+        with pytest.raises(UserCodeError, match=rf"train_loader\({size}\) yields batches of another size"):
+            task.worst_batch(size)
 
     def test_a_loader_is_enough_to_probe_and_with_evaluate_to_tune(self, linear_task):
         for purpose in ("probe", "tune"):

@@ -197,6 +197,16 @@ def test_sizes_beyond_an_epoch_of_the_users_loader_are_extrapolated_from_the_lar
     assert grid.notes == ["above 70 samples scaled: an epoch of train_loader has no more"]
 
 
+def test_an_epoch_of_fewer_samples_than_are_traced_first_will_do():
+    def trace(size):
+        if size > 10:
+            raise EpochTooShortError("less than one batch", 10)
+        return step_trace(size, linear=MIB)
+
+    grid = TracedGrid(trace)
+    assert (grid.nearest(1000).batch_size, grid.nearest(9).batch_size) == (10, 8)
+
+
 def test_a_gradient_that_is_added_to_another_takes_no_memory_of_its_own():
     births = [Birth(100, "first"), Birth(100, "second"), Birth(100, "aten.add.Tensor", replaces=0), Birth(7, "x")]
     trace = normalized(Trace(3, [1, 2, 3, -1, -2, 4, -3, -4], births))

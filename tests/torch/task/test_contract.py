@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from batchtune.errors import UsageError, UserCodeError
+from batchtune.protocol.data import SamplesSeen
 from batchtune.task.contract import Task
 from batchtune.task.load import load_task
 from batchtune.task.optimizers import Optimizers
@@ -284,6 +285,13 @@ def test_metrics_come_as_plain_numbers():
     found = task_of(evaluate=lambda _model: {"acc": torch.tensor(0.5), "f1": np.float32(1), "n": 3}).evaluate(None)
     assert found == {"acc": 0.5, "f1": 1.0, "n": 3.0}
     assert task_of(evaluate=lambda _model: torch.tensor([[2.0]])).evaluate(None) == 2.0
+
+
+@pytest.mark.parametrize("kept_bytes", [None, 4096])
+def test_a_loader_works_beside_attempts_only_where_the_set_keeps_nothing_of_what_it_loads(kept_bytes):
+    task = task_of(train_dataset=lambda: points(9))
+    task.find_worst_samples(SamplesSeen(places=(0,), seen=9, total=9, is_all=True, differing={}, kept_bytes=kept_bytes))
+    assert task.loads_soon(4) == (kept_bytes is None)
 
 
 def test_the_worst_batch_of_a_stream_that_tells_its_size_is_read_from_its_start():

@@ -34,7 +34,7 @@ def test_a_script_that_wants_a_command_line_is_told_that_it_is_imported(message)
     found = message(parsing + MODEL)
     assert re.search(
         r"^importing \S+ raised SystemExit: \S+:4: it ends the process with exit\(2\); \w+\.py is imported, not run: "
-        r"read the command line under if __name__ == '__main__'$",
+        r"what is to run as a script goes under if __name__ == '__main__'$",
         found,
     )
 

@@ -508,6 +508,15 @@ class TestCaps:
         assert result.warnings == []
         assert sum(size > 37 for _, size, *_ in worker.log) == 1
 
+    @pytest.mark.parametrize("cap", [{"samples": 800}, {"most_samples": 800}, {"maximum": 800}])
+    def test_on_a_cpu_no_larger_size_than_the_cap_is_checked_for_the_room_that_is_left(self, cap):
+        options = {"maximum": cap["maximum"]} if "maximum" in cap else {}
+        about = {name: value for name, value in cap.items() if name != "maximum"}
+        worker = on_a_cpu(ScriptedWorker(up_to(700), up_to(5000), limit=2000, **about))
+        found = probe(worker, throughput=False, **options).run()
+        assert found.max_batch_size == 800
+        assert sum(size > 800 for _, size, *_ in worker.log) <= ("most_samples" in cap)
+
     def test_an_epoch_with_too_few_samples_for_the_least_size_is_refused(self):
         worker = ScriptedWorker(lambda _: "user_error", most_samples=37)
         with pytest.raises(

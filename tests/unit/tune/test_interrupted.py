@@ -1,5 +1,6 @@
 """Runs that were interrupted or killed: what the study keeps of them, and whose time it counts."""
 
+import copy
 import itertools
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -11,9 +12,10 @@ from fakes import FakeCrew
 from optuna.trial import TrialState
 
 from batchtune.config.schema import Budget, Confirm
+from batchtune.errors import UserCodeError
 from batchtune.observer import Observer
 from batchtune.tune.study import trials
-from batchtune.tune.study.history import INTERRUPTED, SEEN, StudyHistory, curve_attribute, to_curve
+from batchtune.tune.study.history import INTERRUPTED, SEEN, StudyHistory, curve_attribute, to_curve, to_record
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.scores import JOULES, SECONDS
 
@@ -24,11 +26,14 @@ EVALUATION, POINTS, TOTAL = 5.0, 7, 3600.0  # what each evaluation takes; those 
 
 
 class Stopped(law.LawWorker):
-    """Interrupts its first run after so many points, each of which takes a while on the wall clock of `trials`."""
+    """Ends its first run after so many points, each of which takes a while on the wall clock of `trials`.
 
-    def __init__(self, clock):
+    `killed` is the storage as it is then, without a last word.
+    """
+
+    def __init__(self, clock, storage=None, error=KeyboardInterrupt):
         super().__init__()
-        self._clock, self.told = clock, []
+        self._clock, self._storage, self._error, self.told = clock, storage, error, []
 
     def train(self, *, on_event, **spec):
         def tell(point):
@@ -36,7 +41,8 @@ class Stopped(law.LawWorker):
             self.told.append(point)
             go_on = on_event(point)
             if len(self.told) == POINTS:
-                raise KeyboardInterrupt
+                self.killed = copy.deepcopy(self._storage)
+                raise self._error
             return go_on
 
         return super().train(on_event=tell, **spec)
@@ -56,15 +62,16 @@ def clock(monkeypatch):
 
 
 @pytest.fixture(params=["interrupted", "killed"])
-def stopped(request, clock, monkeypatch):
+def stopped(request, clock):
     """A study that was stopped in its baseline's run: its storage, the worker, and how many points may be missing."""
-    if request.param == "killed":  # nobody is left to say a last word
-        monkeypatch.setattr(trials._Race, "stopped_by", lambda *_: None)
-    storage, worker = optuna.storages.InMemoryStorage(), Stopped(clock)
+    storage = optuna.storages.InMemoryStorage()
+    worker = Stopped(clock, storage)
     tuned = study(storage, worker)
     with pytest.raises(KeyboardInterrupt):
         tuned.run()
-    (record,) = tuned.records()
+    storage = storage if request.param == "interrupted" else worker.killed
+    (trial,) = storage.get_all_trials(0)
+    record = to_record(trial)
     assert record.state == "running"
     assert record.is_interrupted == (request.param == "interrupted")
     assert record.message == (INTERRUPTED if record.is_interrupted else None)
@@ -79,6 +86,17 @@ def test_a_run_that_was_stopped_keeps_its_curve_and_says_why_it_has_no_outcome(s
     assert POINTS - missing <= len(first.curve) <= POINTS
     assert first.curve == to_curve(curve_attribute(worker.told))[: len(first.curve)]
     assert (first.state, first.outcome, first.came_to, first.message) == ("fail", None, "interrupted", INTERRUPTED)
+    assert (second.role, second.came_to) == ("baseline", "reached")
+
+
+def test_a_run_in_which_the_users_code_raised_failed_and_was_not_interrupted(clock):
+    storage = optuna.storages.InMemoryStorage()
+    with pytest.raises(UserCodeError):
+        study(storage, Stopped(clock, storage, UserCodeError("compute_loss raised"))).run()
+    resumed = study(storage)
+    resumed.run()
+    first, second, *_ = resumed.records()
+    assert (first.state, first.came_to, first.message) == ("fail", "user_error", "compute_loss raised")
     assert (second.role, second.came_to) == ("baseline", "reached")
 
 
