@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from batchtune.errors import EpochTooShortError, UserCodeError
 from batchtune.task.samples import lengths_of, tensor_bytes
-from batchtune.vocabulary import LARGEST
 
 _AS_ASKED = "its batches must be as large as asked for"
 
@@ -47,21 +46,22 @@ class OwnLoader:
                 break
         has_more = number > 1 or (number == 1 and any(True for _ in batches))
         del batches
-        if found is None or not self._is_right(batch_size, found, has_more=has_more):
+        if found is None or not self._is_right(batch_size, found):
             self._refuse(batch_size, found, has_more=has_more)
         return found, differ
 
-    def _is_right(self, batch_size: int, found: object, *, has_more: bool) -> bool:
-        """Whether a batch is as large as asked for, as far as can be told: of graphs, no dimension has as many."""
+    def _is_right(self, batch_size: int, found: object) -> bool:
+        """Whether a batch is as large as asked for, as far as can be told: the user counts, or a dimension does.
+
+        Of graphs none may have as many; then one of twice the size is another, or there is none.
+        """
         if self.count is not None:
             return self.count(found) == batch_size
         lengths, half = lengths_of(found), self._lengths(batch_size // 2 or 2)
         new = lengths - half
         if any(size == batch_size for _, size in new) or not new:
             return bool(new) or not lengths
-        if has_more:
-            return lengths != self._lengths(2 * batch_size)
-        return next(iter(self.batches(LARGEST)), None) is None  # an epoch of one batch: what is left over is left out
+        return lengths != self._lengths(2 * batch_size)
 
     def _refuse(self, batch_size: int, found: object, *, has_more: bool) -> None:
         asked = f"{self.where}({batch_size})"
@@ -82,7 +82,7 @@ class OwnLoader:
             while high - low > 1:
                 middle = next((size for size in (known, known + 1) if low < size < high), (low + high) // 2)
                 some = list(itertools.islice(self.batches(middle), 2))
-                is_there = len(some) > 1 or (some and self._is_right(middle, some[0], has_more=False))
+                is_there = len(some) > 1 or (some and self._is_right(middle, some[0]))
                 low, high = (middle, high) if is_there else (low, middle)
             return low
         return 0
@@ -93,7 +93,7 @@ class OwnLoader:
         return len(sampler) if isinstance(sampler, Sized) else 0
 
     def _lengths(self, batch_size: int) -> set[tuple[str, int]]:
-        """Of the first batch of another size; none where the loader refuses it."""
+        """Of the first batch of another size; none where there is none or the loader refuses it."""
         with contextlib.suppress(Exception):
             return lengths_of(next(iter(self.batches(batch_size)), None))
         return set()

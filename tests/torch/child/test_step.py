@@ -307,6 +307,10 @@ class TestBatchesOfTheUsersOwn:
             linear_task(train_loader=loader).worst_batch(100_000)
         assert len(asked) < 8
 
+    @pytest.mark.parametrize("size", [1, 2, 1000])
+    def test_a_loader_that_draws_one_batch_of_several_points_a_sample_may_be_of_any_size(self, linear_task, size):
+        assert len(linear_task(train_loader=lambda size: [torch.randn(3 * size, 2)]).worst_batch(size)) == 3 * size
+
     @pytest.mark.parametrize("size", [300, 400, 600])
     def test_a_loader_with_a_largest_batch_of_its_own_has_no_larger_one(self, linear_task, size):
         data = torch.randn(1000, 5)
