@@ -20,6 +20,7 @@ from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
 from batchtune.task.contract import Task
+from batchtune.task.optimizers import OnPlateau
 from batchtune.task.state import seed_everything
 from batchtune.vocabulary import LengthBatches
 
@@ -92,6 +93,9 @@ class TrainingBatches(Iterator[object]):
 
     They are shuffled, and incomplete ones left out, unless the task has a train_loader of its own.
 
+    Attributes:
+        epoch: the number of the one that the last batch is of, from 0.
+
     Args:
         task: the user's code.
         micro_batch_size: what a batch counts for: its samples, or its tokens in the mean.
@@ -110,7 +114,7 @@ class TrainingBatches(Iterator[object]):
         samples: int | None = None,
         length_batches: LengthBatches = (),
     ) -> None:
-        self._task, self._size, self._seed, self.samples = task, micro_batch_size, seed, 0
+        self._task, self._size, self._seed, self.samples, self.epoch = task, micro_batch_size, seed, 0, 0
         self._parallel = parallel
         own = task.has("train_loader")
         self._loader = None if own else training_loader(task, samples or micro_batch_size, seed, parallel)
@@ -124,9 +128,9 @@ class TrainingBatches(Iterator[object]):
         return batch
 
     def _without_end(self) -> Iterator[object]:
-        for epoch in itertools.count():
+        for self.epoch in itertools.count():
             empty = True
-            for batch in self._epoch(epoch):
+            for batch in self._loaded(self.epoch):
                 empty = False
                 yield batch
             if empty:
@@ -135,7 +139,7 @@ class TrainingBatches(Iterator[object]):
                     f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
                 )
 
-    def _epoch(self, number: int) -> Iterable[object]:
+    def _loaded(self, number: int) -> Iterable[object]:
         if self._loader is not None:
             return self._loader
         loader = self._task.loader(self._size)
@@ -275,6 +279,11 @@ class Trainer:
             self.scheduled_steps -= 1
             for scheduler in self.schedulers:
                 scheduler.step()
+
+    @property
+    def on_plateau(self) -> list[OnPlateau]:
+        """The schedulers that are stepped at the end of an epoch."""
+        return [each for each in self.schedulers if isinstance(each, OnPlateau)]
 
     def step_the_others(self) -> None:
         """Steps the optimizers that a task's own train_step has left out so far, as it will when their turn comes."""

@@ -98,7 +98,8 @@ def train(
     training, as far as the counter tells it from evaluations: see `Energy`.
 
     The horizon of the user's scheduler follows from `spec.horizon_seconds`, which is the same for every configuration
-    however soon its run is to end: at equal training time all are equally far in their schedules.
+    however soon its run is to end: at equal training time all are equally far in their schedules. One on a plateau goes
+    by epochs instead, each of which ends with an evaluation.
     """
     ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
@@ -172,6 +173,7 @@ class _Run:
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0
         self._last_evaluation_seconds = 0.0
+        self._epoch = 0
         self._start_value: float | None = None
         self._worse_since: float | None = None
         self._worse_looks = 0
@@ -214,6 +216,10 @@ class _Run:
         self._memory.synchronize()
         self._last_evaluation_seconds = self._ranks.together("max", time.perf_counter() - started)
         self.evaluation_seconds += self._last_evaluation_seconds
+        if self._epoch_is_over:
+            self._epoch = self._batches.epoch
+            for scheduler in self.trainer.on_plateau:
+                scheduler.end_epoch(self._ranks.together("first", scheduler.watched(value)))
         go_on = yield from self.tell(value)
         if spec.reached(value):
             return "reached"
@@ -227,7 +233,7 @@ class _Run:
         return None if go_on else "pruned"
 
     def advance(self) -> bool:
-        """Trains until the next evaluation is due; returns whether the loss is still a number."""
+        """Trains until an evaluation is due, by the clock or a scheduler; returns whether the loss is a number."""
         clock = self._clock
         due = next_evaluation(clock.seconds, self._last_evaluation_seconds, self._spec)
         finite, left = True, self._seconds_until(due)
@@ -236,9 +242,14 @@ class _Run:
                 taken, *spent, finite = self._timed_steps(_steps_until(left, clock.step_seconds))
                 clock.add(taken, *spent)
                 left = self._seconds_until(due)
-                if left <= 0:
+                if left <= 0 or self._epoch_is_over:
                     break
         return finite
+
+    @property
+    def _epoch_is_over(self) -> bool:
+        """Whether a scheduler waits for an evaluation, since an epoch has ended; for all ranks it does at once."""
+        return self._batches.epoch > self._epoch and bool(self.trainer.on_plateau)
 
     def _seconds_until(self, due: float) -> float:
         """What is left until the next evaluation, which is to be over when the run's time on the clock is."""
@@ -252,7 +263,7 @@ class _Run:
         """
         taken, alone = 0, self._ranks.world_size == 1
         seconds, waited = self._memory.stopwatch(), waited_seconds()
-        while taken < steps and (taken == 0 or self._has_time(taken)):
+        while taken == 0 or (taken < steps and not self._epoch_is_over and self._has_time(taken)):
             self.trainer.step(self._batches, self._spec.accumulation_steps)
             taken += 1
         spent = self._ranks.together("max", seconds())

@@ -19,7 +19,7 @@ from batchtune.document import (
 )
 from batchtune.protocol.data import CurrentSettings, LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import NO_VARIANT, Command, Message, RunEnd, RunSpec
-from batchtune.vocabulary import AskedLengths, Length, Purpose, Strategy, Variant
+from batchtune.vocabulary import AskedLengths, Goal, Length, Purpose, Strategy, Variant
 
 STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
@@ -131,6 +131,7 @@ class OpenTask(Command[Opened | None]):
         gradient_clipping: of every step; None: what the task does by itself.
         activation_checkpointing: wherever a command asks for nothing else; None: as the task has it.
         metric: the evaluation must have it; None: it does not matter.
+        goal: of that metric, for schedulers that wait for it.
         strategies: by which a group's ranks are to train the model.
         asks_for_current_settings: what the user trains with is to be told, too.
         again: the task is known: no model is built, and nothing is told.
@@ -151,6 +152,7 @@ class OpenTask(Command[Opened | None]):
     gradient_clipping: GradientClipping | None = None
     activation_checkpointing: bool | None = None
     metric: str | None = None
+    goal: Goal | None = None
     strategies: tuple[Strategy, ...] = ()
     asks_for_current_settings: bool = False
     again: bool = False

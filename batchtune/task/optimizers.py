@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Redu
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
 from batchtune.task.lengths import TaskLengths, offers, reads
-from batchtune.vocabulary import together
+from batchtune.vocabulary import Goal, together
 
 STEPS_PER_EPOCH = "steps_per_epoch"
 """The parameter of build_scheduler by which it is told how many optimizer steps an epoch has."""
@@ -120,6 +120,33 @@ def several(given: object) -> Iterator[Any]:
     yield from given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else (given,)
 
 
+class OnPlateau:
+    """A ReduceLROnPlateau that is stepped at the end of an epoch, with a metric: the study's, or one of its own.
+
+    Args:
+        scheduler: that of the user.
+        metric: the last value of its own; None: it waits for the study's.
+        every: so many epochs.
+    """
+
+    def __init__(self, scheduler: ReduceLROnPlateau, metric: Callable[[], float] | None = None, every: int = 1) -> None:
+        self.scheduler, self._metric, self._every, self._epochs = scheduler, metric, every, 0
+        self.names = [type(scheduler).__name__]
+
+    def step(self) -> None:
+        """Called after each optimizer step, which it does not wait for."""
+
+    def watched(self, value: float) -> float:
+        """The metric that it waits for; `value` is the study's."""
+        return value if self._metric is None else self._metric()
+
+    def end_epoch(self, watched: float) -> None:
+        """Called at the end of each epoch, with the metric."""
+        self._epochs += 1
+        if self._epochs % self._every == 0:
+            self.scheduler.step(watched)
+
+
 class TaskOptimizers(TaskLengths):
     """The optimizers and schedulers behind the names of the contract."""
 
@@ -175,6 +202,8 @@ class TaskOptimizers(TaskLengths):
     def schedulers(self, optimizers: Optimizers, total_steps: int, samples_per_step: int | None = None) -> list[Any]:
         """The user's schedulers, to be stepped once after each optimizer step; UserCodeError where they cannot be.
 
+        Those on a plateau are stepped at the end of each epoch instead, with the metric.
+
         Their horizon, `total_steps`, is what fits into budget.run at this configuration's pace. It is part of the
         configuration: a run that is capped, stopped early or confirmed for longer has the same. Without the samples of
         a step all of it is one epoch, for a schedule that is only looked at.
@@ -186,13 +215,13 @@ class TaskOptimizers(TaskLengths):
             steps = self._steps_per_epoch(samples_per_step or 1)
             told[STEPS_PER_EPOCH] = steps if samples_per_step else total_steps
         made = several(build(optimizers.given, total_steps, **told))
-        found = [each for each in made if each is not None]
+        found = [OnPlateau(each) if isinstance(each, ReduceLROnPlateau) else each for each in made if each is not None]
         for each in found:
             if not hasattr(each, "step"):
                 raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, which has no step()")
-            if isinstance(each, ReduceLROnPlateau):
-                why = "which waits for a metric at the end of an epoch; use one by steps, or leave it out for the study"
-                raise UserCodeError(f"{self.where}: build_scheduler returned {kind_of(each)}, {why}")
+            if isinstance(each, OnPlateau) and self.train_size() is None and not self.has("train_loader"):
+                why = "waits for the end of an epoch, and train_dataset has no length; use one by steps"
+                raise UserCodeError(f"{self.where}: ReduceLROnPlateau {why}")
         return found
 
     @property
@@ -202,19 +231,28 @@ class TaskOptimizers(TaskLengths):
             return False
         return reads(self.source.build_scheduler, 1) if self.adapted is None else self.adapted.asks_for_total_steps
 
-    def look_at_schedule(self, model: nn.Module, optimizers: Optimizers) -> tuple[str | None, list[str]]:
+    def look_at_schedule(
+        self, model: nn.Module, optimizers: Optimizers, goal: Goal | None = None
+    ) -> tuple[str | None, list[str]]:
         """The classes of the user's schedulers, if there are any, and what to say of them; it spends the optimizers.
 
         That is where the schedule is over long before training is, as one is that was written for epochs.
 
         Raises:
-            UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is.
+            UserCodeError: they cannot be stepped, or have learning rates of their own, whatever the optimizer's is; or
+                one waits for a metric to fall whose `goal` is to rise, or the other way about.
         """
         given, schedulers = optimizers.rates, self.schedulers(optimizers, _SOME_STEPS)
         classes = [name for each in schedulers for name in getattr(each, "names", [type(each).__name__])]
         names = together(classes)
         if self.adapted is not None or not schedulers:
             return names or None, []
+        for each in schedulers:
+            if goal is not None and isinstance(each, OnPlateau) and each.scheduler.mode != goal[:3]:
+                raise UserCodeError(
+                    f"{self.where}: ReduceLROnPlateau(mode='{each.scheduler.mode}') is stepped with objective.metric, "
+                    f"which the study is to {goal}; use mode='{goal[:3]}'"
+                )
         rates = _scheduled(schedulers, optimizers)
         if self._are_alike_at_another_rate(model, given, rates):
             raise UserCodeError(

@@ -52,7 +52,8 @@ def build_optimizer(model, lr):
 #     stepped after each optimizer step. total_steps is what fits into budget.run at this batch size, for every
 #     run, however soon it ends: so runs compared early are equally far in their schedules. Set budget.run to the
 #     training time you have in mind. With a third parameter steps_per_epoch it is told what an epoch has at this
-#     batch size: StepLR(optimizer, step_size=30 * steps_per_epoch) counts epochs.
+#     batch size: StepLR(optimizer, step_size=30 * steps_per_epoch) counts epochs. A ReduceLROnPlateau is stepped at
+#     the end of each epoch, with the metric of the study.
 # def collate(samples):                  how samples become a batch
 # def train_loader(batch_size):          the batches of an epoch, instead of train_dataset: your sampler, your batchify
 # def batch_size_of(batch):              its samples, where batches are not all as large as asked for

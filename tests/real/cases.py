@@ -20,7 +20,6 @@ class Case:
         metric, goal: by which it is judged.
         precision: of its loop.
         needs: libraries that are skipped by name where they are missing.
-        refused: what batchtune says of a training that it does not take.
         not_estimated: what it says of one that cannot be traced without data.
     """
 
@@ -33,7 +32,6 @@ class Case:
     goal: str = "minimize"
     precision: str = "fp32"
     needs: tuple[str, ...] = ()
-    refused: str = ""
     not_estimated: str = ""
 
     @property
@@ -71,7 +69,7 @@ CASES = [
     Case("vit", limit=176, needs=("sklearn",)),
     Case("simple_vit", limit=176, metric="accuracy", goal="maximize", needs=("sklearn",)),
     Case("unet", learning_rate=1e-4, metric="dice", goal="maximize"),
-    Case("plateau", metric="dice", goal="maximize", refused="ReduceLROnPlateau"),
+    Case("plateau", learning_rate=1e-4, metric="dice", goal="maximize"),
     Case("contrastive", limit=256, batch_size=32, metric="accuracy", goal="maximize", needs=("sklearn",)),
     Case("triplet", limit=176, learning_rate=1e-2, needs=("sklearn",)),
     Case("detection", batch_size=4, learning_rate=5e-3),

@@ -20,7 +20,7 @@ def taken(case):
     return pytest.param(case, id=case.name)
 
 
-@pytest.mark.parametrize("case", [taken(case) for case in CASES if not case.refused])
+@pytest.mark.parametrize("case", [taken(case) for case in CASES])
 class TestTaken:
     def test_probe(self, run, case):
         size = max(case.batch_size // 2, 2)
@@ -42,11 +42,3 @@ class TestTaken:
         cli.write("config.yaml", case.configuration)
         done = run(case, "tune", "config.yaml", "--dry-run")
         assert done.code == 0, done.err
-
-
-@pytest.mark.parametrize("case", [taken(case) for case in CASES if case.refused])
-def test_what_is_not_taken_is_refused_by_name(run, cli, case):
-    cli.write("config.yaml", case.configuration)
-    done = run(case, "tune", "config.yaml", "--dry-run")
-    assert done.code == 3
-    assert case.refused in done.err

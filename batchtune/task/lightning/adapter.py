@@ -33,7 +33,9 @@ from batchtune.task.lightning.trainer import (
     TrainerView,
     clip_arguments,
     samples_in,
+    schedules,
 )
+from batchtune.task.optimizers import OnPlateau
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 
@@ -57,6 +59,7 @@ class LightningTask(FromLoader):
         )
         self._namespace, self._data = namespace, LightningData(namespace, where)
         self._micro_batch_size = 0
+        self._monitored: list[str] = []
         self._optimized: weakref.ref[nn.Module] | None = None
 
     def build_model(self) -> nn.Module:
@@ -98,6 +101,7 @@ class LightningTask(FromLoader):
             self.lacks("build_scheduler")
         if purpose == "tune":
             require_schedule(schedulers, self._data.samples_per_epoch, self)
+            self._monitored = [str(config.monitor) for config in schedulers if config.reduce_on_plateau]
             if not overrides(module, "validation_step") or not self._data.val_loaders:
                 raise self.refused("tune needs a validation_step that logs the metric, and a val_dataloader")
 
@@ -159,7 +163,6 @@ class LightningTask(FromLoader):
                 group["lr"] = nominal_rate(group)
         view.optimizers, view.lr_scheduler_configs = optimizers, schedulers
         view.strategy = ManualSteps(module, optimizers, library_of(module), self.where)
-        view.schedule = Schedule(schedulers, view) if schedulers and module.automatic_optimization else None
         self._optimized = weakref.ref(module)
 
         def after(optimizer: Optimizer, *_: object) -> None:
@@ -181,11 +184,11 @@ class LightningTask(FromLoader):
         module.on_before_optimizer_step(optimizer)
         module.configure_gradient_clipping(optimizer, **clip_arguments(clipping))
 
-    def build_scheduler(self, optimizers: object, total_steps: int) -> Schedule | None:
+    def build_scheduler(self, optimizers: object, total_steps: int) -> list[Schedule | OnPlateau]:
         """What steps the schedulers of `configure_optimizers`; in manual optimization `training_step` does."""
         del optimizers, total_steps
         module: LightningModule = self._optimized() if self._optimized else None
-        return module.trainer.schedule  # type: ignore[no-any-return]
+        return schedules(module.trainer) if module.automatic_optimization else []
 
     def train_step(self, module: LightningModule, batch: object, optimizers: object, context: object) -> Tensor:
         """A `training_step` that optimizes by itself; its loss is the mean of all, so that none hides another's NaN."""
@@ -205,7 +208,10 @@ class LightningTask(FromLoader):
         A run is measured on the user's own batches, whatever it trains with. A look at memory, `max_batches` long, sees
         them as large as in training where the user's loaders have the same batch size.
         """
-        return validation_epoch(module, self._data, self._data.val_loaders, max_batches, self._micro_batch_size)
+        found = validation_epoch(module, self._data, self._data.val_loaders, max_batches, self._micro_batch_size)
+        for monitor in self._monitored:
+            module.trainer.logged.validated(monitor)
+        return found
 
     def validate(self, module: LightningModule, batch: object) -> object:
         """A validation epoch of this batch alone; without a validation_step, its training_step."""

@@ -115,10 +115,8 @@ def configured(module: LightningModule, task: Adapted) -> tuple[list[Optimizer],
 
 def require_schedule(schedulers: Sequence[SchedulerConfig], samples_per_epoch: int | None, task: Adapted) -> None:
     """Raises UsageError for schedulers that cannot step in a study."""
-    if any(config.reduce_on_plateau for config in schedulers):
-        raise task.refused(
-            "ReduceLROnPlateau waits for a metric after an epoch; use one by steps, or leave it out for the study"
-        )
+    if any(config.reduce_on_plateau and config.interval != "epoch" for config in schedulers):
+        raise task.refused("ReduceLROnPlateau waits for the end of an epoch here; leave out its interval")
     if any(config.interval == "epoch" for config in schedulers) and samples_per_epoch is None:
         raise task.refused("its scheduler steps at the end of an epoch, but the training set has no length")
 

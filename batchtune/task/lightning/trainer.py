@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
+from batchtune.task.optimizers import OnPlateau
 
 LightningModule: TypeAlias = Any  # Lightning is no dependency, so its types are not looked at
 _REDUCTIONS = ("mean", "sum", "max", "min")
@@ -23,10 +24,11 @@ _REDUCTIONS = ("mean", "sum", "max", "min")
 class SchedulerConfig(Protocol):
     """A scheduler and when it steps, as Lightning's parser of `configure_optimizers` has it."""
 
-    scheduler: LRScheduler
+    scheduler: Any
     interval: str
     frequency: int
     reduce_on_plateau: bool
+    monitor: str | None
 
 
 class Metric(Protocol):
@@ -83,7 +85,6 @@ class TrainerView:
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.callbacks: list[object] = []
         self.strategy: ManualSteps | None = None
-        self.schedule: Schedule | None = None
         self.precision_plugin = importlib.import_module(f"{library}.plugins.precision").Precision()
         self.logger = importlib.import_module(f"{library}.loggers.logger").DummyLogger()
         self.loggers = [self.logger]
@@ -158,6 +159,7 @@ class Logged:
     def __init__(self, where: str) -> None:
         self._where = where
         self.latest: dict[str, object] = {}
+        self._validated: dict[str, float] = {}
         self._validating = False
         self._batch_size: int | None = None
         self._suffix = ""
@@ -183,7 +185,15 @@ class Logged:
             if isinstance(value, float | int) or value.numel() == 1:
                 found[name] = float(value)
         self.latest |= found
+        self._validated = found
         return found
+
+    def validated(self, name: str) -> float:
+        """What the last validation logged by this name; UsageError where there is no such thing."""
+        if name not in self._validated:
+            logged = ", ".join(self._validated) or "nothing"
+            raise UsageError(f"{self._where}: ReduceLROnPlateau monitors '{name}'; validation logs {logged}")
+        return self._validated[name]
 
     def end_training_epoch(self) -> None:
         """Metrics that training logs start over, as they do in Lightning."""
@@ -229,6 +239,17 @@ class Logged:
         else:
             both = torch.stack([torch.as_tensor(before[0]), torch.as_tensor(value)])
             self._sums[name] = (getattr(both, how)(), 1.0)
+
+
+def schedules(view: TrainerView) -> list[Schedule | OnPlateau]:
+    """What steps the view's schedulers; those on a plateau with what they monitor, which the validation logs."""
+    configs = [config for config in view.lr_scheduler_configs if not config.reduce_on_plateau]
+    found: list[Schedule | OnPlateau] = [Schedule(configs, view)] if configs else []
+    for config in view.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            metric = functools.partial(view.logged.validated, str(config.monitor))
+            found.append(OnPlateau(config.scheduler, metric, config.frequency))
+    return found
 
 
 class Schedule:

@@ -16,12 +16,12 @@ from torch.utils.data import Subset
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loader_parts, real_copy, set_learning_rate
+from batchtune.task.optimizers import OnPlateau
 
 Arguments = TypeVar("Arguments")
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "warmup_ratio")
 _STEPS_IN_BACKWARD = ("layerwise", "lomo")
-_WAITS_FOR_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 class TrainerTask(FromLoader):
@@ -54,6 +54,7 @@ class TrainerTask(FromLoader):
         known = {name: each for name, each in plain.items() if isinstance(each, bool | int | float | str)}
         self.optimizer_settings = {"made_by": "Trainer", "arguments": known}
         self._optimizer: Optimizer | None = None
+        self._waits_for_metric, self._evaluated = False, dict[str, float]()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -75,7 +76,7 @@ class TrainerTask(FromLoader):
 
     def require(self, purpose: Literal["probe", "tune"]) -> None:
         trainer, args = self._trainer, self._args
-        optim = str(getattr(args.optim, "value", args.optim))
+        optim = _value(args.optim)
         refusals = {
             "the Trainer has no train_dataset": trainer.train_dataset is None,
             "it overrides training_step(), which batchtune's own loop cannot honour": _has_own(
@@ -90,10 +91,14 @@ class TrainerTask(FromLoader):
             ),
         }
         if purpose == "tune":
-            kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+            schedule, evaluates_by = (_value(getattr(args, name)) for name in ("lr_scheduler_type", "eval_strategy"))
+            self._waits_for_metric = schedule == "reduce_lr_on_plateau"
             refusals |= {
                 "tune needs an eval_dataset": not self._evaluates,
-                f"lr_scheduler_type={kind} waits for a metric; use one that goes by steps": kind in _WAITS_FOR_METRIC,
+                "lr_scheduler_type=greedy waits for a metric; use one that goes by steps": schedule == "greedy",
+                f"lr_scheduler_type={schedule} goes by epochs here; set eval_strategy='epoch'": (
+                    self._waits_for_metric and evaluates_by != "epoch"
+                ),
                 "the scheduler of optimizers=(…, …) counts on a fixed number of steps; use lr_scheduler_type": (
                     self._has_scheduler
                 ),
@@ -155,11 +160,17 @@ class TrainerTask(FromLoader):
         return optimizer
 
     def build_scheduler(self, optimizer: Optimizer, total_steps: int) -> object:
-        """What `create_scheduler` makes for so many steps."""
+        """What `create_scheduler` makes for so many steps; on a plateau it waits for `metric_for_best_model`."""
         try:
-            return self._trainer.create_scheduler(num_training_steps=total_steps, optimizer=optimizer)
+            made = self._trainer.create_scheduler(num_training_steps=total_steps, optimizer=optimizer)
         finally:
             self._let_go()
+        return OnPlateau(made, lambda: self._evaluated[self._best_metric]) if self._waits_for_metric else made
+
+    @property
+    def _best_metric(self) -> str:
+        name = str(self._args.metric_for_best_model)
+        return name if name.startswith("eval_") else f"eval_{name}"
 
     def evaluate(self, model: nn.Module, max_batches: int | None = None) -> dict[str, float]:
         """The Trainer's own `evaluate`: `eval_loss` (also as `val_loss`) and what `compute_metrics` returns.
@@ -187,6 +198,9 @@ class TrainerTask(FromLoader):
                 trainer.is_in_train = False
                 trainer.accelerator._models.clear()  # noqa: SLF001
         numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+        if self._waits_for_metric and self._best_metric not in numbers:
+            raise self.refused(f"metric_for_best_model is not among what it evaluates: {', '.join(numbers)}")
+        self._evaluated = numbers
         return ({"val_loss": numbers["eval_loss"]} if "eval_loss" in numbers else {}) | numbers
 
 
@@ -198,6 +212,11 @@ def _ranks_of_its_own(arguments: Mapping[str, object]) -> dict[str, bool]:
         names[variable] = os.environ.get(variable, "").lower() in {"1", "true", "yes", "y", "t", "on"}
     instead = "leave it out and tune with --ranks N --strategy fsdp (as ZeRO-3) or ddp"
     return {f"its {name} is not taken over: {instead}": given for name, given in names.items()}
+
+
+def _value(argument: object) -> str:
+    """What an argument is called, which may be an enum's member."""
+    return str(getattr(argument, "value", argument))
 
 
 def _has_own(trainer: object, name: str) -> bool:

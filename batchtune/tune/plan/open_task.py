@@ -134,6 +134,7 @@ def worker_settings(config: Config) -> OpenTask:
         gradient_clipping=config.gradient_clipping.fixed if config.gradient_clipping else None,
         activation_checkpointing=config.variants[0].activation_checkpointing,
         metric=config.objective.metric,
+        goal=config.objective.goal,
         strategies=tuple(config.ranks.strategies),
     )
 

@@ -11,7 +11,7 @@ from torch.utils.data import SequentialSampler
 
 from batchtune.child import training_run as loop
 from batchtune.child.before_study import noise_scale, range_test
-from batchtune.child.evaluate import Inference, metric_value
+from batchtune.child.evaluate import Inference, metric_value, require_metric
 from batchtune.child.trainer import Trainer, TrainingBatches
 from batchtune.device.memory import open_device
 from batchtune.document import GradientClipping
@@ -177,6 +177,33 @@ class TestLearningRate:
             seen.append(trainer.optimizers.param_groups[0]["lr"] / 0.1)
             trainer.step(batches)
         assert seen == pytest.approx(rates)
+
+    @pytest.mark.parametrize(("frequency", "rates"), [(1, [1, 0.5, 0.25]), (2, [1, 1, 1, 0.5])])
+    def test_a_schedule_on_a_plateau_waits_for_what_it_monitors(self, lit, frequency, rates):
+        methods = f"""
+    def configure_optimizers(self):
+        opt = torch.optim.SGD(self.parameters(), lr=1e-9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, "max", factor=0.5, patience=0, eps=0)
+        config = {{"scheduler": plateau, "monitor": "val_loss", "frequency": {frequency}}}
+        return {{"optimizer": opt, "lr_scheduler": config}}
+"""
+        task = lit(methods)
+        task.require("tune")
+        trainer, seen = Trainer(task, CPU, "fp32", learning_rate=1e-9, total_steps=100), []
+        (plateau,) = trainer.on_plateau
+        for _ in rates:
+            trainer.step(TrainingBatches(task, 4, 0))
+            metric_value(trainer, "val_loss", 4)
+            plateau.end_epoch(plateau.watched(3.0))
+            seen.append(trainer.optimizers.param_groups[0]["lr"] / 1e-9)
+        assert seen == pytest.approx(rates)
+        assert plateau.scheduler.best == task.evaluate(trainer.model)["val_loss"]
+
+    def test_a_metric_that_validation_does_not_log_cannot_be_monitored(self, lit):
+        task = lit(PLATEAU.replace('"monitor": "val_loss"', '"monitor": "train_loss"'))
+        task.require("tune")
+        with pytest.raises(UsageError, match="ReduceLROnPlateau monitors 'train_loss'; validation logs val_loss"):
+            require_metric(task, CPU, "val_loss", "fp32")
 
     def test_a_module_without_a_schedule_is_given_no_horizon(self, lit):
         plain, scheduled = lit(), lit(PLATEAU)
@@ -596,9 +623,9 @@ class TestRefusals:
                 "has no batch size",
             ),
             (
-                PLATEAU,
+                PLATEAU.replace(": plateau", ': {"scheduler": plateau, "monitor": "val_loss", "interval": "step"}'),
                 "tune",
-                "ReduceLROnPlateau waits for a metric",
+                "ReduceLROnPlateau waits for the end of an epoch",
             ),
             ("\n    validation_step = L.LightningModule.validation_step\n", "tune", "tune needs a validation_step"),
         ],

@@ -232,6 +232,27 @@ class Summed(hf.Trainer):
         assert any(getattr(part, "gradient_checkpointing", False) for part in task.model().modules())
         assert float(trained(task).model.classifier.weight.detach().sum()) != 0
 
+    def test_a_schedule_on_a_plateau_waits_for_the_metric_of_the_best_model(self, trainer_task):
+        task = trainer_task(
+            "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch', metric_for_best_model='accuracy',"
+            "lr_scheduler_kwargs={'patience': 0, 'factor': 0.5, 'eps': 0, 'mode': 'max'}"
+        )
+        task.require("tune")
+        trainer = trained(task, learning_rate=1e-9, total_steps=100)
+        (plateau,) = trainer.on_plateau
+        found = task.evaluate(trainer.model)
+        assert plateau.watched(3.0) == found["eval_accuracy"]
+        for _ in range(2):
+            plateau.end_epoch(plateau.watched(3.0))
+        assert trainer.optimizers.param_groups[0]["lr"] == pytest.approx(0.5e-9)
+
+    def test_a_metric_that_is_not_evaluated_is_no_metric_of_the_best_model(self, trainer_task):
+        arguments = "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch', metric_for_best_model='f1'"
+        task = trainer_task(arguments)
+        task.require("tune")
+        with pytest.raises(UsageError, match="metric_for_best_model is not among what it evaluates: eval_loss"):
+            task.evaluate(task.model())
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -242,9 +263,9 @@ class TestRefusals:
             ("Stepping", "probe", r"overrides training_step\(\)"),
             ("neftune_noise_alpha=5.0", "probe", "neftune_noise_alpha is not supported"),
             (
-                "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='epoch'",
+                "lr_scheduler_type='reduce_lr_on_plateau', eval_strategy='steps', eval_steps=5",
                 "tune",
-                "lr_scheduler_type=reduce_lr_on_plateau waits for a metric",
+                "lr_scheduler_type=reduce_lr_on_plateau goes by epochs here; set eval_strategy='epoch'",
             ),
             ("model=(m := bert()), optimizers=scheduled(m)", "tune", "counts on a fixed number of steps"),
         ],

@@ -197,7 +197,7 @@ def test_the_arguments_of_a_schedule_are_in_the_order_of_the_contract(done, open
         Child(None).open(opening)
 
 
-def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp_path):
+def test_a_plateau_of_the_other_direction_is_told_before_the_study(done, opening, tmp_path):
     with (tmp_path / "model.py").open("a") as task:
         task.write(
             "from torch.optim.lr_scheduler import ReduceLROnPlateau\n"
@@ -206,8 +206,11 @@ def test_a_schedule_that_a_study_cannot_use_is_told_before_it(done, opening, tmp
             "def evaluate(model): return 1.0\n"
         )
     Child(None).open(opening)
-    with pytest.raises(UserCodeError, match="ReduceLROnPlateau, which waits for a metric"):
-        Child(None).open(opening.but(purpose="tune"))
+    opened = Child(None).open(opening.but(purpose="tune", goal="maximize"))
+    assert opened.optimizer_settings.scheduler == "ReduceLROnPlateau"
+    words = r"\(mode='max'\) is stepped with objective.metric, which the study is to minimize; use mode='min'"
+    with pytest.raises(UserCodeError, match=words):
+        Child(None).open(opening.but(purpose="tune", goal="minimize"))
 
 
 def test_a_task_that_is_known_is_opened_without_a_word_of_it(done, opening):

@@ -1,5 +1,6 @@
 """A training run against the clock; the clock is the test's own, and a sample takes 1/128 second: sums are exact."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -336,6 +337,27 @@ class TestTime:
         spec = spec_of(limit_seconds=1.0, horizon_seconds=4.0, total_steps=99)
         run(spec, build_scheduler=lambda _optimizer, total_steps: horizons.append(total_steps))
         assert horizons == [99]
+
+    @pytest.mark.parametrize(("micro_batch_size", "accumulation_steps"), [(8, 1), (32, 1), (8, 4)])
+    def test_a_schedule_on_a_plateau_goes_by_epochs_whatever_the_batch_size(
+        self, run, micro_batch_size, accumulation_steps
+    ):
+        rates, spec = [], spec_of(limit_seconds=5.0, micro_batch_size=micro_batch_size, evaluate_every=100.0)
+
+        def build_scheduler(optimizer, _total_steps):
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+            optimizer.register_step_post_hook(lambda done, *_: rates.append(done.param_groups[0]["lr"]))
+            return plateau
+
+        own = {"build_scheduler": build_scheduler, "evaluate": lambda _model: 1.0}
+        done = run(dataclasses.replace(spec, accumulation_steps=accumulation_steps), **own)
+        samples = micro_batch_size * accumulation_steps
+        assert [point.samples for point in done.points] == [0, *(64 * n + samples for n in range(1, 10)), 640]
+        assert rates.count(0.05) * samples == 3 * 64 + samples
+        assert rates.count(0.05 * 0.1) * samples == 2 * 64
+
+    def test_without_a_schedule_on_a_plateau_an_epoch_ends_without_an_evaluation(self, run):
+        assert [point.samples for point in run(spec_of(limit_seconds=5.0, evaluate_every=100.0)).points] == [0, 640]
 
     def test_a_run_that_goes_on_beyond_its_horizon_leaves_the_scheduler_at_its_end(self, run):
         def one_cycle(optimizer, total_steps):

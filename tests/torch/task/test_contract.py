@@ -154,7 +154,7 @@ class TestRequirements:
         (
             {"build_scheduler": lambda optimizer, _steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)},
             lambda task: task.schedulers(Optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), 9),
-            "build_scheduler returned a ReduceLROnPlateau, which waits for a metric at the end of an epoch",
+            "ReduceLROnPlateau waits for the end of an epoch, and train_dataset has no length; use one by steps",
         ),
         (
             {"compute_loss": lambda _model, _batch: 0.5},
