@@ -62,12 +62,12 @@ class Tracer:
             self.notes.append(Assumption(text))
         with compilation_ignored(self.notes):
             self._task = load_task(asked.task)
+        if asked.checkpointing:
+            self._task = Checkpointed(self._task.source, self._task.where)
         self._task.require("inference" if asked.inference else "probe")
         self._task.find_lengths(asked.lengths, asked.lengths_seen)
         if self._task.adapted:
             self.notes += [Assumption(text) for text in self._task.adapted.notes]
-        if asked.checkpointing:
-            self._task = Checkpointed(self._task.source, self._task.where)  # never of inference
         self.lengths = self._task.lengths
         self.warnings = unseen_warnings(self._task.find_worst_samples(asked.samples))
 

@@ -79,6 +79,21 @@ def test_where_nothing_fits_what_would_make_it_fit_is_traced_too(tmp_path):
     assert "with activation checkpointing of its repeated blocks: " in note
 
 
+def test_what_would_make_the_longest_inputs_fit_is_traced_with_batches_of_that_length(tmp_path):
+    path = tmp_path / "long.py"
+    path.write_text(
+        TASK.replace("nn.Sequential(", "nn.Sequential(*[nn.Sequential(")
+        .replace("4096, 1024))", "4096, 1024)) for _ in range(4)])")
+        .replace("make_batch(size)", "make_batch(size, length)")
+        .replace("(size, 64, 1024)", "(size, length, 1024)")
+    )
+    question = EstimateMemory(task=str(path), lengths=(64, 16384))
+    (found,) = estimate_task(question, [Gpu(capacity_bytes=2500 * MIB)], ["fp32"]).estimates
+    assert found.max_batch_size == 0
+    (note,) = [note for note in found.notes if note.startswith("would fit with ")]
+    assert "with activation checkpointing of its repeated blocks: " in note
+
+
 def test_the_detail_goes_by_the_precision_at_which_the_largest_batch_fits(tmp_path):
     path = tmp_path / "mlp.py"
     path.write_text(TASK)
