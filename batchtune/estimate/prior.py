@@ -10,16 +10,35 @@ from typing import Self
 from batchtune.config.options import TRACE_SECONDS
 from batchtune.device.gpus import find_gpu
 from batchtune.device.nvml import gpus_here
-from batchtune.errors import BatchtuneError, UsageError
+from batchtune.errors import UsageError
 from batchtune.estimate import commands
 from batchtune.estimate.tracers import facts_of
 from batchtune.observer import Observer
 from batchtune.processes.local import LocalLauncher
 from batchtune.processes.worker import Worker, WorkerDied
 from batchtune.protocol.commands import Opened
+from batchtune.protocol.messages import Answer, Command
 from batchtune.vocabulary import AskedLengths, Length
 
 _SECONDS_OF_LENGTHS = 5 * TRACE_SECONDS  # of tracing all lengths and of replays: each one saved takes a fresh process
+_TOO_LONG = "tracing took too long, and a probe can do without"
+
+
+def _asked(
+    worker: Worker, command: Command[Answer], seconds: float, starting: threading.Thread | None = None
+) -> tuple[Answer | commands.Refusal, float]:
+    """What a child answers once it has started, or why it does not; and how many of the seconds are left."""
+    ends = time.monotonic() + seconds
+    if starting is not None:
+        starting.join(seconds)
+    if starting is not None and starting.is_alive():
+        return commands.Refusal(refused=_TOO_LONG), 0.0
+    try:
+        return worker.call(command, timeout=ends - time.monotonic()), ends - time.monotonic()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the probe goes on without
+        is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
+        why = _TOO_LONG if is_late else str(error).partition("\n")[0]
+        return commands.Refusal(refused=why), ends - time.monotonic()
 
 
 class LengthsPrior:
@@ -33,32 +52,27 @@ class LengthsPrior:
 
     def __init__(self, worker: Worker, command: commands.ExpectLengths, observer: Observer) -> None:
         self._worker, self._observer, self._left = worker, observer, _SECONDS_OF_LENGTHS
-        self._found: commands.LengthEstimates | None = None
-        self._refused, self._replayed = "", dict[str, int | None]()
+        self._found: commands.LengthEstimates | commands.Refusal | None = None
+        self._replayed: dict[str, int | None] = {}
         self._asking = threading.Thread(target=self._ask, args=(command,), daemon=True)
         self._asking.start()
 
     def _ask(self, command: commands.ExpectLengths) -> None:
-        started = time.monotonic()
-        try:
-            found = self._worker.call(command, timeout=self._left)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the probe goes on without
-            found = commands.Refusal(refused=_reason(error))
-        self._left -= time.monotonic() - started
-        self._found, self._refused = (None, found.refused) if isinstance(found, commands.Refusal) else (found, "")
+        answered = _asked(self._worker, command, self._left)
+        self._found, self._left = answered
 
     def peaks(self) -> dict[Length, commands.TaskEstimate]:
         """What to expect of each length; waits for the traces."""
         self._asking.join()
-        if self._refused:
-            self._observer.note(f"no estimate of each length to start from: {self._refused}")
-            self._refused = ""
+        if isinstance(self._found, commands.Refusal):
+            self._observer.note(f"no estimate of each length to start from: {self._found.refused}")
+            self._found = None
         return dict(self._found.lengths) if self._found else {}
 
     @property
     def replays(self) -> bool:
         """Whether batches of all lengths can be replayed."""
-        return self._found is not None and self._found.replays
+        return isinstance(self._found, commands.LengthEstimates) and self._found.replays
 
     def fails_in(self, sizes: Mapping[Length, int], capacity_bytes: int) -> int | None:
         """The first order in which batches of all lengths do not train by a replay of them; None: they train in all.
@@ -72,18 +86,13 @@ class LengthsPrior:
         command = commands.ReplayLengths(sizes=tuple(sizes.items()), capacity_bytes=capacity_bytes)
         asked = command.model_dump_json()
         if asked not in self._replayed and self.replays and self._left > 0:
-            started = time.monotonic()
-            try:
-                self._replayed[asked] = self._worker.call(command, timeout=self._left).fails_in
-            except BatchtuneError:
+            answered = _asked(self._worker, command, self._left)
+            found, self._left = answered
+            if isinstance(found, commands.Refusal):
                 self._found = None
-            self._left -= time.monotonic() - started
+            else:
+                self._replayed[asked] = found.fails_in
         return self._replayed.get(asked, 0)
-
-
-def _reason(error: Exception) -> str:
-    is_late = isinstance(error, WorkerDied) and error.outcome == "timeout"
-    return "tracing took too long, and a probe can do without" if is_late else str(error).partition("\n")[0]
 
 
 class EstimatePrior:
@@ -127,26 +136,19 @@ class EstimatePrior:
             return None
         if self._lengths is not None:  # of another precision
             self._lengths.peaks()
-        started, left = time.monotonic(), min(timeout, self._left)
-        try:
-            if self._starting is not None:
-                self._starting.join(left)
-                if self._starting.is_alive():
-                    raise WorkerDied("timeout", "still loading")
-            command = commands.ExpectMemory(
-                task=self._task,
-                precision=precision,
-                accumulation_steps=accumulation_steps,
-                memory_limit=limit,
-                samples=opened.samples,
-                lengths_seen=opened.lengths,
-                gpu=_gpu(opened.device_name),
-                inference=opened.is_for_inference,
-            )
-            found = self._worker.call(command, timeout=left - (time.monotonic() - started))
-        except BatchtuneError as error:
-            found = commands.Refusal(refused=_reason(error))
-        self._left -= time.monotonic() - started
+        command = commands.ExpectMemory(
+            task=self._task,
+            precision=precision,
+            accumulation_steps=accumulation_steps,
+            memory_limit=limit,
+            samples=opened.samples,
+            lengths_seen=opened.lengths,
+            gpu=_gpu(opened.device_name),
+            inference=opened.is_for_inference,
+        )
+        seconds = min(timeout, self._left)
+        found, left = _asked(self._worker, command, seconds, self._starting)
+        self._left -= seconds - left
         if isinstance(found, commands.Refusal):
             self._observer.note(f"no estimate to start from: {found.refused}")
             return None

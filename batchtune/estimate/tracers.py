@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -74,12 +74,17 @@ def ask_tracers(
     with ThreadPoolExecutor(max(1, min(processes, len(jobs), os.cpu_count() or 1))) as pool:
         futures = {job: pool.submit(work, job) for job in jobs}
         try:
-            while _are_at_work(futures.values()) and (spent := time.monotonic() - started) < seconds:
+            while (spent := time.monotonic() - started) < seconds:
                 if spent >= _LOOK_SECONDS:
                     observer.progress(sum(shares.values()) / len(shares), spent, seconds)
-                wait(futures.values(), _LOOK_SECONDS, FIRST_EXCEPTION)
+                done, at_work = wait(futures.values(), _LOOK_SECONDS, FIRST_EXCEPTION)
+                if not at_work or any(each.exception() for each in done):
+                    break
         finally:
-            _end(futures.values(), workers, stopping)
+            stopping.set()  # the threads of those that are still at work learn of it
+            while wait(futures.values(), 0.1).not_done:
+                for worker in list(workers):
+                    worker.kill()
     found: dict[str, Answered] = {}
     for job, future in futures.items():
         error = future.exception()
@@ -87,23 +92,6 @@ def ask_tracers(
             raise error
         found |= {job: Answered(Refusal(refused=_too_long(seconds, shares[job])))} if error else future.result()
     return found
-
-
-def _are_at_work(futures: Collection[Future[dict[str, Answered]]]) -> bool:
-    """Whether some are, and none has failed."""
-    return not all(each.done() for each in futures) and not any(each.done() and each.exception() for each in futures)
-
-
-def _end(
-    futures: Collection[Future[dict[str, Answered]]], workers: Sequence[Worker], stopping: threading.Event
-) -> None:
-    """Ends the children that are still at work; their threads learn of it."""
-    if all(each.done() for each in futures):
-        return
-    stopping.set()
-    while wait(futures, 0.1).not_done:
-        for worker in list(workers):
-            worker.kill()
 
 
 def _too_long(seconds: float, share: float) -> str:
