@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from batchtune.document import Holder, MemoryDetail, Moment
 from batchtune.estimate.commands import ExpectLengths, GpuFacts, LengthEstimates, LengthRow, Refusal, Row, TaskEstimate
@@ -20,6 +20,9 @@ from batchtune.estimate.memory.fit import BATCH_SIZES, FittedStep, Misaligned, S
 from batchtune.estimate.memory.mixture import Mixture, fit_lengths
 from batchtune.estimate.memory.overheads import Confidence, gpu_of, kind_of, unseen_share
 from batchtune.vocabulary import LARGEST, Length
+
+if TYPE_CHECKING:
+    from batchtune.estimate.tracing.trace import Tracer
 
 _CURVE_POINTS = 400
 _HOLDERS = 12
@@ -48,25 +51,20 @@ def expectation(step: Step, ops: Iterable[str], gpu: GpuFacts, memory_limit: int
     )
 
 
-@dataclass(frozen=True)
 class Searches:
-    """The searches of one step, by the allocator's segments."""
+    """The searches of all lengths' steps on a GPU with so much memory: of the longest, by the allocator's segments."""
 
-    step: Step
-    fixed: Search
-    expandable: Search
-
-    @classmethod
-    def of(cls, step: Step, device_bytes: int) -> Searches:
-        """Those on a GPU with so much memory."""
-        return cls(step, Search(step), Search(step, partial(ExpandableAllocator, device_bytes=device_bytes)))
+    def __init__(self, mixture: Mixture, device_bytes: int) -> None:
+        self.mixture, self.step = mixture, mixture.longest
+        self.fixed = Search(self.step)
+        self.expandable = Search(self.step, partial(ExpandableAllocator, device_bytes=device_bytes))
 
 
 def row_of(searches: Searches, capacity: int, sure: Confidence, notes: Sequence[str]) -> Row:
-    """The largest batch within a capacity, in bytes."""
+    """The largest batch within a capacity, in bytes; of each length where lengths are asked for."""
     step, within = searches.step, _rounded_down(capacity)
     expected = searches.fixed(within)
-    return Row(
+    row = Row(
         confidence=str(sure),
         error_share=sure.band,
         notes=[*sure.notes, *notes],
@@ -78,16 +76,11 @@ def row_of(searches: Searches, capacity: int, sure: Confidence, notes: Sequence[
         work=step.work(expected) if expected else None,
         needed_bytes=None if expected else peak_allocated_bytes(step, 1),
     )
+    return row if None in searches.mixture.steps else _with_lengths(row, searches.mixture, capacity)
 
 
-def with_lengths(row: Row, mixture: Mixture, capacity: int) -> Row:
-    """The row with the largest batch of each length, of batches of all that train in turns; its own are the longest's.
-
-    Args:
-        row: of the longest length alone.
-        mixture: of all lengths.
-        capacity: bytes.
-    """
+def _with_lengths(row: Row, mixture: Mixture, capacity: int) -> Row:
+    """The row of the longest with the largest batch of each length, of batches of all that train in turns."""
     alone = mixture.alone(row.max_batch_size)
     together = mixture.together(alone, _rounded_down(capacity))
     surely = mixture.together(mixture.alone(row.safe_max_batch_size), capacity)
@@ -208,10 +201,9 @@ class TracedLengths:
             Mixture(steps), [Assumption(f"{each}; sizes between traced ones are scaled") for each in reasons[:1]], grids
         )
 
-    def searches_on(self, kind: Gpu, memory_bytes: int) -> tuple[Searches, Mixture]:
-        """Of the longest, and of all."""
-        mixture = self.mixture.on(kind)
-        return Searches.of(mixture.longest, memory_bytes), mixture
+    def searches_on(self, kind: Gpu, memory_bytes: int) -> Searches:
+        """Those on a GPU with so much memory."""
+        return Searches(self.mixture.on(kind), memory_bytes)
 
     def cut(self) -> list[str]:
         """What is to be said of larger sizes that took long to trace."""
@@ -222,18 +214,13 @@ def _at(trace_at: Callable[[int, Length | None], Trace], length: Length | None, 
     return trace_at(batch_size, length)
 
 
-def expected_of_lengths(
-    trace_at: Callable[[int, Length | None], Trace],
-    lengths: Sequence[Length],
-    ops: Iterable[str],
-    asked: ExpectLengths,
-) -> tuple[LengthEstimates, FailsIn] | Refusal:
-    """What a probe of one device may expect of each length, ascending, and what replays batches of all."""
-    fitted = fit_lengths(trace_at, lengths)
+def expected_of_lengths(asked: ExpectLengths, tracer: Tracer) -> tuple[LengthEstimates, FailsIn] | Refusal:
+    """What a probe of one device may expect of each length, and what replays batches of all."""
+    fitted = fit_lengths(tracer.trace, tracer.lengths)
     steps = {length: step for length, step in fitted.items() if isinstance(step, FittedStep)}
-    if not lengths or len(steps) < len(lengths):
+    if len(steps) < len(fitted):
         return Refusal(refused="sizes at some lengths are no polynomials of the batch size")
     mixture, gpu, limit = Mixture(steps), asked.gpu, asked.memory_limit
-    known = tuple((each, expectation(steps[each], ops, gpu, limit, assumed=True)) for each in lengths)
+    known = tuple((each, expectation(steps[each], tracer.ops, gpu, limit, assumed=True)) for each in tracer.lengths)
     on_gpu = mixture.on(gpu_of(gpu.name, gpu.generation))
     return LengthEstimates(lengths=known, replays=mixture.is_known), on_gpu.fails_in

@@ -6,17 +6,21 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import TYPE_CHECKING, TypeVar
 
 from batchtune.child.server import Child, serve
 from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing import answers
-from batchtune.lengths.buckets import lengths_of
 from batchtune.protocol.commands import Done
 from batchtune.protocol.messages import AnyCommand, Channel
 
+if TYPE_CHECKING:
+    from batchtune.estimate.tracing.trace import Tracer
+
+Answer = TypeVar("Answer")
 _TRACING_SHARE = 0.5  # of the time that may go by with tracing: searching takes the rest
 
 
@@ -39,75 +43,57 @@ def answer(asked: commands.EstimateMemory, progress: Callable[[float], None]) ->
         asked: the task and the GPUs.
         progress: told what share of it is done.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + asked.seconds * _TRACING_SHARE
+    return _by_traces(asked, partial(_estimated, asked, deadline, progress))
+
+
+def _by_traces(asked: commands.Tracing, answer: Callable[[Tracer], Answer]) -> Answer | commands.Refusal:
+    """What follows from traces of a task, or why they cannot be taken."""
     warm_up()
     from batchtune.estimate.tracing.trace import Tracer
     from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
 
     try:
-        tracer = Tracer(asked)
-        lengths = lengths_of(tracer.lengths) if tracer.lengths else []
-        deadline = started + asked.seconds * _TRACING_SHARE
-        traced = answers.TracedLengths.of(tracer.trace, lengths[::-1] or [None], deadline, progress)
-        notes = [*tracer.notes, *tracer.padding(), *traced.notes]
-        is_aligned, searches_on = not traced.notes, cache(traced.searches_on)
-        rows: list[commands.Row] = []
-        for gpu in asked.gpus:
-            sure = confidence(
-                tracer.ops,
-                notes,
-                aligned=is_aligned,
-                precision=asked.precision,
-                vendor=gpu.vendor,
-                measured=gpu.measured,
-            )
-            facts = gpu.memory_bytes, gpu.generation, gpu.vendor
-            capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
-            searches, mixture = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
-            row = answers.row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()])
-            rows.append(answers.with_lengths(row, mixture, capacity) if lengths else row)
-            progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
-        largest = max((row.max_batch_size for row in rows), default=0)
-        has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
-        details = [answers.detail(traced.mixture.longest, largest or 1, asked.precision)]
-        return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
+        return answer(Tracer(asked))
     except StepFailedError as failed:
         return commands.Refusal(refused=str(failed), frames=failed.frames)
     except CannotTraceError as refusal:
         return commands.Refusal(refused=str(refusal))
 
 
-def estimate_for_probe(asked: commands.ExpectMemory) -> commands.TaskEstimate | commands.Refusal:
-    """What a probe of one device may expect."""
-    warm_up()
-    from batchtune.estimate.tracing.trace import Tracer
-    from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
+def _estimated(
+    asked: commands.EstimateMemory, deadline: float, progress: Callable[[float], None], tracer: Tracer
+) -> commands.Traced:
+    traced = answers.TracedLengths.of(tracer.trace, tracer.lengths or [None], deadline, progress)
+    notes = [*tracer.notes, *tracer.padding(), *traced.notes]
+    searches_on = cache(traced.searches_on)
+    rows: list[commands.Row] = []
+    for gpu in asked.gpus:
+        sure = confidence(
+            tracer.ops,
+            notes,
+            aligned=not traced.notes,
+            precision=asked.precision,
+            vendor=gpu.vendor,
+            measured=gpu.measured,
+        )
+        facts = gpu.memory_bytes, gpu.generation, gpu.vendor
+        capacity = capacity_bytes(*facts, tracer.ops, asked.memory_limit, gpu.measured)
+        searches = searches_on(gpu_of(gpu.name, gpu.generation), gpu.memory_bytes)
+        rows.append(answers.row_of(searches, capacity, sure, [*tracer.warnings, *traced.cut()]))
+        progress(answers.TRACED_SHARE + (1 - answers.TRACED_SHARE) * len(rows) / len(asked.gpus))
+    largest = max((row.max_batch_size for row in rows), default=0)
+    has_softmax = any(op.startswith("aten._softmax.") for op in tracer.ops)
+    details = [answers.detail(traced.mixture.longest, largest or 1, asked.precision)]
+    return commands.Traced(gpus=rows, details=details, has_softmax=has_softmax)
 
-    try:
-        tracer = Tracer(asked)
-        step = fit(tracer.trace)
-    except (CannotTraceError, StepFailedError) as refusal:
-        return commands.Refusal(refused=str(refusal))
+
+def _expected(asked: commands.ExpectMemory, tracer: Tracer) -> commands.TaskEstimate | commands.Refusal:
+    step = fit(tracer.trace)
     if not isinstance(step, FittedStep):
         return commands.Refusal(refused=step.reason)
     assumed = bool(tracer.notes) or bool(custom_operators(tracer.ops))
     return answers.expectation(step, tracer.ops, asked.gpu, asked.memory_limit, assumed=assumed)
-
-
-def estimates_of_lengths(
-    asked: commands.ExpectLengths,
-) -> tuple[commands.LengthEstimates, answers.FailsIn] | commands.Refusal:
-    """What a probe of one device may expect of each length, and what replays batches of all."""
-    warm_up()
-    from batchtune.estimate.tracing.trace import Tracer
-    from batchtune.estimate.tracing.without_data import CannotTraceError, StepFailedError
-
-    try:
-        tracer = Tracer(asked)
-        lengths = lengths_of(tracer.lengths)[::-1] if tracer.lengths else []
-        return answers.expected_of_lengths(tracer.trace, lengths, tracer.ops, asked)
-    except (CannotTraceError, StepFailedError) as refusal:
-        return commands.Refusal(refused=str(refusal))
 
 
 class TracingChild(Child):
@@ -123,9 +109,9 @@ class TracingChild(Child):
             case commands.EstimateMemory():
                 return answer(command, lambda share: self._channel.send(alive=True, share=share))
             case commands.ExpectMemory():
-                return estimate_for_probe(command)
+                return _by_traces(command, partial(_expected, command))
             case commands.ExpectLengths():
-                found = estimates_of_lengths(command)
+                found = _by_traces(command, partial(answers.expected_of_lengths, command))
                 answered, self._fails_in = (found, None) if isinstance(found, commands.Refusal) else found
                 return answered
             case commands.ReplayLengths() if self._fails_in is not None:
