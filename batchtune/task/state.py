@@ -10,8 +10,10 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -177,15 +179,9 @@ def _on_host(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
-@contextlib.contextmanager
-def modules_of_fakes() -> Iterator[None]:
+def modules_of_fakes() -> AbstractContextManager[object]:
     """Within, `module.to(...)`, `.half()` and their like work on modules of fake tensors."""
-    original = nn.Module._apply  # noqa: SLF001
-    nn.Module._apply = apply_to_fakes  # type: ignore[method-assign] # noqa: SLF001
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign] # noqa: SLF001
+    return mock.patch.object(nn.Module, "_apply", apply_to_fakes)
 
 
 def apply_to_fakes(

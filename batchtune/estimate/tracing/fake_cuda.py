@@ -8,8 +8,10 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch._subclasses.fake_tensor import run_fallback_kernel as _fallback_kerne
 from batchtune.errors import DeviceError
 from batchtune.estimate.memory.convolutions import layout_of
 from batchtune.estimate.memory.events import Assumption
-from batchtune.estimate.tracing.kernels import cuda_attention, cuda_kernels
+from batchtune.estimate.tracing.kernels import cuda_kernels
 from batchtune.estimate.tracing.without_data import place_outside_torch
 from batchtune.task.state import apply_to_fakes
 
@@ -51,9 +53,9 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_replaced())
+        for owner, name, value in _replacements():
+            stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # modes belong to one thread
-        stack.enter_context(cuda_attention())
         stack.enter_context(cuda_kernels())
         mode: FakeTensorMode = _FakeMode(allow_non_fake_inputs=True)
         stack.enter_context(mode)
@@ -149,8 +151,7 @@ def _install_hooks() -> bool:
     return accelerator is not None and accelerator.type == "cuda"
 
 
-@contextlib.contextmanager
-def _replaced() -> Iterator[None]:
+def _replacements() -> list[tuple[object, str, object]]:
     """Python names of torch that would answer for a machine without a GPU, or refuse fake tensors."""
     import torch._subclasses as subclasses
     import torch._subclasses.fake_impls as rules
@@ -159,7 +160,7 @@ def _replaced() -> Iterator[None]:
     import torch.utils._foreach_utils as foreach
 
     tensors = [Tensor, nn.Parameter, FakeTensor]
-    replacements: list[tuple[object, str, object]] = [
+    return [
         (fakes, "init_gpu_context", lambda _: None),  # which makes a real tensor where `is_available` says so
         (fakes, "run_fallback_kernel", _run_fallback_kernel),
         (rules, "run_fallback_kernel", _run_fallback_kernel),
@@ -181,14 +182,6 @@ def _replaced() -> Iterator[None]:
         (optimizers, "_foreach_supported_types", tensors),
         (foreach, "_foreach_supported_types", tensors),
     ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    try:
-        for owner, name, value in replacements:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in saved:
-            setattr(owner, name, value)
 
 
 _deep_copy: Callable[[Tensor, dict[int, object]], Tensor] = Tensor.__deepcopy__
@@ -213,10 +206,8 @@ def _run_fallback_kernel(
     return _fallback_kernel(mode, func, flat_args, spec, error)
 
 
-@contextlib.contextmanager
-def compilation_ignored(notes: list[Assumption]) -> Iterator[None]:
+def compilation_ignored(notes: list[Assumption]) -> AbstractContextManager[object]:
     """Leaves `torch.compile` out: compiled code plans its own memory, so what is traced is the eager step."""
-    original = torch.compile
 
     def eager(model: Callable[..., Any] | None = None, **_: Any) -> Any:
         place = place_outside_torch(sys._getframe())  # noqa: SLF001
@@ -227,8 +218,4 @@ def compilation_ignored(notes: list[Assumption]) -> Iterator[None]:
             notes.append(note)
         return (lambda function: function) if model is None else model
 
-    torch.compile = eager
-    try:
-        yield
-    finally:
-        torch.compile = original
+    return mock.patch.object(torch, "compile", eager)

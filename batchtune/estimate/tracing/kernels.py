@@ -26,23 +26,25 @@ _BATCHED_HEADS = 4  # (batch, heads, length, head size); anything else goes to t
 
 @contextlib.contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Kernels by name only: tensors without data never reach them."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in _ONE_KERNEL_ON_CUDA:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
-            library.impl(name, _not_to_be_run, "CUDA")
-    for name, shapes in (("_thnn_fused_gru_cell", _gru_cell), ("_thnn_fused_gru_cell_backward", _gru_cell_backward)):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # noqa: SLF001
-            library.impl(name, shapes, "Meta")
-    library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
-    library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
-    for name, device in itertools.product(("ctc_loss.Tensor", "ctc_loss.IntList"), ("AutogradCUDA", "AutogradCPU")):
-        library.impl(name, _ctc_loss, device)
-    library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
-    try:
+    """Kernels by name only, which tensors without data never reach, and attention's choice of an sm80 or later GPU.
+
+    CPU builds only know the math kernel there. The choice is registered with the dispatcher and not as a function mode,
+    because such a mode is off while checkpointing recomputes inside backward.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:  # noqa: SLF001
+        for name in _ONE_KERNEL_ON_CUDA:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # noqa: SLF001
+                library.impl(name, _not_to_be_run, "CUDA")
+        for name, shapes in _GRU_CELLS.items():
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # noqa: SLF001
+                library.impl(name, shapes, "Meta")
+        library.impl("_thnn_fused_lstm_cell", _lstm_cell, "Meta", allow_override=True)
+        library.impl("_grouped_mm", _grouped_mm, "Meta", allow_override=True)
+        for name, device in itertools.product(("ctc_loss.Tensor", "ctc_loss.IntList"), ("AutogradCUDA", "AutogradCPU")):
+            library.impl(name, _ctc_loss, device)
+        library.impl("_ctc_loss_backward", lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape), "Meta")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
         yield
-    finally:
-        library._destroy()  # noqa: SLF001
 
 
 def _lstm_cell(gates: Tensor, _: object, cell: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,9 +60,11 @@ def _gru_cell(_: object, __: object, hidden: Tensor, *___: object) -> tuple[Tens
 def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
     rows, gates = len(workspace), workspace.shape[1] // _GRU_WORKSPACE * _GRU_GATES
     of_input, of_hidden = workspace.new_empty(rows, gates), workspace.new_empty(rows, gates)
-    if not has_bias:
-        return of_input, of_hidden, torch.empty_like(grad), None, None
-    return of_input, of_hidden, torch.empty_like(grad), of_input.sum(0), of_hidden.sum(0)
+    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, torch.empty_like(grad), *biases
+
+
+_GRU_CELLS = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_gru_cell_backward": _gru_cell_backward}
 
 
 def _grouped_mm(
@@ -109,21 +113,6 @@ def _not_to_be_run(*_: object) -> NoReturn:
     raise NotImplementedError("a kernel for tensors without data")
 
 
-@contextlib.contextmanager
-def cuda_attention() -> Iterator[None]:
-    """Registers the choice of an sm80 or later GPU for CUDA tensors; CPU builds only know the math kernel there.
-
-    It is registered with the dispatcher and not as a function mode, because such a mode is off while checkpointing
-    recomputes inside backward.
-    """
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
-    try:
-        yield
-    finally:
-        library._destroy()  # noqa: SLF001
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -135,26 +124,24 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    aten = torch.ops.aten
-    flash_allowed, efficient_allowed = (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-    )
+    aten, allowed = torch.ops.aten, torch.backends.cuda
     batched, half = query.dim() == _BATCHED_HEADS, query.dtype in _HALF
-    head = query.shape[-1]
-    if batched and half and flash_allowed and attn_mask is None and head <= _FLASH_MAX_HEAD:
+    small = query.shape[-1] <= _FLASH_MAX_HEAD
+    if batched and half and allowed.flash_sdp_enabled() and attn_mask is None and small:
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if batched and efficient_allowed and (half or query.dtype == torch.float32) and not enable_gqa:
+    efficient = allowed.mem_efficient_sdp_enabled() and (half or query.dtype == torch.float32) and not enable_gqa
+    if batched and efficient:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
-        found: Tensor = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+        found = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
             query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
-        )[0]
-        return found
-    plain: Tensor = aten._scaled_dot_product_attention_math(  # noqa: SLF001
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return plain
+        )
+    else:
+        found = aten._scaled_dot_product_attention_math(  # noqa: SLF001
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+    out: Tensor = found[0]
+    return out
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
