@@ -90,10 +90,8 @@ class Recorder(TorchDispatchMode):
 
     def number_of(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage in the trace; None for one that is not there."""
-        try:
-            found = self._live.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
-        except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
-            return None
+        storage = _storage_of(tensor)
+        found = None if storage is None else self._live.get(storage._cdata)  # noqa: SLF001
         return None if found is None else found[0]
 
     def holds(self, value: object) -> None:
@@ -128,7 +126,9 @@ class Recorder(TorchDispatchMode):
         call = _Call(func, args, torch._C._current_graph_task_id() != -1)  # noqa: SLF001
         caller = sys._getframe(1)  # noqa: SLF001
         self._calls = (self._calls[1], (id(caller), caller.f_lasti)) if not func.is_view else self._calls
-        steps = inside(func, args) if self.device_type == "cuda" and self._on_device(args) else (RESULTS,)
+        inputs = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+        on_cuda = self.device_type == "cuda" and any(each.device.type == "cuda" for each in inputs)
+        steps = inside(func, args) if on_cuda else (RESULTS,)
         out = self._values.run(func, args, kwargs)
         outputs = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         places = out if isinstance(out, list | tuple) else (out,)
@@ -139,12 +139,9 @@ class Recorder(TorchDispatchMode):
         if any(each.device.type == self.device_type for each in outputs):
             self.trace.ops.add(str(func))
             _count(self.trace.work, func, args, kwargs, out, outputs)
-        if self.device_type == "cuda":
+        if on_cuda:
             self._take_workspaces(call)
         return out
-
-    def _on_device(self, args: Arguments) -> bool:
-        return any(each.device.type == self.device_type for each in tree_leaves(args) if isinstance(each, Tensor))
 
     def _play(self, steps: Steps, outputs: list[Tensor], places: Sequence[object], call: _Call) -> list[int]:
         """What happens inside a kernel, in its order: its blocks are born and die, its results are born.
@@ -171,22 +168,16 @@ class Recorder(TorchDispatchMode):
 
     def _take_workspaces(self, call: _Call) -> None:
         """The workspaces of this thread's library handles: the forward pass and autograd's thread have one each."""
-        if not self._on_device(call.args):
-            return
         for library, block in workspaces(call.func, call.args).items():
             if (library, call.in_backward) not in self._handles:
                 self._handles.add((library, call.in_backward))
                 self._born(0, SCRATCH + library, call, block)
 
     def _see(self, tensor: Tensor, call: _Call, held: int | None = None) -> None:
-        args = call.args
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):
+        args, storage = call.args, _storage_of(tensor)
+        if storage is None or storage._cdata in self._live or not storage.nbytes():  # noqa: SLF001
             return
         key, size = storage._cdata, storage.nbytes()  # noqa: SLF001
-        if key in self._live or size == 0:
-            return
         number = self.number_of(args[0]) if call.func.is_view and args and isinstance(args[0], Tensor) else None
         if number is None:
             number = self._born(held or size, str(call.func), call)
@@ -232,6 +223,14 @@ class Recorder(TorchDispatchMode):
         self._storages[number] -= 1
         if not self._storages[number]:
             self.trace.events.append(-(number + 1))
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """None of sparse and other tensors without one storage."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -147,17 +147,13 @@ class Values:
         """Operators whose result is as long as the data has it: the longest result there can be."""
         tensor = args[0]
         if func is aten.index.Tensor:
-            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
-            if not masks:
+            masks = [each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]]
+            if not any(masks):
                 return func(*args, **kwargs)
             indices: list[Tensor | None] = []
-            for each in args[1]:
-                if each is None or each.dtype not in (torch.bool, torch.uint8):
-                    indices.append(each)
-                else:
-                    indices += [
-                        torch.empty(each.numel(), dtype=torch.int64, device=tensor.device) for _ in range(each.dim())
-                    ]
+            for each, is_mask in zip(args[1], masks, strict=True):
+                places = torch.empty(each.numel(), dtype=torch.int64, device=tensor.device) if is_mask else each
+                indices += [places] * (each.dim() if is_mask else 1)
             out = func(tensor, indices, **kwargs)
         elif func is aten.nonzero.default:
             out = tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
@@ -264,11 +260,8 @@ def needs_data(error: BaseException) -> bool:
 def as_on_a_gpu(error: Exception) -> Exception:
     """The error in the words that there are for it where tensors have data."""
     text = str(error).partition("\n")[0]
-    if not _DEVICES.search(text):
-        return error if text == _PRINTED.sub("tensor(", text) else _like(error, _PRINTED.sub("tensor(", text))
-    remedy = "move what is made outside of the model, such as a loss with weights, to the batch's device"
-    return _like(error, f"tensors are on different devices, cuda:0 and cpu: {remedy}")
-
-
-def _like(error: Exception, text: str) -> Exception:
-    return RuntimeError(text).with_traceback(error.__traceback__)
+    told = _PRINTED.sub("tensor(", text)
+    if _DEVICES.search(text):
+        remedy = "move what is made outside of the model, such as a loss with weights, to the batch's device"
+        told = f"tensors are on different devices, cuda:0 and cpu: {remedy}"
+    return error if told == text else RuntimeError(told).with_traceback(error.__traceback__)
