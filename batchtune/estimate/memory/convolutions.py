@@ -56,8 +56,8 @@ def _forward(args: Arguments) -> Steps:
     layout = layout_of(tensor, weight)
     copied = contiguous(tensor, memory_format=layout)
     weights = contiguous(weight, memory_format=layout)
-    workspace = _Workspace(tensor, weight, result, stride, layout, groups, transposed=transposed)
-    return ((*line, *copied, RESULTS, *weights, workspace.of_result()),)
+    workspace, _, _ = _workspaces(tensor, weight, result, stride, layout, groups, transposed=transposed)
+    return ((*line, *copied, RESULTS, *weights, workspace),)
 
 
 def _backward(args: Arguments) -> Steps:
@@ -82,11 +82,11 @@ def _backward(args: Arguments) -> Steps:
     copied = (copy_of(gradient),) if converted else contiguous(gradient, memory_format=layout)
     first, again = (copied, ()) if converted or transposed else ((), copied)
     halves: list[Steps] = []
-    workspace = _Workspace(tensor, weight, gradient.shape, stride, layout, groups, transposed=transposed)
+    _, of_input, of_weight = _workspaces(tensor, weight, gradient.shape, stride, layout, groups, transposed=transposed)
     if mask[_INPUT]:
-        halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout), workspace.of_input()))
+        halves.append((_INPUT, *again, *contiguous(weight, memory_format=layout), of_input))
     if mask[_WEIGHT]:
-        halves.append((*again, _WEIGHT, workspace.of_weight()))
+        halves.append((*again, _WEIGHT, of_weight))
     return ((*line, (*before, *first, *halves), *sums),)
 
 
@@ -108,62 +108,44 @@ def _result(
     return [image[0], weight[1] * groups if transposed else weight[0], *sides]
 
 
-class _Workspace:
-    """What cuDNN takes for a convolution; nothing of one in groups, for which no rule was found.
+def _workspaces(
+    image: Tensor,
+    weight: Tensor,
+    result: Sequence[int],
+    stride: Sequence[int],
+    layout: torch.memory_format,
+    groups: int,
+    *,
+    transposed: bool,
+) -> tuple[Block, Block, Block]:
+    """What cuDNN takes for a convolution's result, and for the gradients of its input and weights.
 
-    Args:
-        image: the convolution's input.
-        weight: its weights.
-        result: the shape of what comes out.
-        stride: by side.
-        layout: of the image.
-        groups: of channels.
-        transposed: whether it is a transposed one, whose forward pass is the gradient of another's input.
+    For one in groups no rule was found. `result` is a shape, and the layout that of the image.
     """
+    element, channels, kernel = image.element_size(), image.shape[1], max(weight.shape[2:])
+    is_last, is_pointwise = layout != torch.contiguous_format, kernel == max(stride) == 1
+    is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
 
-    def __init__(
-        self,
-        image: Tensor,
-        weight: Tensor,
-        result: Sequence[int],
-        stride: Sequence[int],
-        layout: torch.memory_format,
-        groups: int,
-        *,
-        transposed: bool,
-    ) -> None:
-        self._element, self._in_groups, channels = image.element_size(), groups > 1, image.shape[1]
-        kernel, is_last = max(weight.shape[2:]), layout != torch.contiguous_format
-        is_pointwise = kernel == max(stride) == 1
-        self._is_product = is_pointwise and math.prod(image.shape[2:]) % 2 == 0  # of matrices as they lie
-        shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
-        odd = [each for each in shapes if each[1] * self._element % _CHANNELS_BYTES]
-        self._copies = self._forward = sum(map(self._copied, odd if is_last else shapes))
-        if channels * self._element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or self._element == FLOAT):
-            self._forward = self._copies if transposed else 0  # there are kernels for images of few channels
-        elif self._element == FLOAT and channels <= _NARROW and not (is_last or transposed):
-            self._forward -= self._copied(result)  # which is written where it belongs
-        self._sums = FLOAT * image.shape[0] * weight.numel()
-
-    def _copied(self, shape: Sequence[int]) -> int:
+    def copied(shape: Sequence[int]) -> int:
         """Bytes of a copy whose channels are as many as matrix units take."""
-        return shape[0] * round_up(shape[1] * self._element, _CHANNELS_BYTES) * math.prod(shape[2:])
+        return shape[0] * round_up(shape[1] * element, _CHANNELS_BYTES) * math.prod(shape[2:])
 
-    def _block(self, *lengths: int) -> Block:
-        element, in_groups = self._element, self._in_groups
-        return Block(lambda gpu, *found: min(found) if element in gpu.matrix_units and not in_groups else 0, lengths)
+    def block(*lengths: int) -> Block:
+        return Block(lambda gpu, *found: min(found) if element in gpu.matrix_units and groups == 1 else 0, lengths)
 
-    def of_result(self) -> Block:
-        """In the forward pass."""
-        return self._block(0 if self._is_product else self._forward)
-
-    def of_input(self) -> Block:
-        """For the gradient of the input."""
-        return self._block(0 if self._is_product else self._copies)
-
-    def of_weight(self) -> Block:
-        """For the gradient of the weights: of a product of matrices, sums of each sample, where that is less."""
-        return self._block(self._copies, self._sums if self._is_product else self._copies)
+    shapes = [image.shape, result] if is_last or kernel == 1 else [image.shape, result, weight.shape]
+    odd = [each for each in shapes if each[1] * element % _CHANNELS_BYTES]
+    copies = forward = sum(map(copied, odd if is_last else shapes))
+    if channels * element < _CHANNELS_BYTES and (kernel <= _SMALL_KERNEL or element == FLOAT):
+        forward = copies if transposed else 0  # there are kernels for images of few channels
+    elif element == FLOAT and channels <= _NARROW and not (is_last or transposed):
+        forward -= copied(result)  # which is written where it belongs
+    sums = FLOAT * image.shape[0] * weight.numel()  # of each sample
+    return (
+        block(0 if is_product else forward),
+        block(0 if is_product else copies),
+        block(copies, sums if is_product else copies),
+    )
 
 
 CONVOLUTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {

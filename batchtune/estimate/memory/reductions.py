@@ -197,20 +197,15 @@ def _resized(elements: Callable[[Tensor], int], place: int = 2) -> Callable[[Arg
     return steps
 
 
-def _losses_first(args: Arguments) -> Steps:
-    """huber_loss in Loss.cpp."""
-    if not _is_reduced(args, 2):
-        return (RESULTS,)
-    losses = _losses(args)
-    return ((copy_of(losses), RESULTS, reduction(losses, ())),)
+def _losses_first(copies: int, place: int) -> Callable[[Arguments], Steps]:
+    """A loss that is reduced after so many copies of all losses were made; one fewer where it is not reduced."""
 
+    def steps(args: Arguments) -> Steps:
+        losses, is_reduced = _losses(args), _is_reduced(args, place)
+        made = (copy_of(losses),) * (copies if is_reduced else copies - 1)
+        return ((*made, RESULTS, reduction(losses, ()) if is_reduced else ()),)
 
-def _with_logits(args: Arguments) -> Steps:
-    """binary_cross_entropy_with_logits in Loss.cpp: the logarithms of sigmoids, then the losses in place."""
-    losses = _losses(args)
-    if not _is_reduced(args, 4):
-        return ((copy_of(losses), RESULTS),)
-    return ((copy_of(losses), copy_of(losses), RESULTS, reduction(losses, ())),)
+    return steps
 
 
 REDUCTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {
@@ -235,6 +230,8 @@ REDUCTIONS: dict[OpOverload, Callable[[Arguments], Steps]] = {
     # binary_cross_entropy_out_cuda in Loss.cu and soft_margin_loss_out in Loss.cpp: the reduced is copied over all
     aten.binary_cross_entropy.default: _resized(lambda _: 1, place=3),
     aten.soft_margin_loss.default: _resized(lambda _: 1),
-    aten.huber_loss.default: _losses_first,
-    aten.binary_cross_entropy_with_logits.default: _with_logits,
+    # huber_loss and binary_cross_entropy_with_logits in Loss.cpp: the latter has the logarithms of sigmoids before, and
+    # makes its losses in place
+    aten.huber_loss.default: _losses_first(1, 2),
+    aten.binary_cross_entropy_with_logits.default: _losses_first(2, 4),
 }
