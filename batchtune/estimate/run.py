@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from batchtune.device.gpus import Gpu, all_gpus, gpus_called
@@ -169,13 +169,12 @@ def estimate_task(
     answers = ask_tracers(jobs, answer, observer or Observer(), seconds=timeout, processes=processes)
     alike |= {name: name for name in alike if name in answers}
     estimates = [_record(gpu, name, answers[alike[name]], question) for gpu, name in wanted]
-    details = [
-        each.detail.model_copy(
-            update={"precision": _roomiest(row for row in estimates if alike[row.precision] == name)}
-        )
-        for name, each in answers.items()
-        if each.detail is not None
-    ]
+    details = []
+    for name, each in answers.items():
+        if each.detail is not None:  # which goes by the precision at which the largest batch fits
+            rows = (row for row in estimates if alike[row.precision] == name)
+            roomiest = max(rows, key=lambda row: row.max_batch_size or 0)
+            details.append(each.detail.model_copy(update={"precision": roomiest.precision}))
     return EstimateRun(estimates, details, _refusal([each.refusal for each in answers.values()]))
 
 
@@ -188,11 +187,6 @@ def _refusal(refusals: Sequence[Refusal | None]) -> UserCodeError | NothingFitsE
     if failed is not None:
         return UserCodeError(failed.refused, failed.frames or "")
     return NothingFitsError(f"nothing could be estimated: {known[0].refused}")
-
-
-def _roomiest(rows: Iterable[Estimate]) -> str:
-    """The precision at which the largest batch fits."""
-    return max(rows, key=lambda row: row.max_batch_size or 0).precision
 
 
 def choose(gpu: Gpu) -> str:
@@ -212,16 +206,18 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
         return known.model_copy(update={"confidence": "refused", "notes": [answer.refusal.refused]})
     row, remedies = answer.rows[gpu.name], answer.remedies.get(gpu.name, [])
     emulated = precision in _NOT_IN_HARDWARE and (gpu.compute_capability or (_AMPERE,))[0] < _AMPERE
-    samples = row.max_batch_size * min(question.accumulation_steps, 2)  # as many micro-batches as were traced
-    per_length = [_of_length(gpu, precision, each, question) for each in row.lengths]
-    speed, watts = samples_per_second(gpu, precision, samples, row.work), gpu.board_power_watts
+    speed, watts = _speed(gpu, precision, row, question), gpu.board_power_watts
+    per_length = tuple(
+        EstimatedLength(**each.model_dump(exclude={"work"}), samples_per_second=_speed(gpu, precision, each, question))
+        for each in row.lengths
+    )
     return known.model_copy(
         update=row.model_dump(exclude={"work", "lengths"})
         | {
             "samples_per_second": speed,
             "samples_per_joule": speed / watts if speed is not None and watts else None,
             "remedies": remedies,
-            "lengths": tuple(per_length),
+            "lengths": per_length,
             "notes": [
                 *row.notes,
                 *_notes(gpu, row, question.memory_limit),
@@ -233,10 +229,9 @@ def _record(gpu: Gpu, precision: str, answer: Answered, question: EstimateMemory
     )
 
 
-def _of_length(gpu: Gpu, precision: str, row: LengthRow, question: EstimateMemory) -> EstimatedLength:
-    samples = row.max_batch_size * min(question.accumulation_steps, 2)
-    speed = samples_per_second(gpu, precision, samples, row.work)
-    return EstimatedLength(**row.model_dump(exclude={"work"}), samples_per_second=speed)
+def _speed(gpu: Gpu, precision: str, row: Row | LengthRow, question: EstimateMemory) -> float | None:
+    samples = row.max_batch_size * min(question.accumulation_steps, 2)  # as many micro-batches as were traced
+    return samples_per_second(gpu, precision, samples, row.work)
 
 
 def _may_shard(question: EstimateMemory) -> bool:
