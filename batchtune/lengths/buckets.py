@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, dimensions, order, room_for
 
-_MOST_CHOSEN = 8  # lengths that `auto` cuts a training set by
 _MOST_GROUPS = 256  # of lengths that are told apart; more cost seconds and gain less than a percent
 _BATCH, _PADDED = 2**160, 2**40  # whole numbers, so that padding decides between equals, and rounding nothing
 
-BatchOf = Callable[[Length], float]
+_Needs = Callable[[Length], int]
 _Group = tuple[Length, int]  # neighbouring lengths that are not told apart: the longest, and their samples
 _Cut = tuple[int, list[int]]  # what it costs, and before which groups it cuts; the last is the end
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """The longest length of each bucket, and how many batches an epoch then has.
+def choose_buckets(
+    lengths: Iterable[Length] | Mapping[Length, int], batch_of: Callable[[Length], float], at_most: int = 8
+) -> list[Length]:
+    """The longest length of each bucket, ascending, of those buckets that give the fewest batches.
 
-    A sample goes into the first bucket that is long enough. It takes 1 / B(edge) of a batch, B(edge) being the largest
-    batch of samples as long as the bucket's longest; `batches` is the sum over all samples. What a batch leaves unused
-    and what it pads both make it larger.
-    """
-
-    edges: tuple[Length, ...]  # ascending
-    batches: float
-    batches_of_one_size: float  # if every batch is as small as the longest samples ask for
-    batches_without_waste: float  # if every sample is among others of its own length
-
-    @property
-    def gain(self) -> float:
-        """How many times fewer batches there are than with one fixed batch size."""
-        return self.batches_of_one_size / self.batches
-
-
-def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: BatchOf, at_most: int = 8) -> Buckets:
-    """The buckets that give the fewest batches: the smallest sum over samples of 1 / batch_of(edge of its bucket).
+    A sample goes into the first bucket that is long enough, and takes 1 / batch_of(edge) of a batch there: what a batch
+    leaves unused and what it pads both make the sum over all samples larger.
 
     The sum is the smallest there is for up to 256 different lengths; of more, neighbours that together need less than
     1/256 of all batches are not told apart. Where the sum is the same, the buckets that pad less are chosen. Lengths of
@@ -58,16 +42,17 @@ def choose_buckets(lengths: Iterable[Length] | Mapping[Length, int], batch_of: B
     counts = Counter(lengths)
     if not counts or at_most < 1:
         raise ValueError("no lengths to choose buckets of" if at_most >= 1 else f"at_most is {at_most}; take 1 or more")
-    needs = _Needs(batch_of)
-    groups = _grouped(counts, needs)
-    edges = _cheapest(groups, needs, at_most)
-    whole = room_for(*counts)
-    return Buckets(
-        edges=tuple(edge for edge, _ in edges),
-        batches=sum(count / batch_of(edge) for edge, count in edges),
-        batches_of_one_size=counts.total() / batch_of(whole),
-        batches_without_waste=sum(count / batch_of(length) for length, count in counts.items()),
-    )
+
+    @functools.cache
+    def needs(edge: Length) -> int:
+        """What a sample needs: its share of a batch and, as a trifle beside it, what it is padded to."""
+        batch = batch_of(edge)
+        if not batch > 0:
+            raise ValueError(f"the largest batch at length {edge} is {batch}; it must be above 0")
+        samples, per = batch.as_integer_ratio()
+        return _BATCH * per // samples + _PADDED * sum(dimensions(edge))
+
+    return _cheapest(_grouped(counts, needs), needs, at_most)
 
 
 def lengths_of(seen: LengthsSeen) -> list[Length]:
@@ -77,27 +62,9 @@ def lengths_of(seen: LengthsSeen) -> list[Length]:
     """
     if seen.edges:
         return [*reversed(seen.edges)]
-    chosen = choose_buckets(
-        {each.length: each.samples for each in seen.groups}, lambda length: 1 / order(length)[0], _MOST_CHOSEN
-    )
-    return sorted({*chosen.edges, seen.longest}, key=order, reverse=True)
-
-
-class _Needs:
-    """What a sample of a length needs: its share of a batch and, as a trifle beside it, what it is padded to."""
-
-    def __init__(self, batch_of: BatchOf) -> None:
-        self._batch_of = batch_of
-        self._known: dict[Length, int] = {}
-
-    def __call__(self, edge: Length) -> int:
-        if edge not in self._known:
-            batch = self._batch_of(edge)
-            if not batch > 0:
-                raise ValueError(f"the largest batch at length {edge} is {batch}; it must be above 0")
-            samples, per = batch.as_integer_ratio()
-            self._known[edge] = _BATCH * per // samples + _PADDED * sum(dimensions(edge))
-        return self._known[edge]
+    counts = {each.length: each.samples for each in seen.groups}
+    chosen = choose_buckets(counts, lambda length: 1 / order(length)[0])
+    return sorted({*chosen, seen.longest}, key=order, reverse=True)
 
 
 def _grouped(counts: Mapping[Length, int], needs: _Needs) -> list[_Group]:
@@ -114,8 +81,8 @@ def _grouped(counts: Mapping[Length, int], needs: _Needs) -> list[_Group]:
     return [(room_for(*each), sum(counts[length] for length in each)) for each in members.values()]
 
 
-def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[tuple[Length, int]]:
-    """The edges and numbers of samples of the buckets that need least.
+def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[Length]:
+    """The edges of the buckets that need least.
 
     By dynamic programming: the cheapest way to cut the first groups into n buckets ends with one bucket, before which
     the groups are cut in the cheapest way into n - 1.
@@ -129,7 +96,7 @@ def _cheapest(groups: list[_Group], needs: _Needs, at_most: int) -> list[tuple[L
         best = {end: _with_one_more(best, price[end], end) for end in ends if end - 1 in best}
         found = min(found, best[len(groups)], key=lambda choice: choice[0])
     starts = [0, *found[1]]
-    return [bucket[end][end - start - 1] for start, end in zip(starts, found[1], strict=False)]
+    return [bucket[end][end - start - 1][0] for start, end in zip(starts, found[1], strict=False)]
 
 
 def _with_one_more(best: dict[int, _Cut], price: list[int], end: int) -> _Cut:
@@ -138,8 +105,8 @@ def _with_one_more(best: dict[int, _Cut], price: list[int], end: int) -> _Cut:
     return cost, [*best[end - size][1], end]
 
 
-def _buckets_that_end(groups: list[_Group], end: int) -> Iterable[tuple[Length, int]]:
-    """Edge and samples of the buckets of the last one, two, … groups before `end`."""
+def _buckets_that_end(groups: list[_Group], end: int) -> Iterable[_Group]:
+    """The buckets of the last one, two, … groups before `end`."""
     edge, samples = groups[end - 1][0], 0
     for longest, count in reversed(groups[:end]):
         edge, samples = room_for(edge, longest), samples + count
