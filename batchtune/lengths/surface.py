@@ -72,12 +72,12 @@ def fit_surface(points: Sequence[PeakPoint]) -> Surface:
     values = [each.peak_bytes / unit_bytes for each in points]
     weights = [(each.error_share * value) ** -2 for each, value in zip(points, values, strict=True)]
     scales = _scales(len(unit_length))
-    every = range(len(scales))
-    known = list(zip(rows, weights, strict=True))
-    precision = [[sum(weight * row[i] * row[j] for row, weight in known) for j in every] for i in every]
-    for i in every:
-        precision[i][i] += scales[i] ** -2
-    right = [sum(row[i] * weight * value for (row, weight), value in zip(known, values, strict=True)) for i in every]
+    columns = list(zip(*rows, strict=True))
+    weighted = [[weight * each for weight, each in zip(weights, column, strict=True)] for column in columns]
+    precision = [[_dot(left, column) for column in columns] for left in weighted]
+    for i, scale in enumerate(scales):
+        precision[i][i] += scale**-2
+    right = [_dot(left, values) for left in weighted]
     return Surface(unit_batch, unit_length, unit_bytes, _least_squares(precision, right), precision)
 
 
@@ -113,18 +113,11 @@ def _least_squares(precision: Sequence[Row], right: Row) -> Row:
 
 
 def _solved(matrix: Sequence[Row], right: Sequence[float]) -> Row:
-    """X of Mx = r for a symmetric matrix that is positive definite."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot[i]
-            for j in range(i, len(row)):
-                row[j] -= factor * pivot[j]
-    found: Row = []
-    for i in reversed(range(len(rows))):
-        later = _dot(rows[i][i + 1 : -1], found[::-1])
-        found.append((rows[i][-1] - later) / rows[i][i])
-    return found[::-1]
+    """X of Mx = r."""
+    import numpy as np  # not for every probe
+
+    found: Row = np.linalg.solve(matrix, right).tolist()
+    return found
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
