@@ -72,6 +72,7 @@ class LengthBatchSampler:
         if not any(self._buckets):
             raise ValueError("lengths: there are none, so that there is nothing to make batches of")
         self._batch_sizes = frontier.batch_sizes
+        self._length = len(steps_of(self._buckets, self._batch_sizes, self._ranks))
         self._shuffle, self._seed = shuffle, seed
         self.epoch = 0
         self._first = 0  # batch of the next iteration
@@ -84,7 +85,7 @@ class LengthBatchSampler:
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
-        return number_of_steps([len(each) for each in self._buckets], self._batch_sizes, self._ranks)
+        return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of this rank, from the first one or from where a loaded state says."""
@@ -236,17 +237,6 @@ def steps_of(buckets: list[list[Sample]], batch_sizes: list[int], ranks: int) ->
     return steps + _cut(rest, ranks)
 
 
-def number_of_steps(counts: list[int], batch_sizes: list[int], ranks: int) -> int:
-    """How many `steps_of` makes of so many samples."""
-    steps, rest = 0, 0
-    for samples, size in zip(counts, batch_sizes, strict=True):
-        full, left = divmod(samples, size * ranks)
-        shared = left >= ranks
-        steps += full + shared
-        rest += 0 if shared else _rounded_up(left, size)
-    return steps + _rounded_up(rest, ranks)
-
-
 def _fill_up(rest: list[Batch[Sample]], steps: list[Step[Sample]], ranks: int) -> None:
     """Adds batches to `rest` until their number is a multiple of the ranks: halves of the largest there are."""
     while missing := -len(rest) % ranks:
@@ -262,7 +252,3 @@ def _fill_up(rest: list[Batch[Sample]], steps: list[Step[Sample]], ranks: int) -
 
 def _cut(items: list[Sample], size: int) -> list[list[Sample]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _rounded_up(count: int, size: int) -> int:
-    return -(-count // size)
