@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -119,15 +119,15 @@ class TimeToTargetSampler(BaseSampler):
         if not search_space:
             return {}
         search_space = {name: self._within.get(name, each) for name, each in search_space.items()}
-        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        runs = [run for _, run in self.runs(finished)]
+        runs = [run for _, run in self.runs(study)]
         under_way = [self._run(each.params, 1.0, censored=False) for each in self._others(study, trial)]
         if not runs and self.prior is not None:
             runs = under_way[:1]  # of whose time nothing is known yet: it may as well take a second, ratios count
         if not runs:
             return {}
         apart = [*[(run, _TOO_NEAR) for run in runs], *[(run, _KEPT_APART) for run in under_way + self._failed(study)]]
-        surface = Surface(self.prior or _plain_prior(runs), runs, self._seed * 100_003 + trial.number)
+        prior = self.prior or SurfacePrior(runs[0].batch_size, runs[0].learning_rate)
+        surface = Surface(prior, runs, self._seed * 100_003 + trial.number)
         batch_sizes = _batch_sizes(self._batch_size, search_space[self._batch_size])
         rates = _log10_rates(self._learning_rate, search_space[self._learning_rate])
         grid_batch, grid_rate = (axis.ravel() for axis in np.meshgrid(batch_sizes, rates, indexing="ij"))
@@ -164,9 +164,10 @@ class TimeToTargetSampler(BaseSampler):
         seen = _range_of(param_distribution, narrow)
         return _nearest(narrow, self._independent.sample_independent(study, trial, param_name, seen))
 
-    def runs(self, trials: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Run]]:
+    def runs(self, study: Study) -> list[tuple[FrozenTrial, Run]]:
         """The finished trials of which the surface can learn, each with how it sees them."""
-        usable = [trial for trial in trials if self._has_place(trial)]
+        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        usable = [trial for trial in finished if self._has_place(trial)]
         times = {each.number: each.value for each in usable if each.state is TrialState.COMPLETE}
         finite = {number: value for number, value in times.items() if value is not None and math.isfinite(value)}
         found = []
@@ -223,17 +224,6 @@ def _lower_bound(trial: FrozenTrial, slowest: float | None) -> float | None:
     if bound is not None:
         return float(bound)
     return trial.last_step / 1000 if trial.last_step else None
-
-
-def _plain_prior(runs: Sequence[Run]) -> SurfacePrior:
-    """Little is known about the step: somewhere from 4 to 500 samples its fixed time is as long as theirs."""
-    first = runs[0]
-    return SurfacePrior(
-        saturation_batch_size=45.0,
-        saturation_spread=1.2,
-        anchor_batch_size=first.batch_size,
-        anchor_learning_rate=first.learning_rate,
-    )
 
 
 def require_minimizing(study: Study, who: str) -> None:

@@ -27,6 +27,7 @@ TEMPERATURES = 10
 MOVES = 3
 _NOISE, _NOISE_SPREAD = 0.2, 0.4  # of log T between seeds, and how far off (its logarithm) that may be
 _CEILING, _CEILING_SPREAD = 3.0, 0.8  # of log T above the best rate's, where it stays, and of its logarithm
+_SATURATION, OPEN_SPREAD = 45.0, 1.2  # of log B_sat where nothing tells: from 4 to 500 samples
 _MISFIT = 0.1  # of log T: how far the law is off a configuration's mean
 _OUTLIER_SCALE = 4.0  # degrees of freedom of the Student t that keeps one odd run from bending the surface
 _RATES = 25
@@ -56,20 +57,20 @@ class SurfacePrior:
     """What is believed before the first run.
 
     Attributes:
-        saturation_batch_size: B_sat, at which a step's fixed time equals that of its samples.
-        saturation_spread: standard deviation of its natural logarithm; small where it was measured.
         anchor_batch_size: batch size at which the learning rate is best known.
         anchor_learning_rate: the learning rate believed best there.
         spread: standard deviation of that belief, in decades.
         critical_batch_size: B_crit, the middle of a belief two octaves wide.
+        saturation_batch_size: B_sat, at which a step's fixed time equals that of its samples.
+        saturation_spread: standard deviation of its natural logarithm; small where it was measured.
     """
 
-    saturation_batch_size: float
-    saturation_spread: float
     anchor_batch_size: int
     anchor_learning_rate: float
     spread: float = 0.7
     critical_batch_size: float = 256.0
+    saturation_batch_size: float = _SATURATION
+    saturation_spread: float = OPEN_SPREAD
 
 
 # the parameters of the surface, one column each

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from batchtune.document import NoiseScale, ProbeResult, ThroughputFit, ThroughputPoint
 from batchtune.errors import UsageError
 from batchtune.probe.timing.steps import StepLine, step_line
-from batchtune.tune.optuna_parts.surface import SurfacePrior
+from batchtune.tune.optuna_parts.surface import OPEN_SPREAD, SurfacePrior
 from batchtune.units import number
 
 Paces = Mapping[tuple[int, int], float]
@@ -21,8 +21,7 @@ _TIMING_ERROR, _RUN_ERROR = 0.05, 0.05  # of a step's seconds at the least, as t
 _UNLIKE = 0.2  # by which steps of runs may differ from those that the probe timed, at one size and not at another
 _OCTAVES_BEYOND_MEMORY = 2  # by accumulation: it saves no time a sample, but the surface may want larger batches
 _NEAR = 1.25  # times as large, or less: as good as the same batch size
-_SATURATION, _SATURATION_SPREAD = 45.0, 1.2  # of log B_sat, where nothing was timed
-_MEASURED_SPREAD = 0.3  # …and at the least, since no step is just like a line
+_MEASURED_SPREAD = 0.3  # of log B_sat at the least, since no step is just like a line
 
 
 def split_batch(batch_size: int, max_micro_batch_size: int) -> tuple[int, int]:
@@ -232,14 +231,10 @@ def surface_prior(
     Step times are those of the probe, and of runs where `paces` has some. They are believed as far as their residuals
     allow.
     """
-    line = line_of(probe, paces or {})
-    critical = {} if noise is None or not noise.samples else {"critical_batch_size": noise.samples}
-    spread = math.hypot(_MEASURED_SPREAD, line.spread) if line else math.inf
-    return SurfacePrior(
-        saturation_batch_size=line.saturation_batch_size if line else _SATURATION,
-        saturation_spread=min(spread, _SATURATION_SPREAD),
-        anchor_batch_size=batch_size,
-        anchor_learning_rate=rate,
-        spread=spread_decades,
-        **critical,
-    )
+    measured = dict[str, float]()
+    if noise is not None and noise.samples:
+        measured["critical_batch_size"] = noise.samples
+    if (line := line_of(probe, paces or {})) is not None:
+        measured["saturation_batch_size"] = line.saturation_batch_size
+        measured["saturation_spread"] = min(math.hypot(_MEASURED_SPREAD, line.spread), OPEN_SPREAD)
+    return SurfacePrior(batch_size, rate, spread_decades, **measured)

@@ -7,7 +7,7 @@ import warnings
 import optuna
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from batchtune.document import Landscape, Value
 from batchtune.processes.worker import Worker
@@ -196,7 +196,7 @@ class Belief:
         sampler = self._judge
         if sampler is None or sampler.prior is None:
             return None
-        found = sampler.runs(self._finished())
+        found = sampler.runs(self._parts.study)
         if all(run.censored for _, run in found):
             return None
         logs = Surface(sampler.prior, [run for _, run in found], self._parts.plan.config.seed).log_seconds_of_runs()
@@ -207,9 +207,6 @@ class Belief:
         plan, sampler = self._parts.plan, self._sampler
         if sampler is None or sampler.prior is None or self._parts.cost is not SECONDS:
             return None
-        runs = [run for _, run in sampler.runs(self._finished())]
+        runs = [run for _, run in sampler.runs(self._parts.study)]
         sizes, rates = sorted(plan.prior.batch_sizes), self._parts.space.learning_rates
         return landscape(sampler.prior, runs, sizes, rates, seed=plan.config.seed)
-
-    def _finished(self) -> list[FrozenTrial]:
-        return self._parts.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))

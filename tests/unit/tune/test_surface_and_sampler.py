@@ -224,7 +224,7 @@ def test_a_pruned_trial_without_a_bound_counts_by_its_last_step_in_milliseconds(
     trial = study.ask(SPACE)
     trial.report(1.0, step=2500)
     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-    ((_, run),) = study.sampler.runs(study.trials)
+    ((_, run),) = study.sampler.runs(study)
     assert run.seconds == 2.5
     assert run.censored
 
@@ -265,7 +265,7 @@ def test_an_objective_may_say_infinity_where_training_came_apart():
     for rate, seconds in ((1e-3, 30.0), (0.9, math.inf), (3e-3, 20.0)):
         study.enqueue_trial({"batch_size": 16, "learning_rate": rate})
         study.tell(study.ask(SPACE), seconds)
-    (apart,) = (run for _, run in study.sampler.runs(study.trials) if run.learning_rate == 0.9)
+    (apart,) = (run for _, run in study.sampler.runs(study) if run.learning_rate == 0.9)
     assert apart.censored
     assert apart.seconds > 30.0
     assert study.ask(SPACE).params["learning_rate"] < 0.5
