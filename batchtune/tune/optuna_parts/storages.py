@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import optuna
 from optuna import Study
@@ -32,11 +32,15 @@ STARTING_SECONDS = 10.0  # in which a run's parameters and attributes are writte
 Returned = TypeVar("Returned")
 
 
+def params_of(trial: FrozenTrial) -> dict[str, Any]:
+    """The parameters of a trial that has begun, or is queued."""
+    return dict(trial.system_attrs.get("fixed_params", {}) | trial.params)
+
+
 def requeue(study: Study, trial: FrozenTrial) -> None:
     """Queues a trial that did not come to an end again as it was."""
     attributes = {key: trial.user_attrs[key] for key in ("role", "seed") if key in trial.user_attrs}
-    params = trial.system_attrs.get("fixed_params", {}) | trial.params
-    study.enqueue_trial(params, user_attrs=attributes | {"retry_of": trial.number})
+    study.enqueue_trial(params_of(trial), user_attrs=attributes | {"retry_of": trial.number})
 
 
 def open_database(url: str) -> SharedStorage:

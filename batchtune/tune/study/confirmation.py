@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from batchtune.document import Trial, Value
+from batchtune.tune.optuna_parts.storages import params_of
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import over, params_of, to_record
+from batchtune.tune.study.history import over, to_record
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.scores import (

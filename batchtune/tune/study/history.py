@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from batchtune.document import CurvePoint, ThroughputFit, Trial, Value
 from batchtune.protocol.messages import NO_VARIANT, Json, PaceKind, RunSpec, pace_kind
+from batchtune.tune.optuna_parts.storages import params_of
 from batchtune.tune.plan.space import VARIANT
 from batchtune.tune.verdict.scores import SECONDS, Cost
 from batchtune.vocabulary import Variant
@@ -40,11 +41,6 @@ _KNOWN, _PREDICTED = 1.33, 2.0  # times as long as runs of its size had it, or a
 def is_settled(trial: FrozenTrial) -> bool:
     """Whether it is known what the trial tries; one that is cut off while the sampler proposes has no parameters."""
     return {"batch_size", "learning_rate"} <= params_of(trial).keys()
-
-
-def params_of(trial: FrozenTrial) -> dict[str, Any]:
-    """The parameters of a trial that has begun, or is queued."""
-    return dict(trial.system_attrs.get("fixed_params", {}) | trial.params)
 
 
 def to_record(trial: FrozenTrial) -> Trial:
