@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from optuna import Study, create_study
-from optuna.logging import ERROR, set_verbosity
+from optuna import Study
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
@@ -17,7 +16,7 @@ from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.study.history import StudyHistory
 from batchtune.tune.study.limits import CAP_FACTOR, CONFIRM_SHARE, LOST_FACTOR, Limits
-from batchtune.tune.study.storage import Machines
+from batchtune.tune.study.storage import Machines, open_study
 from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import cost_of
 from batchtune.units import counted, duration
@@ -233,8 +232,7 @@ class StudyBudget:
 
 def outlook_at_start(config: Config, at_once: int, opening_seconds: float, *, has_schedule: bool) -> str:
     """What `StudyBudget.outlook` says before anything has been measured."""
-    set_verbosity(ERROR)  # nobody asked for a word on a study that is none
-    study = create_study(storage=InMemoryStorage())
+    study = open_study(InMemoryStorage(), config)
     history = StudyHistory(study, cost_of(config.objective.kind))
     budget = StudyBudget(config, study, history, at_once, lambda: 0.0, opening_seconds, has_schedule=has_schedule)
     return budget.outlook()

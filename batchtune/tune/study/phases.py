@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
 
-import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -18,9 +16,9 @@ from batchtune.tune.plan.space import Plan
 from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
 from batchtune.tune.study.search import Belief, Search, make_pruner, make_sampler
+from batchtune.tune.study.storage import open_study
 from batchtune.tune.study.trials import LOOK_SECONDS, Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
-from batchtune.tune.verdict.scores import cost_of
 
 
 class TuneStudy:
@@ -42,21 +40,9 @@ class TuneStudy:
         clock: Clock = time.perf_counter,
         opening_seconds: float = 0.0,
     ) -> None:
-        config, cost = plan.config, cost_of(plan.config.objective.kind)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        study = optuna.create_study(
-            study_name=config.name,
-            storage=storage,
-            pruner=make_pruner(plan),
-            direction="minimize" if cost else config.objective.goal,
-            load_if_exists=True,
-        )
-        if study.metric_names is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                study.set_metric_names([f"{cost.field} to target" if cost else config.objective.metric])
+        study = open_study(storage, plan.config)
         self.parts = StudyParts(plan, study, pool, observer, clock, opening_seconds)
-        study.sampler = make_sampler(plan, self.parts.space)
+        study.pruner, study.sampler = make_pruner(plan), make_sampler(plan, self.parts.space)
         self.trials = Trials(self.parts)
         self.belief = Belief(self.parts)
         self.search = Search(self.parts, self.trials, self.belief)

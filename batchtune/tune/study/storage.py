@@ -64,6 +64,23 @@ class Machines:
             optuna.storages.fail_stale_trials(self._study)
 
 
+def open_study(storage: BaseStorage, config: Config) -> Study:
+    """The study of a configuration, which begins where the storage has none of its name.
+
+    Raises:
+        ValueError: Optuna cannot join the one that it has.
+    """
+    objective, cost = config.objective, cost_of(config.objective.kind)
+    direction: Goal = "minimize" if cost else objective.goal
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(study_name=config.name, storage=storage, direction=direction, load_if_exists=True)
+    if study.metric_names is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names([f"{cost.field} to target" if cost else objective.metric])
+    return study
+
+
 def delete_study(storage: BaseStorage, name: str) -> None:
     """Deletes what a storage has of a study, if it has anything.
 
@@ -108,15 +125,10 @@ class Agreement:
 
     def settle(self, probe: ProbeResult, prior: Prior) -> tuple[ProbeResult, Prior]:
         """What holds: this, unless another machine was sooner; it raises what `look` does."""
-        objective, name = self._config.objective, self._config.name
-        direction: Goal = "minimize" if cost_of(objective.kind) else objective.goal
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
-            study = optuna.create_study(
-                study_name=name, storage=self._storage, direction=direction, load_if_exists=True
-            )
+            study = open_study(self._storage, self._config)
         except ValueError as error:
-            raise UsageError(f"storage: study {name} cannot be joined: {error}") from None
+            raise UsageError(f"storage: study {self._config.name} cannot be joined: {error}") from None
         if _BEGUN not in study.user_attrs:
             begun = {
                 "identity": self._identity,
