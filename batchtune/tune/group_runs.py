@@ -77,13 +77,12 @@ def _runs(study: TuneStudy, point: ScalingPoint, same: list[Trial], kind: str, o
     with Worker(settings, RankLauncher(point.world_size, "ddp", observer.printed)) as group:
         for seed in fresh[:MOST_SEEDS] or [config.seed]:
             spec = replace(
-                study.trials.spec(params, "confirm", seed),
+                parts.limits.spec(params, "confirm", seed),
                 micro_batch_size=point.micro_batch_size,
                 accumulation_steps=point.gradient_accumulation_steps,
                 world_size=point.world_size,
                 limit_seconds=_PATIENCE * point.time_to_target_seconds.high,
                 most_step_seconds=None,
-                wall_seconds=None,
             )
             run = run_trial(group, spec, lambda _: True, tolerant=True)
             if run.message is not None:

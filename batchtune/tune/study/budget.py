@@ -44,7 +44,7 @@ class StudyParts:
         self.cost = cost_of(plan.config.objective.kind)
         self.space, self.history = Space(plan), StudyHistory(study, self.cost)
         self.targets, self.machines = Targets(study, plan.config, self.history), Machines(study)
-        self.limits = Limits(plan, self.space, self.history)
+        self.limits = Limits(plan, self.space, self.history, self.targets)
         measured = opening_seconds + plan.probe.seconds + plan.prior.seconds
         self.budget = StudyBudget(
             plan.config, study, self.history, len(pool), clock, measured, has_schedule=plan.has_schedule

@@ -121,13 +121,14 @@ class Confirmation:
         """
         parts, known = self._parts, self._parts.study.user_attrs.get(IN_TURN, [])
         ran = [trial for trial in parts.history.records() if over(trial) and parts.space.of(trial) in planned]
-        if parts.cost is not SECONDS or parts.machines.several or not is_disturbed(ran):
+        in_groups = parts.plan.config.ranks.of_each > 1  # not tried yet
+        if parts.cost is not SECONDS or parts.machines.several or in_groups or not is_disturbed(ran):
             return
         seconds = min(max(IN_TURN_SHARE * parts.budget.total, LEAST_IN_TURN), MOST_IN_TURN)
         timed = [params for params, _ in known]
         if all(params in timed for params in planned) or parts.budget.seconds_left() < seconds:
             return
-        specs = tuple(self._trials.spec(params, "confirm", parts.plan.config.seed) for params in planned)
+        specs = tuple(parts.limits.spec(params, "confirm", parts.plan.config.seed) for params in planned)
         if rounds := self._trials.time_in_turn(specs, seconds):
             paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
             others = [[params, pace] for params, pace in known if params not in planned]

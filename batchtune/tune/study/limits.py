@@ -10,6 +10,7 @@ from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.plan.tokens import split
 from batchtune.tune.study.history import Role, StudyHistory, over
+from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import JOULES, SECONDS, WORTHLESS, cost_of
 
 CAP_FACTOR = 1.5  # of the best run, which was lucky: one as good may well take a third more on another seed
@@ -21,12 +22,12 @@ LOST_FACTOR = 3.0  # of a contender's time: on a fresh seed it has shown by then
 class Limits:
     """Makes the run of each trial; the best time so far is what caps the others."""
 
-    def __init__(self, plan: Plan, space: Space, history: StudyHistory) -> None:
-        self._plan, self._space, self._history = plan, space, history
+    def __init__(self, plan: Plan, space: Space, history: StudyHistory, targets: Targets) -> None:
+        self._plan, self._space, self._history, self._targets = plan, space, history, targets
         self._cost = cost_of(plan.config.objective.kind)
 
-    def spec(self, params: Mapping[str, Value], role: Role, seed: int, target: float | None) -> RunSpec:
-        """The run of a trial; `target`: the metric value at which it ends, None: it runs to its limit."""
+    def spec(self, params: Mapping[str, Value], role: Role, seed: int) -> RunSpec:
+        """What a run of these parameters is to do, as things stand."""
         config, objective, probe = self._plan.config, self._plan.config.objective, self._plan.probe
         precision, variant, ranks = self._space.precision(params), self._space.variant(params), config.ranks.of_each
         max_micro = self._plan.max_batch_size(variant) // ranks
@@ -47,7 +48,7 @@ class Limits:
             seed=seed,
             metric=objective.metric,
             goal=objective.goal,
-            target=target,
+            target=None if role == "baseline" and self._targets.is_automatic else self._targets.current.value,
             limit_seconds=min(longest, cap) if cap is not None and self._cost is SECONDS else longest,
             limit_joules=cap if self._cost is JOULES else None,
             evaluate_every=None if config.evaluate_every == "auto" else config.evaluate_every,

@@ -94,7 +94,9 @@ class Trials:
             trial = self._study.ask(parts.space.distributions)
             parts.machines.announce(trial)
             role: Role = trial.user_attrs.get("role", "search")
-            spec = self.spec(trial.params, role, trial.user_attrs.get("seed", self.search_seed(trial.params)))
+            seed = trial.user_attrs.get("seed", self.search_seed(trial.params))
+            spec = parts.limits.spec(trial.params, role, seed)
+            spec = replace(spec, wall_seconds=max(0.0, parts.budget.seconds_left()))
             for key, value in _about(spec, role, parts.plan.config.ranks.nodes).items():
                 trial.set_user_attr(key, value)
         record = to_record(self._study.get_trials(deepcopy=False)[trial.number])
@@ -103,11 +105,10 @@ class Trials:
         try:
             with parts.machines.sign_of_life(trial):
                 run = run_trial(worker, spec, race.goes_on, tolerant=role != "baseline")
-            outcome = "finished" if race.has_shown_enough and run.outcome == "pruned" else run.outcome
             with parts.pool.lock:
-                self._tell(trial, replace(run, outcome=outcome), spec, role, no_time_left=race.no_time_left)
-                if role == "search" and run.error is not None:
-                    self.raised.append(run.error)
+                self._tell(race, run, spec)
+                if role == "search" and isinstance(run.failure, UserCodeError):
+                    self.raised.append(run.failure)
                 parts.targets.check_start()
         except UpdateFinishedTrialError:
             parts.observer.note(f"run {trial.number} was taken over by another machine, which had heard nothing of us")
@@ -133,20 +134,11 @@ class Trials:
         ended = self._parts.history.finished("search")
         return self._parts.plan.config.seed + sum(each.params == params for each in ended)
 
-    def spec(self, params: Mapping[str, Value], role: Role, seed: int) -> RunSpec:
-        """What a run of these parameters is to do, as things stand."""
-        parts = self._parts
-        target = None if role == "baseline" and parts.targets.is_automatic else parts.targets.current.value
-        spec = parts.limits.spec(params, role, seed, target)
-        return replace(spec, wall_seconds=max(0.0, parts.budget.seconds_left()))
-
     def time_in_turn(self, specs: tuple[RunSpec, ...], seconds: float) -> tuple[tuple[float, ...], ...]:
         """Seconds of a step of such runs, timed in turn for so long, round by round; nothing where that cannot be.
 
         All are in memory at once, and what trains alone need not fit beside others.
         """
-        if specs and specs[0].world_size > 1:  # not tried in groups yet
-            return ()
         stretch = seconds / IN_TURN_ROUNDS / len(specs)
         command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
         self._parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
@@ -170,9 +162,10 @@ class Trials:
             requeue(self._study, trials[trial.number])
             self._parts.observer.note(f"run {trial.number} is requeued: {lost}")
 
-    def _tell(self, trial: Trial, run: TrialRun, spec: RunSpec, role: Role, *, no_time_left: bool) -> None:
+    def _tell(self, race: _Race, run: TrialRun, spec: RunSpec) -> None:
         """Gives the trial its attributes, the outcome last: with it, a trial can be told after a kill."""
-        outcome, cost, targets = run.outcome, self._cost, self._parts.targets
+        cost, targets, role, no_time_left = self._cost, self._parts.targets, race.record.role, race.no_time_left
+        outcome = "finished" if race.has_shown_enough and run.outcome == "pruned" else run.outcome
         if role == "baseline" and outcome not in FAILED and not no_time_left:
             targets.derive(run.curve, diverged=outcome == "diverged")
         capped = self._parts.limits.is_capped(spec, run.curve[-1].seconds if run.curve else 0.0)
@@ -196,8 +189,8 @@ class Trials:
             attributes |= CUT_OFF
         attributes |= measured(run.curve, outcome, targets.current)
         for key, each in attributes.items():
-            trial.set_user_attr(key, each)
-        self._close(trial.number, {"role": role} | attributes)
+            race.trial.set_user_attr(key, each)
+        self._close(race.trial.number, {"role": role} | attributes)
 
     def _close(self, number: int, attributes: Json) -> None:
         """Tells a trial that has run to the study, by the attributes it was given."""
@@ -219,15 +212,15 @@ class _Race:
     def __init__(self, parts: StudyParts, trial: Trial, record: TrialRecord) -> None:
         self.curve: list[CurvePoint] = []
         self.no_time_left = self.has_shown_enough = False
-        self._parts, self._trial, self._record = parts, trial, record
+        self._parts, self.trial, self.record = parts, trial, record
         self._cost, self._last_step, self._left_before = parts.cost or SECONDS, -1, parts.budget.seconds_left()
         self._began, self._keep_after = time.perf_counter(), KEEPING_SECONDS
 
     def goes_on(self, point: CurvePoint) -> bool:
         """Takes in the next point of the curve; returns whether there is a reason to train on."""
         self.curve.append(point)
-        parts, role = self._parts, self._record.role
-        parts.observer.trial_evaluated(self._record, point)
+        parts, role = self._parts, self.record.role
+        parts.observer.trial_evaluated(self.record, point)
         if time.perf_counter() - self._began >= self._keep_after:
             self.keep()
         if parts.budget.seconds_left() <= 0:
@@ -238,28 +231,28 @@ class _Race:
         if point.value is None:
             return True
         self._last_step = max(self._last_step + 1, round(self._cost.at(point) / self._cost.step))
-        self._trial.report(point.value, self._last_step)
+        self.trial.report(point.value, self._last_step)
         if role == "baseline" and parts.budget.is_open:
             level = levelled_off(self.curve, parts.plan.config.objective.goal)
             self.has_shown_enough = level or point.seconds >= parts.budget.longest
             return not self.has_shown_enough
-        return not (role == "search" and self._trial.should_prune())
+        return not (role == "search" and self.trial.should_prune())
 
     def keep(self) -> None:
         """Has the study know the curve so far, and how long the run has been at work."""
         seconds = time.perf_counter() - self._began
         self._keep_after = seconds + max(KEEPING_SECONDS, KEEPING_SHARE * seconds)
-        self._trial.set_user_attr("curve", curve_attribute(self.curve))
-        self._trial.set_user_attr(SEEN, round(seconds, 4))
+        self.trial.set_user_attr("curve", curve_attribute(self.curve))
+        self.trial.set_user_attr(SEEN, round(seconds, 4))
 
     def stopped_by(self, error: BaseException) -> None:
         """Keeps what the run was at, and why it is none yet, unless it had come to its end."""
         with contextlib.suppress(Exception):  # where nothing can be kept, the first error is what to tell
-            if "outcome" not in self._trial.user_attrs:
+            if "outcome" not in self.trial.user_attrs:
                 self.keep()
                 raised = isinstance(error, UserCodeError)
-                self._trial.set_user_attr("message", str(error) if raised else INTERRUPTED)
-                self._trial.set_user_attr(RAISED, raised)
+                self.trial.set_user_attr("message", str(error) if raised else INTERRUPTED)
+                self.trial.set_user_attr(RAISED, raised)
 
 
 def _about(spec: RunSpec, role: Role, nodes: int) -> Json:
@@ -280,12 +273,16 @@ def _about(spec: RunSpec, role: Role, nodes: int) -> Json:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRun(RunEnd):
-    """What one trial came to; `wall_seconds` count evaluation, too, and `error` is of the user's code."""
+    """What one trial came to; `wall_seconds` count evaluation, too, and `failure` is what it died of."""
 
     curve: list[CurvePoint]
     wall_seconds: float
-    message: str | None = None
-    error: UserCodeError | None = None
+    failure: WorkerDied | UserCodeError | None
+
+    @property
+    def message(self) -> str | None:
+        """Why it failed, if it did."""
+        return None if self.failure is None else str(self.failure)
 
 
 def run_trial(
@@ -313,10 +310,4 @@ def run_trial(
         if not tolerant:
             raise
         end, failure = RunEnd("user_error"), error
-    return TrialRun(
-        **vars(end),
-        curve=curve,
-        wall_seconds=time.perf_counter() - started,
-        message=None if failure is None else str(failure),
-        error=failure if isinstance(failure, UserCodeError) else None,
-    )
+    return TrialRun(**vars(end), curve=curve, wall_seconds=time.perf_counter() - started, failure=failure)

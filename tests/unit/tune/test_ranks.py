@@ -204,7 +204,7 @@ def test_a_strategy_is_searched_as_a_precision_is_and_the_first_is_the_baselines
     assert {trial.strategy for trial in records if trial.role == "baseline"} == {"ddp"}
     assert max(worker.of["fsdp"]) <= LARGEST // 2
     whole = tuned.parts.space.baseline | {"batch_size": 4 * LARGEST}
-    sizes = [tuned.trials.spec(whole | {VARIANT: each}, "search", 0).micro_batch_size for each in ("ddp", "fsdp")]
+    sizes = [tuned.parts.limits.spec(whole | {VARIANT: each}, "search", 0).micro_batch_size for each in ("ddp", "fsdp")]
     assert sizes[1] <= LARGEST // 2 < sizes[0] <= LARGEST
     found, baseline = tuned.recommendation()
     assert baseline.strategy == "ddp"

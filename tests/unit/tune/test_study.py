@@ -26,6 +26,7 @@ from batchtune.tune.study.history import StudyHistory, curve_attribute
 from batchtune.tune.study.limits import CAP_FACTOR, Limits
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import open_storage
+from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.recommend import recommend
 from batchtune.tune.verdict.scores import SECONDS, config_of
 
@@ -1252,6 +1253,8 @@ def test_a_run_evaluates_as_many_samples_at_a_time_as_fitted_in_the_final_check(
     made = law.plan()
     probe = made.probe.model_copy(update={"max_batch_size": largest, "attempts": checks})
     plan = dataclasses.replace(made, probe=probe)
-    history = StudyHistory(optuna.create_study(), SECONDS)
-    spec = Limits(plan, Space(plan), history).spec({"batch_size": 16, "learning_rate": 1e-3}, "search", 0, None)
+    study = optuna.create_study()
+    history = StudyHistory(study, SECONDS)
+    limits = Limits(plan, Space(plan), history, Targets(study, plan.config, history))
+    spec = limits.spec({"batch_size": 16, "learning_rate": 1e-3}, "search", 0)
     assert spec.evaluation_batch_size == expected
