@@ -111,6 +111,11 @@ class Trial(Record):
         return Variant(self.strategy, self.activation_checkpointing)
 
     @property
+    def is_over(self) -> bool:
+        """Whether it ran to an end that counts."""
+        return self.state in {"complete", "pruned"}
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether it was stopped before it came to anything, and runs again: it says nothing of its configuration."""
         return self.outcome is None and (self.state == "fail" or (self.state == "running" and self.message is not None))
@@ -123,7 +128,7 @@ class Trial(Record):
     @property
     def tells_of_fresh_seed(self) -> bool:
         """Whether it says what its configuration comes to on a fresh seed; not if it was cut off or is done again."""
-        return self.role == "confirm" and (self.state in {"complete", "pruned"} or self.outcome in FAILED_FOR_GOOD)
+        return self.role == "confirm" and (self.is_over or self.outcome in FAILED_FOR_GOOD)
 
 
 class RangeTest(Record):

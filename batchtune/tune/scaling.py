@@ -112,7 +112,7 @@ def _times(
     """
     ended: dict[str, dict[Configuration, list[float | None]]] = {"confirm": {}, "search": {}}
     for trial in trials:
-        if trial.state in {"complete", "pruned"} or trial.outcome in FAILED_FOR_GOOD:
+        if trial.is_over or trial.outcome in FAILED_FOR_GOOD:
             role = "confirm" if trial.role == "confirm" else "search"
             ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
     times: dict[Configuration, list[float]] = {}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from batchtune.document import Trial, Value
 from batchtune.tune.optuna_parts.storages import params_of
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import over, to_record
+from batchtune.tune.study.history import to_record
 from batchtune.tune.study.search import Belief
 from batchtune.tune.study.trials import Trials
 from batchtune.tune.verdict.scores import (
@@ -120,7 +120,7 @@ class Confirmation:
         How many steps a run needs does not depend on the machine. Where this cannot be done, what the runs took counts.
         """
         parts, known = self._parts, self._parts.study.user_attrs.get(IN_TURN, [])
-        ran = [trial for trial in parts.history.records() if over(trial) and parts.space.of(trial) in planned]
+        ran = [trial for trial in parts.history.records() if trial.is_over and parts.space.of(trial) in planned]
         in_groups = parts.plan.config.ranks.of_each > 1  # not tried yet
         if parts.cost is not SECONDS or parts.machines.several or in_groups or not is_disturbed(ran):
             return
@@ -147,7 +147,7 @@ class Confirmation:
     def _is_done(self, trial: Trial) -> bool:
         """Whether a run has told what there is to tell; what the baseline failed at is worth another try."""
         space = self._parts.space
-        return over(trial) or (trial.tells_of_fresh_seed and space.of(trial) != space.baseline)
+        return trial.is_over or (trial.tells_of_fresh_seed and space.of(trial) != space.baseline)
 
     def _is_taken(self, params: dict[str, Value], seed: int) -> bool:
         """Whether another machine has queued this run already, or runs it, or ran it."""

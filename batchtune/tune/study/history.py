@@ -177,7 +177,7 @@ class StudyHistory:
         """
         alike = [each for each in self.records() if (each.precision, each.variant) == (precision, variant)]
         same = [each for each in alike if each.micro_batch_size is not None]
-        came_through = max((each.micro_batch_size or 0 for each in same if over(each)), default=0)
+        came_through = max((each.micro_batch_size or 0 for each in same if each.is_over), default=0)
         failed = [each.micro_batch_size for each in same if each.outcome == "oom"]
         return min((size for size in failed if size is not None and size > came_through), default=None)
 
@@ -280,8 +280,3 @@ def _undisturbed(stretches: Sequence[tuple[float, float]]) -> float:
     fastest, _ = next(each for each, steps in zip(ordered, done, strict=True) if steps >= _FASTEST * done[-1])
     near = [(pace, steps) for pace, steps in ordered if pace <= _ABOUT * fastest]
     return sum(pace * steps for pace, steps in near) / sum(steps for _, steps in near)
-
-
-def over(trial: Trial) -> bool:
-    """Whether a trial ran to an end that counts."""
-    return trial.state in {"complete", "pruned"}

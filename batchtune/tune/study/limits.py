@@ -9,7 +9,7 @@ from batchtune.protocol.messages import RunSpec, pace_kind
 from batchtune.tune.plan.prior import MAX_EVALUATION_BATCH
 from batchtune.tune.plan.space import Plan, Space
 from batchtune.tune.plan.tokens import split
-from batchtune.tune.study.history import Role, StudyHistory, over
+from batchtune.tune.study.history import Role, StudyHistory
 from batchtune.tune.study.targets import Targets
 from batchtune.tune.verdict.scores import JOULES, SECONDS, WORTHLESS, cost_of
 
@@ -91,7 +91,7 @@ class Limits:
     def _taken(self, role: Role, but: Mapping[str, Value] | None = None) -> list[float]:
         """What the target cost runs of a role, or what they were given without it; of some parameters none count."""
         ran = [trial for trial in self._history.records() if trial.role == role and trial.outcome not in WORTHLESS]
-        others = [trial for trial in ran if over(trial) and self._space.of(trial) != but]
+        others = [trial for trial in ran if trial.is_over and self._space.of(trial) != but]
         return [cost for trial in others if self._cost and (cost := self._cost.of(trial) or self._cost.spent(trial))]
 
 

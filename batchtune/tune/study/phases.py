@@ -178,7 +178,7 @@ class TuneStudy:
         Raises:
             NothingFitsError: nothing is, and why.
         """
-        if not any(trial.state in {"complete", "pruned"} for trial in self.records()):
+        if not any(trial.is_over for trial in self.records()):
             raise NothingFitsError("no trial was usable; see the messages of the trials")
         found = self.recommendation()[0]
         if found is None:

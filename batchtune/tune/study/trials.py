@@ -20,7 +20,7 @@ from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.optuna_parts.storages import requeue
 from batchtune.tune.study.budget import StudyParts
-from batchtune.tune.study.history import CUT_OFF, INTERRUPTED, RAISED, SEEN, Role, curve_attribute, over, to_record
+from batchtune.tune.study.history import CUT_OFF, INTERRUPTED, RAISED, SEEN, Role, curve_attribute, to_record
 from batchtune.tune.study.targets import levelled_off, measured
 from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED
@@ -121,7 +121,7 @@ class Trials:
             raise
         else:
             records = {each.number: each for each in parts.history.records()}  # once: a database is asked several times
-            done = sum(1 for each in records.values() if over(each))
+            done = sum(each.is_over for each in records.values())
             parts.observer.trial_ended(records[trial.number], done=done, seconds_left=parts.budget.seconds_left())
         return True
 

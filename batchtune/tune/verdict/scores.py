@@ -115,7 +115,7 @@ class Scoring:
 def baseline_run(trials: Sequence[Trial]) -> Trial | None:
     """The baseline's run: the first that was not cut off or lost, of which not all is known."""
     runs = [trial for trial in trials if trial.role == "baseline"]
-    return next((run for run in runs if run.state in {"complete", "pruned"}), runs[0] if runs else None)
+    return next((run for run in runs if run.is_over), runs[0] if runs else None)
 
 
 def finalists(
