@@ -239,6 +239,11 @@ class ScalingPoint(Record):
         default=None, description="Where ranks have trained to the target: the time that was estimated before."
     )
 
+    @property
+    def variant(self) -> Variant:
+        """What to train by."""
+        return Variant(None, self.activation_checkpointing)
+
 
 class Scaling(Record):
     """What several ranks would make of the recommendation."""

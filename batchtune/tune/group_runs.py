@@ -15,8 +15,7 @@ from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.targets import measured
 from batchtune.tune.study.trials import run_trial
-from batchtune.tune.verdict.scores import JOULES, SECONDS, Configuration, config_of, median_interval
-from batchtune.vocabulary import Variant
+from batchtune.tune.verdict.scores import JOULES, SECONDS, config_of, median_interval
 
 MOST_SEEDS = 3
 _PATIENCE = 5.0  # times the estimate, after which a group has not reached the target
@@ -27,31 +26,22 @@ def train_groups(study: TuneStudy, found: Scaling, earlier: Scaling | None, kind
 
     What an earlier start has measured is not trained again.
     """
-    known = {_key(point): point for point in earlier.points} if earlier else {}
+    trained = [point for point in earlier.points if not point.is_estimate] if earlier else []
+    known = {(point.world_size, config_of(point)): point for point in trained}
     points = []
     for point in found.points:
-        before = known.get(_key(point))
-        if not point.is_estimate or point.world_size > found.measured.world_size:
-            points.append(point)
-        elif before is not None and not before.is_estimate:
-            points.append(before)
+        if point.is_estimate and point.world_size <= found.measured.world_size:
+            before = known.get((point.world_size, config_of(point)))
+            points.append(before or _trained(study, point, kind, observer))
         else:
-            points.append(_trained(study, point, kind, observer))
+            points.append(point)
     return found.model_copy(update={"points": points})
-
-
-def _key(point: ScalingPoint) -> tuple[int, Configuration]:
-    arguments = tuple(sorted(point.optimizer_arguments.items()))
-    rate = point.learning_rate or 0.0
-    variant = Variant(None, point.activation_checkpointing)
-    about = point.precision, arguments, point.gradient_clipping, variant
-    return point.world_size, (point.global_batch_size, rate, *about)
 
 
 def _trained(study: TuneStudy, point: ScalingPoint, kind: str, observer: Observer) -> ScalingPoint:
     """The point as so many ranks train it, on the seeds that one trained it with; as it was where they cannot."""
     observer.stage(f"training on {point.world_size} ranks")
-    same = [trial for trial in study.records() if config_of(trial) == _key(point)[1]]
+    same = [trial for trial in study.records() if config_of(trial) == config_of(point)]
     runs = []
     try:
         runs = list(_runs(study, point, same, kind, observer))

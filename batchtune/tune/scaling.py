@@ -56,12 +56,12 @@ def scaling(
     """
     if not can_scale(found, probe):
         return None
-    arguments = tuple(sorted(found.optimizer_arguments.items()))
-    about = found.precision, arguments, found.gradient_clipping, found.variant
-    ours = found.global_batch_size, found.learning_rate or 0.0, *about
+    ours = config_of(found)
     times = _times(trials, found.time_to_target_seconds, ours, expected)
     step = _Step(probe, measured)
-    points = [_as_recommended(found, step)]
+    seconds = step.seconds(found.micro_batch_size, found.gradient_accumulation_steps, 1)
+    one = {"world_size": 1, "step_seconds": seconds, "is_estimate": False}  # the rank that the recommendation ran on
+    points = [ScalingPoint.model_validate(dict(found) | one)]
     for world_size in WORLD_SIZES[1:]:
         every = {config: _point(config, each, world_size, step) for config, each in times.items()}
         options = {config: point for config, point in every.items() if point is not None}
@@ -154,12 +154,6 @@ def _point(config: Configuration, times: Sequence[float], world_size: int, step:
         ),
         is_estimate=True,
     )
-
-
-def _as_recommended(found: Recommendation, step: _Step) -> ScalingPoint:
-    """The recommendation, which ran, on the one rank that it ran on."""
-    seconds = step.seconds(found.micro_batch_size, found.gradient_accumulation_steps, 1)
-    return ScalingPoint.model_validate(dict(found) | {"world_size": 1, "step_seconds": seconds, "is_estimate": False})
 
 
 def _devices(config: Config, opened: Opened) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchtune.document import CurvePoint, GradientClipping, Interval, Trial, Value
+from batchtune.document import CurvePoint, GradientClipping, Interval, Recommendation, ScalingPoint, Trial, Value
 from batchtune.vocabulary import FAILED, Goal, Kind, Variant
 
 IN_REACH = 1.5  # times the least expected cost: fresh seeds may still show that this is the better one
@@ -63,10 +63,11 @@ def cost_of(kind: Kind) -> Cost | None:
     return {"time_to_target": SECONDS, "energy_to_target": JOULES, "best_metric": None}[kind]
 
 
-def config_of(trial: Trial) -> Configuration:
-    """What makes two trials the same configuration, whatever their seed."""
-    arguments = tuple(sorted(trial.optimizer_arguments.items()))
-    return trial.batch_size, trial.learning_rate, trial.precision, arguments, trial.gradient_clipping, trial.variant
+def config_of(found: Trial | Recommendation | ScalingPoint) -> Configuration:
+    """What makes two of them the same configuration, whatever their seed and how a batch is made up."""
+    size = found.batch_size if isinstance(found, Trial) else found.global_batch_size
+    arguments = tuple(sorted(found.optimizer_arguments.items()))
+    return size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping, found.variant
 
 
 @dataclass(frozen=True, slots=True)
