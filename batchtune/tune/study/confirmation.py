@@ -191,7 +191,7 @@ class Confirmation:
 
     def _ranked(self) -> list[dict[str, Value]]:
         """The configurations of the search by all runs so far, the best first; see `finalists`."""
-        parts, objective, records = self._parts, self._parts.plan.config.objective, self._parts.history.records()
+        parts, objective = self._parts, self._parts.plan.config.objective
         kind, goal, expected = objective.kind, objective.goal, self._belief.expected()
-        chosen = finalists(records, len(records), kind=kind, goal=goal, expected=expected)
+        chosen = finalists(parts.history.records(), kind=kind, goal=goal, expected=expected)
         return [parts.space.of(trial) for trial in chosen]

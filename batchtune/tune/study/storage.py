@@ -186,11 +186,10 @@ def open_storage(storage: str | None, folder: Path) -> BaseStorage:
 def _damaged_line(journal: Path) -> int | None:
     """The number of the first line that is no JSON object; None where all are."""
     for number, line in enumerate(journal.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            if not isinstance(json.loads(line), dict):
-                return number
-        except (ValueError, RecursionError):
-            return number
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(line), dict):
+                continue
+        return number
     return None
 
 

@@ -119,10 +119,8 @@ def baseline_run(trials: Sequence[Trial]) -> Trial | None:
     return next((run for run in runs if run.is_over), runs[0] if runs else None)
 
 
-def finalists(
-    trials: Sequence[Trial], top: int, *, kind: Kind, goal: Goal, expected: Expected | None = None
-) -> list[Trial]:
-    """The best `top` configurations of the search, the baseline's own left out; see `recommend`.
+def finalists(trials: Sequence[Trial], *, kind: Kind, goal: Goal, expected: Expected | None = None) -> list[Trial]:
+    """The configurations of the search, the best first and the baseline's own left out; see `recommend`.
 
     Where all runs together tell what each takes, the best of every batch size within `IN_REACH` comes first: learning
     rates next to one another at the same size are nearly the same answer, and to confirm both tells little.
@@ -139,10 +137,10 @@ def finalists(
             best[config] = trial
     ranked = sorted(best.values(), key=scoring.worth)
     if expected is None:
-        return ranked[:top]
+        return ranked
     near = [trial for trial in ranked if scoring.worth(trial) <= scoring.worth(ranked[0]) + math.log(IN_REACH)]
     leaders = {trial.batch_size: trial.number for trial in reversed(near)}.values()
-    return sorted(ranked, key=lambda trial: (trial.number not in leaders, scoring.worth(trial)))[:top]
+    return sorted(ranked, key=lambda trial: (trial.number not in leaders, scoring.worth(trial)))
 
 
 def slowdown(trials: Sequence[Trial]) -> float:
