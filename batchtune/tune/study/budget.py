@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 from optuna import Study
 from optuna.storages import InMemoryStorage
-from optuna.trial import TrialState
 
 from batchtune.config.schema import Config
-from batchtune.document import Value
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
 from batchtune.tune.plan.space import Plan, Space
@@ -49,11 +47,6 @@ class StudyParts:
         self.budget = StudyBudget(
             plan.config, study, self.history, len(pool), clock, measured, has_schedule=plan.has_schedule
         )
-
-    def has(self, *states: TrialState, **attributes: Value) -> bool:
-        """Whether a trial in one of these states has these attributes."""
-        trials = self.study.get_trials(deepcopy=False, states=states)
-        return any(attributes.items() <= trial.user_attrs.items() for trial in trials)
 
     def tell_budget(self) -> None:
         """Says what the time left is enough for; sets budget.total where nobody has, once a run has got there."""

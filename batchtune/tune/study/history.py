@@ -164,6 +164,10 @@ class StudyHistory:
         ended = self._trials(role, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         return ended[-1].user_attrs if ended else {}
 
+    def is_under_way(self, role: Role | None = None, *states: TrialState) -> bool:
+        """Whether a trial (of one role) runs or is queued, or only the one of these states."""
+        return bool(self._trials(role, *(states or (TrialState.RUNNING, TrialState.WAITING))))
+
     def _trials(self, role: Role | None, *states: TrialState) -> list[FrozenTrial]:
         trials = self._study.get_trials(deepcopy=False, states=states)
         return [trial for trial in trials if role in {None, trial.user_attrs.get("role", "search")}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
 
 from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
@@ -192,9 +191,8 @@ class TuneStudy:
 
 def _await_others(parts: StudyParts, trials: Trials) -> None:
     """Waits for other machines' last runs, which may change the answer; those of dead ones are done again here."""
-    under_way = (TrialState.RUNNING, TrialState.WAITING)
-    if parts.has(*under_way) and parts.budget.seconds_left() > 0:
+    if parts.history.is_under_way() and parts.budget.seconds_left() > 0:
         parts.observer.announce("waiting for the last runs of other machines")
-    while parts.has(*under_way) and parts.budget.seconds_left() > 0:
+    while parts.history.is_under_way() and parts.budget.seconds_left() > 0:
         trials.drain()
         time.sleep(LOOK_SECONDS)

@@ -54,7 +54,7 @@ class Search:
     def open_side_by_side(self) -> None:
         """The same with several workers: the others find by the prior alone what promises most beside the first run."""
         parts, prior = self._parts, self._parts.plan.prior
-        has_begun = parts.history.searched() or parts.has(TrialState.WAITING, TrialState.RUNNING, role="search")
+        has_begun = parts.history.searched() or parts.history.is_under_way("search")
         if prior.start_batch_size is not None and not has_begun:
             self._queue_start(prior.start_batch_size, prior.learning_rate)
         self._has_baseline = self._has_told = False
@@ -121,7 +121,7 @@ class Search:
         if parts.machines.several and parts.has_searched:
             return False  # another machine has found that it was enough
         if len(raised := self._trials.raised) >= USER_ERRORS:
-            others = not parts.machines.several and parts.has(TrialState.RUNNING, role="search")  # here
+            others = not parts.machines.several and parts.history.is_under_way("search", TrialState.RUNNING)  # here
             if not parts.history.finished("search") and not others:
                 raise raised[-1]
             return False

@@ -48,8 +48,8 @@ class Trials:
 
     def add_baseline(self) -> None:
         """Has the baseline run next, unless it is queued already, runs or has run."""
-        parts, under_way = self._parts, (TrialState.WAITING, TrialState.RUNNING)
-        if not parts.history.finished("baseline") and not parts.has(*under_way, role="baseline"):
+        parts = self._parts
+        if not parts.history.finished("baseline") and not parts.history.is_under_way("baseline"):
             self.add(parts.space.baseline, "baseline", parts.plan.config.seed)
 
     def revive(self) -> None:
@@ -72,12 +72,12 @@ class Trials:
 
         def run_queued(worker: Worker) -> bool:
             parts.machines.take_over()
-            if self.run_next(worker, lambda: parts.has(TrialState.WAITING)):
+            if self.run_next(worker, lambda: parts.history.is_under_way(None, TrialState.WAITING)):
                 return True
             if awaited is None or not parts.machines.several or parts.budget.seconds_left() <= 0:
                 return False
             time.sleep(LOOK_SECONDS)
-            return parts.has(TrialState.RUNNING, TrialState.WAITING, role=awaited)
+            return parts.history.is_under_way(awaited)
 
         parts.pool.work(run_queued)
 
