@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from batchtune.document import Trial, Value
+from batchtune.errors import UserCodeError
+from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, WorkerDied
+from batchtune.protocol.commands import TimeInTurn
 from batchtune.tune.optuna_parts.storages import params_of
 from batchtune.tune.study.budget import StudyParts
 from batchtune.tune.study.history import to_record
@@ -22,6 +25,7 @@ from batchtune.tune.verdict.scores import (
 )
 
 IN_TURN = "timed_in_turn"  # attribute of the study: parameters, and the seconds of a step
+IN_TURN_ROUNDS = 100  # in which steps are timed: the quieter half of them counts
 IN_TURN_SHARE, LEAST_IN_TURN, MOST_IN_TURN = 0.02, 2.0, 30.0  # of budget.total, and seconds
 FINALISTS = "finalists"  # attribute of the study: what was chosen last, from what, and whether any of it was new
 _CONFIRM_SEEDS = 1_000_003  # confirmation never sees a seed that the search has used
@@ -117,7 +121,8 @@ class Confirmation:
     def _time_in_turn(self, planned: list[dict[str, Value]]) -> None:
         """Where others had a part in how long runs took, times the steps of all in turn: a slow spell then hits all.
 
-        How many steps a run needs does not depend on the machine. Where this cannot be done, what the runs took counts.
+        How many steps a run needs does not depend on the machine. All are in memory at once, and what trains alone need
+        not fit beside others: where this cannot be done, what the runs took counts.
         """
         parts, known = self._parts, self._parts.study.user_attrs.get(IN_TURN, [])
         ran = [trial for trial in parts.history.records() if trial.is_over and parts.space.of(trial) in planned]
@@ -129,10 +134,17 @@ class Confirmation:
         if all(params in timed for params in planned) or parts.budget.seconds_left() < seconds:
             return
         specs = tuple(parts.limits.spec(params, "confirm", parts.plan.config.seed) for params in planned)
-        if rounds := self._trials.time_in_turn(specs, seconds):
-            paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
-            others = [[params, pace] for params, pace in known if params not in planned]
-            parts.study.set_user_attr(IN_TURN, [*zip(planned, paces, strict=True), *others])
+        stretch = seconds / IN_TURN_ROUNDS / len(specs)
+        command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
+        parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
+        try:
+            rounds = parts.pool.any_one(lambda worker: worker.call(command, timeout=LONG_SILENCE_SECONDS))
+        except (WorkerDied, NodeLost, UserCodeError) as error:
+            parts.observer.note(f"they could not be, so that what each run took counts: {error}")
+            return
+        paces = comparable_paces(rounds, [parts.history.pace(spec) for spec in specs])
+        others = [[params, pace] for params, pace in known if params not in planned]
+        parts.study.set_user_attr(IN_TURN, [*zip(planned, paces, strict=True), *others])
 
     def as_timed_in_turn(self, trials: Sequence[Trial]) -> list[Trial]:
         """The trials, those of configurations whose steps were timed in turn with what their steps take by that."""

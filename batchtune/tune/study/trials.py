@@ -15,7 +15,7 @@ from batchtune.document import CurvePoint, Value
 from batchtune.document import Trial as TrialRecord
 from batchtune.errors import UserCodeError
 from batchtune.processes.worker import LONG_SILENCE_SECONDS, NodeLost, Worker, WorkerDied
-from batchtune.protocol.commands import TimeInTurn, Train
+from batchtune.protocol.commands import Train
 from batchtune.protocol.messages import Json, RunEnd, RunSpec
 from batchtune.tune.optuna_parts.sampler import LOWER_BOUND
 from batchtune.tune.optuna_parts.storages import requeue
@@ -25,7 +25,6 @@ from batchtune.tune.study.targets import levelled_off, measured
 from batchtune.tune.verdict.scores import SECONDS
 from batchtune.vocabulary import FAILED
 
-IN_TURN_ROUNDS = 100  # in which steps are timed in turn: the quieter half of them counts
 MOST_RETRIES = 2  # of a run whose place was lost
 KEEPING_SECONDS, KEEPING_SHARE = 10.0, 0.05  # of a run, the longer: what a kill may cost of its curve, which is kept
 LOOK_SECONDS = 0.5  # between two looks at what other machines do
@@ -133,20 +132,6 @@ class Trials:
         """
         ended = self._parts.history.finished("search")
         return self._parts.plan.config.seed + sum(each.params == params for each in ended)
-
-    def time_in_turn(self, specs: tuple[RunSpec, ...], seconds: float) -> tuple[tuple[float, ...], ...]:
-        """Seconds of a step of such runs, timed in turn for so long, round by round; nothing where that cannot be.
-
-        All are in memory at once, and what trains alone need not fit beside others.
-        """
-        stretch = seconds / IN_TURN_ROUNDS / len(specs)
-        command = TimeInTurn(specs=specs, seconds=seconds, stretch_seconds=stretch)
-        self._parts.observer.note(f"the machine was busy: the steps of {len(specs)} configurations are timed in turn")
-        try:
-            return self._parts.pool.any_one(lambda worker: worker.call(command, timeout=LONG_SILENCE_SECONDS))
-        except (WorkerDied, NodeLost, UserCodeError) as error:
-            self._parts.observer.note(f"they could not be, so that what each run took counts: {error}")
-            return ()
 
     def _give_back(self, trial: Trial, lost: NodeLost) -> None:
         """Has a run done again whose place was lost, unless it has lost some: then it may be what ends them."""
