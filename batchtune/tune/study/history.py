@@ -180,10 +180,9 @@ class StudyHistory:
         there was not the run's fault.
         """
         alike = [each for each in self.records() if (each.precision, each.variant) == (precision, variant)]
-        same = [each for each in alike if each.micro_batch_size is not None]
-        came_through = max((each.micro_batch_size or 0 for each in same if each.is_over), default=0)
-        failed = [each.micro_batch_size for each in same if each.outcome == "oom"]
-        return min((size for size in failed if size is not None and size > came_through), default=None)
+        came_through = max((each.micro_batch_size or 0 for each in alike if each.is_over), default=0)
+        failed = [each.micro_batch_size or 0 for each in alike if each.outcome == "oom"]
+        return min((size for size in failed if size > came_through), default=None)
 
     def paces(self, precision: str, kind: PaceKind | None = None, cost: Cost = SECONDS) -> dict[tuple[int, int], float]:
         """What an optimizer step costs, by micro-batch size and number of micro-batches, while nothing slows it down.

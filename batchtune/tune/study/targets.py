@@ -66,33 +66,30 @@ class Targets:
             UserCodeError: the metric is no number before training.
             UsageError: the target is met before training.
         """
-        if "cut_off" in self._history.last_attributes("baseline") and self._history.best_cost() is None:
+        history, has_best = self._history, self._history.best_cost() is not None
+        if "cut_off" in history.last_attributes("baseline") and not has_best:
             total = f"budget.total ({self._config.budget.total:g} s)"
             known = "reached the target, as had no other run" if self._counted else "run to its end"
             shown = "shown a target" if self.is_automatic else known
             raise NothingFitsError(f"{total} was used up before the baseline had {shown}; raise it")
-        if not self._counted:
-            self.check_start()
-            return
-        metric = self._objective.metric
-        if not self._history.finished("baseline") and self._history.best_cost() is None:
-            failed = [trial for trial in self._history.records() if trial.role == "baseline" and trial.state == "fail"]
+        if self._counted and not has_best and not history.finished("baseline"):
+            failed = [trial for trial in history.records() if trial.role == "baseline" and trial.state == "fail"]
             why = failed[-1].message if failed else "it did not run"
             what, remedy = "could not be trained", "change baseline: in the configuration"
-            if self._history.last_outcome("baseline") == "oom":  # the last words of a library may name no memory
+            if history.last_outcome("baseline") == "oom":  # the last words of a library may name no memory
                 what, remedy = "ran out of memory", "make baseline.batch_size smaller, or memory.limit larger"
             raise NothingFitsError(f"the baseline {what}: {why}; {remedy}")
         self.check_start()
-        target = self.current
-        if target.value is None and self._history.last_outcome("baseline") == "diverged":
+        if not self._counted or self.current.value is not None:
+            return
+        if history.last_outcome("baseline") == "diverged":
             raise NothingFitsError(
                 "the baseline diverged, so there is no target; lower baseline.learning_rate, or set objective.target"
             )
-        if target.value is None:
-            raise NothingFitsError(
-                f"the baseline did not improve {metric} within budget.run ({self._config.budget.run:g} s), so there is "
-                "no target; raise budget.run, fix the baseline, or set objective.target"
-            )
+        raise NothingFitsError(
+            f"the baseline did not improve {self._objective.metric} within budget.run ({self._config.budget.run:g} s), "
+            "so there is no target; raise budget.run, fix the baseline, or set objective.target"
+        )
 
     def check_start(self) -> None:
         """Refuses a metric that no run could be judged by, once runs have begun: another seed may start elsewhere.
@@ -143,8 +140,8 @@ class Targets:
 
     def _best_seen(self) -> str:
         """How near to the target a run came."""
-        points = [point for trial in self._history.records() for point in trial.curve or ()]
-        values = [point.value for point in points if point.value is not None and math.isfinite(point.value)]
+        points = [point for trial in self._history.records() for point in trial.curve]
+        values = [point.value for point in points if point.value is not None]
         best = min if self._objective.goal == "minimize" else max
         return f"; the best was {best(values):g}" if values else ""
 
