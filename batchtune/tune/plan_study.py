@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from batchtune.config.schema import Config
 from batchtune.observer import Observer
 from batchtune.processes.worker import Worker
 from batchtune.protocol.commands import Opened
@@ -13,23 +12,22 @@ from batchtune.tune.plan.study_probe import study_probe
 from batchtune.tune.plan.tokens import in_samples, prior_in_tokens
 from batchtune.tune.progress import Progress
 from batchtune.tune.study.storage import Agreement
-from batchtune.vocabulary import Variant
 
 
 def plan_study(
-    config: Config,
     progress: Progress,
     worker: Worker,
     opened: Opened,
     agreement: Agreement,
     observer: Observer,
-    warm_start: WarmStart | None = None,
+    warm_start: WarmStart | None,
 ) -> Plan:
     """The plan by another machine's probe and prior where it has begun the study, an earlier start's, or by new ones.
 
     Raises:
         BatchtuneError: nothing fits, or another machine's study is not this one; `progress` has what was found.
     """
+    config = progress.config
     if (begun := agreement.look()) is not None:
         progress.probe, progress.prior = begun
         if config.storage is not None:
@@ -37,9 +35,13 @@ def plan_study(
     progress.probe = progress.probe or progress.earlier_probe()
     if progress.probe is None:
         progress.probing = study_probe(config, opened, worker, observer, progress.folder.attempts())
-        probe = progress.probing.run()
-        others = {each.name: _fits(config, progress, worker, opened, observer, each) for each in config.variants[1:]}
-        progress.probe = probe.model_copy(update={"other_variants": others or None})
+        probe, others = progress.probing.run(), dict[str, int]()
+        for variant in config.variants[1:]:
+            progress.variant = variant.name
+            observer.stage(f"probing {variant.name}")
+            other = study_probe(config, opened, worker, observer, progress.folder.attempts(), variant)
+            others[variant.name] = other.largest()  # 0 where none fits
+        progress.variant, progress.probe = None, probe.model_copy(update={"other_variants": others or None})
     progress.save("interrupted")
     if progress.prior is None and progress.earlier is not None:  # of a version whose studies had none
         progress.prior = progress.earlier.prior
@@ -52,15 +54,3 @@ def plan_study(
     progress.save("interrupted")
     progress.keep_identity()  # of another machine's probe, too
     return make_plan(config, opened, probe, prior)
-
-
-def _fits(
-    config: Config, progress: Progress, worker: Worker, opened: Opened, observer: Observer, variant: Variant
-) -> int:
-    """The largest batch of each rank where the model is trained by this; 0 where none fits."""
-    progress.variant = variant.name
-    observer.stage(f"probing {variant.name}")
-    try:
-        return study_probe(config, opened, worker, observer, progress.folder.attempts(), variant).largest()
-    finally:
-        progress.variant = None

@@ -50,7 +50,7 @@ class Progress:
     """
 
     def __init__(self, config: Config, folder: RunFolder, began: float) -> None:
-        self._config, self.folder, self.began = config, folder, began
+        self.config, self.folder, self.began = config, folder, began
         self._task = TaskInfo(path=config.task, sha256=file_hash(config.task))
         self.earlier: Result | None = None
         self.opened: Opened | None = None
@@ -79,7 +79,7 @@ class Progress:
 
     def earlier_probe(self) -> ProbeResult | None:
         """An earlier start's probe, where it came to its end."""
-        found, others = self.earlier.probe if self.earlier else None, {each.name for each in self._config.variants[1:]}
+        found, others = self.earlier.probe if self.earlier else None, {each.name for each in self.config.variants[1:]}
         is_whole = found and found.verified_in_fresh_process and found.throughput
         return found if found and is_whole and others == (found.other_variants or {}).keys() else None
 
@@ -138,7 +138,7 @@ class Progress:
         return Result(
             kind="tune",
             status=status,
-            name=self._config.name,
+            name=self.config.name,
             environment=environment,
             task=self._task.model_copy(update=made),
             warnings=list(dict.fromkeys(told)),
@@ -167,13 +167,13 @@ class Progress:
         of_device = findings.device_warnings(opened.environment if opened else None, probe)
         if self.probe is None or opened is None:
             return of_device
-        found = findings.goal_warnings(self._config.objective) + findings.bound_warnings(self._config, recommended)
-        sets_target = trials if self._config.objective.target == "auto" else []
+        found = findings.goal_warnings(self.config.objective) + findings.bound_warnings(self.config, recommended)
+        sets_target = trials if self.config.objective.target == "auto" else []
         found += findings.target_warnings(study.target, sets_target) if study else []
         found += findings.uneven_warnings(trials, recommended) + findings.straggler_warnings(trials)
         if study and status == "complete":
             found += findings.search_warnings(trials, study.parts.budget.enough())
-        return found + of_device + findings.probe_warnings(self._config, self.probe, self.prior, opened.device)
+        return found + of_device + findings.probe_warnings(self.config, self.probe, self.prior, opened.device)
 
 
 class Recorder(Forwarder):

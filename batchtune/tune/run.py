@@ -72,7 +72,7 @@ def run_tune(
             progress.load_earlier()
         folder.write("config.yaml", config.to_yaml())
         told = Forwarder(Recorder(progress, observer))
-        return run_and_save(lambda: run_study(config, told, progress, known, fresh=fresh), progress)
+        return run_and_save(lambda: run_study(progress, told, known, fresh=fresh), progress)
     finally:
         folder.close()
 

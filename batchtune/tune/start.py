@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from batchtune.config.schema import Config
 from batchtune.observer import Observer
 from batchtune.tune.group_runs import train_groups
 from batchtune.tune.plan.configure import WarmStart, identity_of
@@ -17,14 +16,13 @@ from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.study.storage import Agreement, delete_study, open_storage
 
 
-def run_study(
-    config: Config, observer: Observer, progress: Progress, warm_start: WarmStart | None = None, *, fresh: bool = False
-) -> None:
+def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | None, *, fresh: bool) -> None:
     """Probe, then study, by what `progress` knows already; a fresh one takes the place of that in the storage.
 
     Raises:
         BatchtuneError: it cannot go on; `progress` has what was found until then.
     """
+    config = progress.config
     with open_pool(config, observer, progress.folder.attempts()) as pool:
         progress.opened = opened = open_task(pool.first, config)
         progress.identity = identity_of(config) | {"the device": opened.device_name}
@@ -39,7 +37,7 @@ def run_study(
         if fresh and config.storage is not None:
             delete_study(storage, config.name)
         agreement = Agreement(storage, config, opened.device_name)
-        plan = plan_study(config, progress, pool.first, opened, agreement, observer, warm_start)
+        plan = plan_study(progress, pool.first, opened, agreement, observer, warm_start)
         progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)
         study.run()
     found = study.answer()
