@@ -38,8 +38,8 @@ class Frontier:
         self.batch_sizes = [batch for _, batch in measured]
         self._known: dict[tuple[int, ...], int] = {}
 
-    def bucket_of(self, length: Length, index: int) -> int:
-        """The bucket of the largest batch that a sample fits into.
+    def bucket_of(self, length: Length, index: int) -> tuple[int, int]:
+        """The bucket of the largest batch that a sample fits into, and all numbers of its length together.
 
         Raises:
             ValueError: the sample is longer than all that was measured, or this is no length; it names `index`.
@@ -47,7 +47,7 @@ class Frontier:
         numbers = _numbers(length, f"sample {index}")
         if numbers not in self._known:
             self._known[numbers] = self._find(numbers, index)
-        return self._known[numbers]
+        return self._known[numbers], sum(numbers)
 
     def _find(self, numbers: tuple[int, ...], index: int) -> int:
         own, longest = _shown(numbers), _shown(self.lengths[-1])
@@ -62,11 +62,6 @@ class Frontier:
             f"sample {index}: its length is {own}, longer than the longest measured, {longest}; leave it out, shorten "
             "it, or probe with --lengths up to it"
         )
-
-
-def total_of(length: Length) -> int:
-    """All numbers of a length together."""
-    return sum(_numbers(length, "a sample"))
 
 
 def _numbers(length: Length, whose: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from batchtune.sampling.frontier import Frontier, total_of
+from batchtune.sampling.frontier import Frontier
 
 if TYPE_CHECKING:
     from batchtune.document import Length
@@ -65,9 +65,9 @@ class LengthBatchSampler:
         self._totals: list[int] = []
         self._full: list[int] = []  # the batch size of the bucket of each sample
         for index, length in enumerate(lengths):
-            bucket = frontier.bucket_of(length, index)
+            bucket, total = frontier.bucket_of(length, index)
             self._buckets[bucket].append(index)
-            self._totals.append(total_of(length))
+            self._totals.append(total)
             self._full.append(frontier.batch_sizes[bucket])
         if not any(self._buckets):
             raise ValueError("lengths: there are none, so that there is nothing to make batches of")
@@ -195,7 +195,7 @@ def length_batches(
     ranks, own = _place(num_replicas, rank)
     waiting: list[list[Sample]] = [[] for _ in frontier.batch_sizes]
     for index, sample in enumerate(samples):
-        bucket = frontier.bucket_of(length_of(sample), index)
+        bucket, _ = frontier.bucket_of(length_of(sample), index)
         waiting[bucket].append(sample)
         size = frontier.batch_sizes[bucket]
         if len(waiting[bucket]) == size * ranks:
