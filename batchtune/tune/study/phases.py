@@ -99,16 +99,14 @@ class TuneStudy:
         seeds, most = self._confirmation.seeds, MOST_MORE * confirm.seeds
         self._confirmation.run(seeds)
         is_open = "seeds" not in confirm.model_fields_set and parts.cost is not None and not parts.machines.several
-        while is_open and (wanted := self._seeds_to_tell()) and seeds < wanted <= most:
-            if not self._confirmation.has_time_for(wanted):
+        while is_open:
+            found, _ = self.recommendation()
+            wanted = found.seeds_to_confirm if found is not None else None
+            if not wanted or not seeds < wanted <= most or not self._confirmation.has_time_for(wanted):
                 return
             parts.observer.announce(f"{wanted} fresh seeds of each may tell, and there is time for them")
             self._confirmation.run(wanted)
             seeds = wanted
-
-    def _seeds_to_tell(self) -> int | None:
-        found, _ = self.recommendation()
-        return found.seeds_to_confirm if found is not None else None
 
     def _is_to_go_on(self) -> bool:
         """Whether to search again: fresh seeds have refuted what seemed better than the baseline, and there is time."""
@@ -181,12 +179,8 @@ class TuneStudy:
             raise NothingFitsError("no trial was usable; see the messages of the trials")
         found = self.recommendation()[0]
         if found is None:
-            raise NothingFitsError(self.why_nothing())
+            raise NothingFitsError(self.parts.targets.unmet(self.parts.budget.enough()))
         return found
-
-    def why_nothing(self) -> str:
-        """Why there is no recommendation though all has run."""
-        return self.parts.targets.unmet(self.parts.budget.enough())
 
 
 def _await_others(parts: StudyParts, trials: Trials) -> None:
