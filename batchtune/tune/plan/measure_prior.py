@@ -21,6 +21,7 @@ from batchtune.tune.plan.prior import (
     as_one_device,
     candidate_batch_sizes,
     fastest_split,
+    nearest,
     splits_to_time,
     start_batch_size,
     step_seconds,
@@ -97,7 +98,7 @@ def measure_prior(
     skipped: str | None = None
     if warm_start is not None:
         noise, tests, start = warm_start.noise_scale, list(warm_start.range_tests), warm_start.batch_size
-        start = _nearest(start, chosen.batch_sizes)
+        start = nearest(start, chosen.batch_sizes)
         rate, decades, why = warm_start.learning_rate, DECADES, f"where study {warm_start.run} ended"
     else:
         noise, test, start, skipped = _measure(config, probe, opened, worker, chosen.batch_sizes)
@@ -202,12 +203,8 @@ def _measure(
         skipped.append(f"not all was measured: {error}")
     if test is None or test.lowest_loss_learning_rate is None:
         # the baseline's batch or the nearest to it: there the baseline's learning rate is known to train
-        start = _nearest(base.batch_size, batch_sizes)
+        start = nearest(base.batch_size, batch_sizes)
     return noise, test, start, "; ".join(skipped) or None
-
-
-def _nearest(batch_size: int, batch_sizes: Sequence[int]) -> int:
-    return min(batch_sizes, key=lambda size: abs(math.log(size / batch_size)))
 
 
 def _noise_scale(

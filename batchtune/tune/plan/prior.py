@@ -202,6 +202,11 @@ def _even(batch_size: int, largest: int, multiple_of: int) -> int:
     return batch_size // (steps * multiple_of) * steps * multiple_of
 
 
+def nearest(batch_size: float, batch_sizes: Sequence[int]) -> int:
+    """The batch size that is the fewest octaves away."""
+    return min(batch_sizes, key=lambda size: abs(math.log(size / batch_size)))
+
+
 def start_batch_size(probe: ProbeResult, batch_sizes: Sequence[int], noise: NoiseScale | None) -> int:
     """The batch size at which the least time is expected before anything has run.
 

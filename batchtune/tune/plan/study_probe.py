@@ -34,24 +34,17 @@ def study_probe(
 ) -> Probe:
     """The probe of a study, which goes on from the attempts of earlier starts.
 
-    With a `variant`, of what is trained by that instead of as the baseline is.
+    It takes a small share of the study's time: what that recommends has trained for longer. Its sizes are of each rank.
+    With a `variant`, it is of what is trained by that instead of as the baseline is.
     """
     precision = opened.precision[0][0]
     about = {"precision": precision, "purpose": "search"}.items()
     earlier = [each for each in earlier if each.get("variant") == (variant.name if variant else None)]
     limited = [each for each in earlier if isinstance(each.get("memory_limit_bytes"), int)]
     known = [Attempt.model_validate(each) for each in limited if about <= each.items()]
-    return Probe(worker, _probe_options(config, variant or Variant()), precision, observer, known)
-
-
-def _probe_options(config: Config, variant: Variant) -> ProbeOptions:
-    """How the study's probe searches, with a small share of its time: what it recommends has trained for longer.
-
-    Its sizes are of each rank.
-    """
     sizes, total, ranks = in_samples(config).batch_size, config.budget.total, config.ranks.of_each
     unit, most = multiple_of(config) // ranks, sizes.global_ or (None if sizes.max == "auto" else sizes.max)
-    return ProbeOptions(
+    options = ProbeOptions(
         minimum=unit,
         maximum=None if most is None else most // ranks,
         multiple_of=unit,
@@ -63,6 +56,7 @@ def _probe_options(config: Config, variant: Variant) -> ProbeOptions:
         timing_seconds=min(max(TIMING_SHARE * total / MAX_POINTS, _LEAST_TIMING_SECONDS), SECONDS_PER_POINT),
         timing_within=_TIMING_WITHIN * total,
         flops=False,
-        variant=variant,
+        variant=variant or Variant(),
         lengths="auto" if config.batch_size.unit == "tokens" else None,
     )
+    return Probe(worker, options, precision, observer, known)

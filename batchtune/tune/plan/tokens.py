@@ -6,7 +6,6 @@ What comes before the study is measured in samples, as anybody trains who has on
 from __future__ import annotations
 
 import bisect
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from batchtune.config.space import BatchSize
 from batchtune.document import NoiseScale, Prior, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.protocol.commands import Opened
-from batchtune.tune.plan.prior import candidate_batch_sizes, rescaled, split_batch
+from batchtune.tune.plan.prior import candidate_batch_sizes, nearest, rescaled, split_batch
 from batchtune.vocabulary import LengthBatches
 
 
@@ -141,12 +140,11 @@ def prior_in_tokens(config: Config, probe: ProbeResult, opened: Opened, prior: P
         accumulates=opened.accumulates,
     )
     ours = [size for size in found.batch_sizes if size != tokens.baseline] or [tokens.baseline + 1]
-    start = min(ours, key=lambda size: abs(math.log(size / (mean * (prior.start_batch_size or 1)))))
     return prior.model_copy(
         update={
             "batch_sizes": ours,
             "batch_sizes_reason": f"in tokens: {found.reason}, which has {config.baseline.batch_size} samples a batch",
-            "start_batch_size": start,
+            "start_batch_size": nearest(mean * (prior.start_batch_size or 1), ours),
             "loader_seconds_per_sample": prior.loader_seconds_per_sample and prior.loader_seconds_per_sample / mean,
             "range_tests": [
                 each.model_copy(update={"batch_size": _tokens_of(each.batch_size, mean)}) for each in prior.range_tests
