@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from batchtune.document import Document, Estimate, Length, LengthPoint, ProbeResult, Recommendation
+from batchtune.document import Document, Estimate, Length, LengthPoint, ProbeResult
 from batchtune.errors import UsageError
 from batchtune.report.view.figure import Axis, Plot, Series
 from batchtune.report.view.model import Column, Fact, Table, byte_sizes, counts, numbers, shares, table
-from batchtune.report.view.settings import Values
+from batchtune.report.view.settings import Ran, Values
 from batchtune.report.view.words import estimated
 from batchtune.units import LEAST_PEAK
 from batchtune.vocabulary import covers, length_text, order
@@ -33,13 +33,13 @@ def _largest_batches(result: Document) -> dict[Length, int]:
     return {point.length: point.max_batch_size for point in points}
 
 
-def lhotse(_: Recommendation, result: Document) -> Values:
+def lhotse(ran: Ran) -> Values:
     """Fields of the data loaders that NeMo makes with lhotse's bucketing, by one number of a sample or two.
 
     Raises:
         UsageError: the result has no lengths.
     """
-    batches = _largest_batches(result)
+    batches = _largest_batches(ran.result)
     bins = [length if isinstance(length, int) else list(length) for length in batches]
     return {
         "use_bucketing": True,
@@ -49,7 +49,7 @@ def lhotse(_: Recommendation, result: Document) -> Values:
     }
 
 
-def lhotse_notes(*_: object) -> list[str]:
+def lhotse_notes(_: Ran) -> list[str]:
     """What else its configuration must say, or not."""
     return [
         "the bins are in the unit of your lengths; lhotse counts seconds of audio, or tokens of text",
@@ -57,13 +57,13 @@ def lhotse_notes(*_: object) -> list[str]:
     ]
 
 
-def fairseq(_: Recommendation, result: Document) -> Values:
+def fairseq(ran: Ran) -> Values:
     """Batches by their number of tokens, the longest sample times how many, as fairseq and those after it count.
 
     Raises:
         UsageError: the result has no lengths, those of several numbers, or too few of them in between.
     """
-    batches = {length: batch for length, batch in _largest_batches(result).items() if isinstance(length, int)}
+    batches = {length: batch for length, batch in _largest_batches(ran.result).items() if isinstance(length, int)}
     if not batches:
         raise UsageError("max_tokens counts one length of a sample, and these have several; take --format lhotse")
     tokens, longest = most_tokens(batches), max(batches)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from batchtune.document import Document
+from batchtune.errors import UsageError
 from batchtune.report.view import estimate, lengths, probe, study
 from batchtune.report.view.figure import Plot
 from batchtune.report.view.model import Fact, Headline, Section, View, facts
 from batchtune.report.view.select import chosen_probe, probes_of
-from batchtune.report.view.settings import pytorch, recommendation_json
+from batchtune.report.view.settings import pytorch
 from batchtune.report.view.study_plots import bars, curves, landscape
 from batchtune.report.view.trainers import EXPORTS
 from batchtune.report.view.words import machine, start_of_search, target_text
@@ -152,8 +154,11 @@ def _sections(result: Document) -> Iterator[Section]:
 
 def _settings(result: Document) -> dict[str, str]:
     written = {"PyTorch": pytorch(result)}
-    written |= {export.title: export.snippet(result) for export in EXPORTS.values()}
-    written["JSON"] = recommendation_json(result)
+    for export in EXPORTS.values():
+        with contextlib.suppress(UsageError):
+            written[export.title] = export.text(result)
+    if result.recommendation is not None:
+        written["JSON"] = result.recommendation.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)
     return {name: text for name, text in written.items() if text}
 
 

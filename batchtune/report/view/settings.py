@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from batchtune.vocabulary import are_several
 
 Values = dict[str, object]
 _PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 UNCHECKED = "the largest batch that trained so far: not checked in a fresh process, larger or smaller may be the answer"
 """What is said of settings of which `is_checked` is false."""
 
@@ -34,8 +32,7 @@ def to_train_with(result: Document) -> Recommendation | None:
     probe = result.probe if result.kind == "probe" else None
     if result.recommendation is not None or probe is None or probe.inference or probe.max_batch_size is None:
         return result.recommendation
-    steps = probe.gradient_accumulation_steps or 1
-    group = probe.data_parallel
+    steps, group = probe.gradient_accumulation_steps or 1, probe.data_parallel
     ranks = group.world_size if group else 1
     lengths = () if probe.lacks_length_check else probe.lengths
     return Recommendation(
@@ -51,18 +48,64 @@ def to_train_with(result: Document) -> Recommendation | None:
 
 
 @dataclass(frozen=True)
-class Export:
-    """How one library takes the settings.
+class Ran:
+    """Settings that ran, and the result that tells what is known of their optimizer."""
 
-    `values`: its fields (a dot goes one level down) with their values; None where there is nothing to say.
-    `notes`: what a reader must know and no field can say, in sentences.
-    """
+    found: Recommendation
+    result: Document
+
+    @property
+    def optimizer(self) -> str | None:
+        """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
+        return self.found.optimizer or self.result.task.optimizer
+
+    @property
+    def several(self) -> str | None:
+        """The classes of the recommended optimizers, where there is more than one and a learning rate for them."""
+        return self.optimizer if self.found.learning_rate is not None and are_several(self.optimizer) else None
+
+    @property
+    def known(self) -> OptimizerSettings:
+        """What is known of how the task makes its optimizer, be it nothing."""
+        return self.result.task.optimizer_settings or OptimizerSettings()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a learning rate was found for the optimizer of which that is known."""
+        same = self.found.learning_rate is not None and self.found.optimizer in {None, self.result.task.optimizer}
+        return same and self.result.task.optimizer_settings is not None
+
+    @property
+    def made_with(self) -> Values:
+        """All that is known of how the recommended optimizer is made, its learning rate left out."""
+        return (self.known.values if self.is_known else {}) | Values(self.found.optimizer_arguments)
+
+    @property
+    def maker(self) -> str:
+        """Who makes it."""
+        return self.known.made_by or "build_optimizer"
+
+    @property
+    def norm(self) -> float | None:
+        """The largest norm of all gradients together, 0 where that is not clipped; None where nobody knows."""
+        clipping = self.found.gradient_clipping
+        return None if clipping is None else clipping.norm or 0.0
+
+    @property
+    def clipped(self) -> float | None:
+        """The largest absolute value of each gradient, where it is clipped."""
+        return self.found.gradient_clipping.value if self.found.gradient_clipping else None
+
+
+@dataclass(frozen=True)
+class Export:
+    """How one library takes the settings."""
 
     title: str  # the library's name, for a reader
-    values: Callable[[Recommendation, Document], Values]
+    values: Callable[[Ran], Values]  # by its fields (a dot goes one level down); None where there is nothing to say
     words: Mapping[str, str]  # the result document's names of what some of these fields are, for `--set`
     write: Callable[[Values], str]  # the fields as the text that the library loads
-    notes: Callable[[Recommendation, Document], list[str]] = lambda *_: []
+    notes: Callable[[Ran], list[str]] = lambda _: []  # what a reader must know and no field can say, in sentences
     takes_comments: bool = False  # whether the text has the notes, too, each behind a '#'
 
     def text(self, result: Document, renames: Sequence[str] = ()) -> str:
@@ -75,27 +118,19 @@ class Export:
         Raises:
             UsageError: the result has no settings that ran, the library cannot train so, or a rename is wrong.
         """
-        found = _settings(result)
-        if found.batch_unit == "tokens":
+        ran = _that_ran(result)
+        if ran.found.batch_unit == "tokens":
             raise UsageError("these batches count tokens; train with LengthBatchSampler, as 'report' writes it")
-        values = {name: value for name, value in self.values(found, result).items() if value is not None}
+        values = {name: value for name, value in self.values(ran).items() if value is not None}
         comments = [f"# {note}" for note in self.said_beside(result)] if self.takes_comments else []
         return "\n".join([*comments, self.write(_renamed(values, self.words, renames))])
 
     def said_beside(self, result: Document) -> list[str]:
         """What a reader of `text` must know besides it, in sentences."""
-        found = _settings(result)
-        return [*([] if is_checked(result) else [UNCHECKED]), *self.notes(found, result)]
-
-    def snippet(self, result: Document) -> str:
-        """The same text for a page that shows what there is: '' instead of an error."""
-        try:
-            return self.text(result)
-        except UsageError:
-            return ""
+        return [*([] if is_checked(result) else [UNCHECKED]), *self.notes(_that_ran(result))]
 
 
-def _settings(result: Document) -> Recommendation:
+def _that_ran(result: Document) -> Ran:
     found = to_train_with(result)
     if found is None:
         if result.kind == "tune":
@@ -106,50 +141,25 @@ def _settings(result: Document) -> Recommendation:
         raise UsageError(f"{why}: it has no batch size that ran; run 'batchtune probe' or 'batchtune tune' first")
     if found.precision not in _PRECISIONS:
         raise UsageError(f"precision {found.precision!r} is none of {', '.join(_PRECISIONS)}; measure again")
-    return found
+    return Ran(found, result)
 
 
-def optimizer_of(found: Recommendation, result: Document) -> str | None:
-    """The class of the optimizer that was recommended: an argument of build_optimizer may have chosen another."""
-    return found.optimizer or result.task.optimizer
-
-
-def made_with(found: Recommendation, result: Document) -> Values:
-    """All that is known of how the recommended optimizer is made, its learning rate left out."""
-    known = result.task.optimizer_settings
-    same = found.optimizer in {None, result.task.optimizer}
-    searched = Values(found.optimizer_arguments)
-    return known.values | searched if known and same and found.learning_rate is not None else searched
-
-
-def several_of(found: Recommendation, result: Document) -> str | None:
-    """The classes of the recommended optimizers, where there is more than one and a learning rate for them."""
-    name = optimizer_of(found, result)
-    return name if found.learning_rate is not None and are_several(name) else None
-
-
-def optimizer_notes(found: Recommendation, result: Document) -> list[str]:
+def optimizer_notes(ran: Ran) -> list[str]:
     """What of the optimizer no export can say."""
-    known, optimizer = result.task.optimizer_settings, optimizer_of(found, result)
-    if found.learning_rate is None:
+    if ran.found.learning_rate is None:
         return []
-    if known is None or found.optimizer not in {None, result.task.optimizer}:
-        return [f"what else {optimizer or 'your optimizer'} was made with is not known: add it yourself"]
-    if not known.differing:
-        return []
-    names = ", ".join(known.differing)
-    return [f"groups of parameters differ in {names} here: set those as your {known.made_by or 'build_optimizer'} does"]
+    if not ran.is_known:
+        return [f"what else {ran.optimizer or 'your optimizer'} was made with is not known: add it yourself"]
+    names = ", ".join(ran.known.differing)
+    return [f"groups of parameters differ in {names} here: set those as your {ran.maker} does"] if names else []
 
 
-def several_notes(found: Recommendation, result: Document, field: str, remedy: str) -> list[str]:
+def several_notes(ran: Ran, field: str, remedy: str) -> list[str]:
     """Why a field that names one optimizer is left out, and what to do, where there are several."""
-    several, known = several_of(found, result), result.task.optimizer_settings
-    if several is None:
+    if ran.several is None:
         return []
-    arguments = {"lr": found.learning_rate, **made_with(found, result)}
-    made = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    maker = known.made_by if known and known.made_by else "build_optimizer"
-    return [f"{field} names one, and is left out: {several} are made by your {maker} with {made}; {remedy}"]
+    made = ", ".join(f"{name}={value!r}" for name, value in {"lr": ran.found.learning_rate, **ran.made_with}.items())
+    return [f"{field} names one, and is left out: {ran.several} are made by your {ran.maker} with {made}; {remedy}"]
 
 
 def _renamed(values: Values, words: Mapping[str, str], renames: Sequence[str]) -> Values:
@@ -200,31 +210,31 @@ def as_variables(values: Values) -> str:
     Raises:
         UsageError: one cannot name a variable.
     """
-    wrong = [name for name in values if not _VARIABLE.fullmatch(name)]
+    wrong = [name for name in values if not (name.isascii() and name.isidentifier())]
     if wrong:
         raise UsageError(f"--set: {wrong[0]!r} cannot name a variable; use letters, digits and '_'")
     return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
 
 
-def _optimizer_line(names: str, known: OptimizerSettings) -> str:
-    """A comment that says how the optimizer is made; of several, who makes them."""
-    if are_several(names):
-        return f"# optimizers: {names}, as your {known.made_by or 'build_optimizer'} makes them"
-    made = "".join(f", {name}={value!r}" for name, value in known.values.items())
-    whole = f"{names}(model.parameters(), lr=learning_rate{made})"
-    if known.differing:
-        differing = " and ".join(known.differing)
-        whole = f"{names}, as your {known.made_by or 'build_optimizer'} makes it: groups differ in {differing}"
-    return f"# optimizer: {whole}"
-
-
-def _schedule_lines(found: Recommendation, known: OptimizerSettings | None) -> list[str]:
-    """For how many steps the learning rate's schedule is made, or, of one that did not ask, its class."""
-    if found.total_steps is not None:
-        return [f"total_steps = {found.total_steps}  # what its schedule was made for"]
-    if known is None or known.scheduler is None:
+def _optimizer_lines(ran: Ran) -> list[str]:
+    """Comments that say how the optimizer is made, or of several who makes them; none where that is not known."""
+    names, known = ran.optimizer or "", ran.known
+    if ran.found.optimizer is not None or not ran.is_known:
         return []
-    return [f"# learning-rate schedule: {known.scheduler}, as your {known.made_by or 'build_scheduler'} makes it"]
+    if are_several(names):
+        return [f"# optimizers: {names}, as your {ran.maker} makes them"]
+    if known.differing:
+        return [f"# optimizer: {names}, as your {ran.maker} makes it: groups differ in {' and '.join(known.differing)}"]
+    made = "".join(f", {name}={value!r}" for name, value in known.values.items())
+    return [f"# optimizer: {names}(model.parameters(), lr=learning_rate{made})"]
+
+
+def _schedule_lines(ran: Ran) -> list[str]:
+    """For how many steps the learning rate's schedule is made, or, of one that did not ask, its class."""
+    if ran.found.total_steps is not None:
+        return [f"total_steps = {ran.found.total_steps}  # what its schedule was made for"]
+    made = f"{ran.known.scheduler}, as your {ran.known.made_by or 'build_scheduler'} makes it"
+    return [f"# learning-rate schedule: {made}"] if ran.known.scheduler else []
 
 
 def pytorch(result: Document) -> str:
@@ -232,22 +242,19 @@ def pytorch(result: Document) -> str:
     found = to_train_with(result)
     if found is None:
         return _evaluation_batch(result)
-    lines = _batch_lines(found, result)
-    lines.append(f"accumulation_steps = {found.gradient_accumulation_steps}")
+    ran = Ran(found, result)
+    lines = [*_batch_lines(ran), f"accumulation_steps = {found.gradient_accumulation_steps}"]
     if found.learning_rate is not None:
         lines.append(f"learning_rate = {found.learning_rate!r}")
     lines += [f"{name} = {value!r}" for name, value in found.optimizer_arguments.items()]
-    known = result.task.optimizer_settings
-    if found.learning_rate is not None and known and found.optimizer is None:
-        lines.append(_optimizer_line(result.task.optimizer or "", known))
+    lines += _optimizer_lines(ran)
     if found.activation_checkpointing is not None:
         lines.append(f"activation_checkpointing = {found.activation_checkpointing}  # as build_model takes it")
-    clipping = found.gradient_clipping
-    for name, bound in [("norm", clipping.norm), ("value", clipping.value)] if clipping else []:
-        if bound is not None:
+    for name, bound in (("norm", ran.norm), ("value", ran.clipped)):
+        if bound:
             call = f"torch.nn.utils.clip_grad_{name}_(model.parameters(), {bound!r})"
             lines.append(f"clip_gradients = lambda: {call}  # call it before optimizer.step()")
-    lines += _schedule_lines(found, result.task.optimizer_settings)
+    lines += _schedule_lines(ran)
     types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
     if found.precision in types:
         lines.append(f"autocast = torch.autocast(device.type, dtype={types[found.precision]})")
@@ -256,8 +263,9 @@ def pytorch(result: Document) -> str:
     return "\n".join(lines)
 
 
-def _batch_lines(found: Recommendation, result: Document) -> list[str]:
+def _batch_lines(ran: Ran) -> list[str]:
     """The size of a micro-batch, or how those of many lengths are made."""
+    found = ran.found
     tokens = f"{found.micro_batch_size:,} tokens in the mean" if found.batch_unit == "tokens" else ""
     several = [f"# {launched(found, 'torchrun --nproc-per-node')}"] if found.world_size > 1 else []
     if found.length_batches:
@@ -270,7 +278,7 @@ def _batch_lines(found: Recommendation, result: Document) -> list[str]:
         ]
     if tokens:
         return [f"# batches of any samples, as today: {tokens}"]
-    largest = f"  # {found.reason}" if result.recommendation is None else ""
+    largest = f"  # {found.reason}" if ran.result.recommendation is None else ""
     return [*several, f"batch_size = {found.micro_batch_size}{largest}{'  # of each rank' if several else ''}"]
 
 
@@ -289,9 +297,3 @@ def _evaluation_batch(result: Document) -> str:
     checked = "" if is_checked(result) else ", not checked in a fresh process"
     about = f"the largest under torch.inference_mode(){checked}; training takes more memory"
     return f"evaluation_batch_size = {probe.max_batch_size}  # {about}"
-
-
-def recommendation_json(result: Document) -> str:
-    """The recommendation alone, for a program's configuration."""
-    found = result.recommendation
-    return "" if found is None else found.model_dump_json(exclude_none=True, exclude={"reason"}, indent=2)

@@ -132,7 +132,7 @@ def test_a_trainer_gets_back_the_arguments_that_made_its_optimizer_and_schedule(
     exported = hf(result)
     assert arguments.items() <= exported.items()
     assert exported["learning_rate"] == 3e-4
-    notes = EXPORTS["hf"].notes(result.recommendation, result)
+    notes = EXPORTS["hf"].said_beside(result)
     assert not any("build_" in note for note in notes)
     assert any("(LambdaLR of your Trainer)" in note for note in notes)
 
@@ -144,7 +144,7 @@ def test_a_module_gets_its_own_learning_rate_of_which_the_highest_is_a_multiple(
     assert lightning(result)["model"]["lr"] == pytest.approx(rate)
     to_the_last_digit = on("cuda", result, learning_rate=1 / 3)
     assert (lightning(to_the_last_digit)["model"]["lr"] == 1 / 3) == (rate == 3e-4)
-    notes = "; ".join(EXPORTS["lightning"].notes(result.recommendation, result))
+    notes = "; ".join(EXPORTS["lightning"].said_beside(result))
     assert "measured with AdamW + SGD, as your" in notes
     assert ("is the highest learning rate of its groups; ApplyResult sets all" in notes) == (rate != 3e-4)
 
@@ -276,7 +276,7 @@ def test_a_study_without_a_recommendation_exports_no_batch_of_its_probe(result_o
     for export in EXPORTS.values():
         with pytest.raises(UsageError, match="this tune is failed: it has no recommendation; 'batchtune report' says"):
             export.text(nothing)
-        assert export.snippet(nothing) == ""
+        assert export.title not in view_of(nothing).settings
     assert pytorch(nothing) == ""
 
 
