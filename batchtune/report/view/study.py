@@ -32,7 +32,6 @@ from batchtune.report.view.words import (
 )
 from batchtune.units import bounds, counted, duration, interval, number, time_interval
 
-_OURS, _THEIRS = "train with", "today"
 _MOST_CONFIGURATIONS = 12
 _TIMES = {SECONDS: "times as long", JOULES: "times the energy"}
 _ENDED = OUTCOMES | {
@@ -46,20 +45,14 @@ _ENDED = OUTCOMES | {
 
 def headline(result: Document, found: Recommendation) -> Headline:
     """What is gained, and what to choose for it."""
-    parts = {"batch size": batch_text(found), "learning rate": number(found.learning_rate)}
-    parts |= {"optimizer": named_values(found.optimizer_arguments)}
-    parts |= {"gradient clipping": clipping_text(found.gradient_clipping), "precision": found.precision}
-    parts["activation checkpointing"] = checkpointing_text(found.activation_checkpointing)
-    choice = facts(parts)
+    choice = facts({name: text for name, text in _chosen(found).items() if name not in {"ranks", "schedule"}})
     if result.status == "running" and found.time_to_target_seconds is not None:
         return Headline(duration(found.time_to_target_seconds.median), "to the target, best so far", choice)
     as_today = any(is_of(trial, found) for trial in result.trials or [] if trial.role == "baseline")
     if found.seeds_to_confirm is not None:
         level, few = "yet, and so far no better than what you run today", "yet: too few runs to compare with today's"
         return Headline("not confirmed", level if as_today else few, choice, found.reason, repeats=True)
-    gain, words_ = found.speedup_over_baseline, "as fast as today"
-    if gain is None:
-        gain, words_ = found.energy_saving_over_baseline, "less energy than today"
+    gain = found.speedup_over_baseline or found.energy_saving_over_baseline
     if gain is None and as_today and result.baseline is None:
         alone = "configuration came to a result: this is what you run today"
         return Headline("no other", alone, choice, found.reason, repeats=True)
@@ -70,10 +63,24 @@ def headline(result: Document, found: Recommendation) -> Headline:
         return Headline(f"{found.global_batch_size:,}", f"is the {size} to train with", choice, found.reason)
     between = "" if gain.at_least else bounds(number(gain.low), number(gain.high))
     seeds = sum(trial.tells_of_fresh_seed and is_of(trial, found) for trial in result.trials or [])
-    told = [between, f"over {counted(seeds, 'fresh seed')}" if seeds else ""]
-    said = f"{words_} ({' '.join(filter(None, told))})" if any(told) else words_
+    told = " ".join(filter(None, [between, f"over {counted(seeds, 'fresh seed')}" if seeds else ""]))
+    said = "as fast as today" if found.speedup_over_baseline else "less energy than today"
     figure = f"≥ {number(gain.low)}×" if gain.at_least else f"{number(gain.median)}×"
-    return Headline(figure, said, choice, found.reason, repeats=True)
+    return Headline(figure, f"{said} ({told})" if told else said, choice, found.reason, repeats=True)
+
+
+def _chosen(found: Recommendation) -> dict[str, str]:
+    """What to train with, each in words; '' or '-' where there is nothing to say."""
+    return {
+        "batch size": batch_text(found),
+        "ranks": f"{found.world_size} with {found.strategy}" if found.strategy else "",
+        "learning rate": number(found.learning_rate),
+        "optimizer": named_values(found.optimizer_arguments),
+        "gradient clipping": clipping_text(found.gradient_clipping),
+        "schedule": f"{found.total_steps:,} steps" if found.total_steps else "",
+        "precision": found.precision,
+        "activation checkpointing": checkpointing_text(found.activation_checkpointing),
+    }
 
 
 def comparison(result: Document, found: Recommendation) -> Table:
@@ -84,38 +91,24 @@ def comparison(result: Document, found: Recommendation) -> Table:
     today = result.baseline
     as_today = today is None or any(is_of(trial, found) and is_of(trial, today) for trial in result.trials or [])
     shown = [found] if today is None or as_today else [found, today]
-    clipped = [clipping_text(each.gradient_clipping) for each in shown]
-    rows = [
-        ("batch size", [batch_text(each) for each in shown]),
-        ("ranks", [f"{each.world_size} with {each.strategy}" if each.strategy else "-" for each in shown]),
-        ("learning rate", [number(each.learning_rate) for each in shown]),
-        ("optimizer", [named_values(each.optimizer_arguments) or "-" for each in shown]),
-        ("gradient clipping", [each or "none" for each in clipped] if any(clipped) else ["-"]),
-        ("schedule", [f"{each.total_steps:,} steps" if each.total_steps else "-" for each in shown]),
-        ("precision", [each.precision for each in shown]),
-        ("activation checkpointing", [checkpointing_text(each.activation_checkpointing) or "-" for each in shown]),
-        (
-            "time to target" + (", machine idle (estimate)" if found.timed_in_turn else ""),
-            [time_interval(each.time_to_target_seconds) for each in shown],
-        ),
-        ("energy to target", [interval(each.energy_to_target_joules, " J") for each in shown]),
-        (metric_of(result), [interval(each.value) for each in shown]),
+    chosen = [_chosen(each) for each in shown]
+    if any(each["gradient clipping"] for each in chosen):
+        chosen = [each | {"gradient clipping": each["gradient clipping"] or "none"} for each in chosen]
+    timed = "time to target" + (", machine idle (estimate)" if found.timed_in_turn else "")
+    rows = [(name, *(each[name] or "-" for each in chosen)) for name in chosen[0]] + [
+        (timed, *(time_interval(each.time_to_target_seconds) for each in shown)),
+        ("energy to target", *(interval(each.energy_to_target_joules, " J") for each in shown)),
+        (metric_of(result), *(interval(each.value) for each in shown)),
     ]
-    known = [(name, cells) for name, cells in rows if cells[0] != "-"]
-    columns = [Column("", [name for name, _ in known])]
-    columns += [
-        Column(name, [cells[at] for _, cells in known]) for at, name in enumerate((_OURS, _THEIRS)[: len(shown)])
-    ]
-    return table("", columns)
+    known = zip(*(row for row in rows if row[1] != "-"), strict=True)
+    return table("", [Column(*each) for each in zip(("", "train with", "today"), known, strict=False)])
 
 
 def runs(result: Document) -> Table:
     """The runs of a study, best first, those of the recommended configuration marked."""
     shown, key = best_first(result)
     marked = [row for row, trial in enumerate(shown) if is_of(trial, result.recommendation)]
-    several = len({trial.precision for trial in shown}) > 1  # else the recommendation names it
-    ways = len({trial.variant for trial in shown}) > 1
-    outcomes = [trial.came_to for trial in shown]
+    outcomes, best = [trial.came_to for trial in shown], f"best {metric_of(result)}"
     columns = [
         Column("", ["●" if row in marked else "" for row in range(len(shown))]),
         counts("run", [trial.number for trial in shown], cells=[str(trial.number) for trial in shown], spare=4),
@@ -124,20 +117,23 @@ def runs(result: Document) -> Table:
         Column("micro × acc.", [_made_up(trial) for trial in shown], detail=True),
         numbers("learning rate", [trial.learning_rate for trial in shown]),
         Column("optimizer", [named_values(trial.optimizer_arguments) for trial in shown], spare=3),
-        Column("precision", [trial.precision if several else "" for trial in shown], spare=2),
-        Column("trained by", [trial.variant.name if ways else "" for trial in shown], spare=2),
+        *_differing(shown, spare=2),
         seconds("to target", [trial.time_to_target_seconds for trial in shown], spare=3 if key == JOULES else 0),
         numbers("energy", [each.energy_to_target_joules for each in shown], unit="J", spare=0 if key == JOULES else 3),
         counts("samples", [trial.samples_to_target for trial in shown], detail=True),
-        numbers(
-            f"best {metric_of(result)}", [trial.value for trial in shown], digits=4, spare=0 if key == VALUE else 3
-        ),
+        numbers(best, [trial.value for trial in shown], digits=4, spare=0 if key == VALUE else 3),
         seconds("trained", [trial.training_seconds for trial in shown], detail=True),
         Column("outcome", outcomes, tones=[*map(tone, outcomes)], spare=1),
         Column("note", [trial.message or "" for trial in shown], detail=True),
     ]
     title = "every run, best first" + ("; ● with what is recommended" if marked else "")
     return table(title, columns, marked=marked, folded=True)
+
+
+def _differing(trials: Sequence[Trial], spare: int) -> list[Column]:
+    """What trials were trained by, where that is not the same for all: else the recommendation names it."""
+    ways = {"precision": [each.precision for each in trials], "trained by": [each.variant.name for each in trials]}
+    return [Column(name, texts, spare=spare) for name, texts in ways.items() if len(set(texts)) > 1]
 
 
 def _made_up(trial: Trial) -> str:
@@ -150,23 +146,16 @@ def _made_up(trial: Trial) -> str:
 def scaling(found: Scaling) -> Section:
     """What to train with on 1, 2, 4 and 8 ranks, and which were timed for that."""
     points = found.points
-    each_rank = [
-        f"{each.micro_batch_size:,}"
-        + (f" × {each.gradient_accumulation_steps}" if each.gradient_accumulation_steps > 1 else "")
-        for each in points
-    ]
+    made = [f"{one.micro_batch_size:,} × {one.gradient_accumulation_steps}".removesuffix(" × 1") for one in points]
+    of_all = [each.world_size * each.time_to_target_seconds.median for each in points]
     energies = [each.energy_to_target_joules for each in points]
     columns = [
         counts("ranks", [each.world_size for each in points]),
         counts("batch", [each.global_batch_size for each in points]),
-        counts("of each rank", [each.micro_batch_size for each in points], cells=each_rank, spare=2),
+        counts("of each rank", [each.micro_batch_size for each in points], cells=made, spare=2),
         numbers("learning rate", [each.learning_rate for each in points], spare=1),
         Column("time to target", [time_interval(each.time_to_target_seconds) for each in points], wraps=True),
-        Column(
-            "of all devices",
-            [duration(each.world_size * each.time_to_target_seconds.median) for each in points],
-            spare=3,
-        ),
+        Column("of all devices", [*map(duration, of_all)], spare=3),
         Column("energy", [interval(each, " J") if each else "" for each in energies], spare=4),
         Column(" ", [_known_by(each) for each in points]),
     ]
@@ -202,11 +191,6 @@ class _Configuration:
         known = [value for each in self.fresh or self.runs if (value := score(each, self.key)) is not None]
         return Interval(median=statistics.median(known), low=min(known), high=max(known)) if known else None
 
-    @property
-    def first(self) -> Trial:
-        """One that has what all have in common."""
-        return self.runs[0]
-
 
 def configurations(result: Document) -> Table:
     """A row for each configuration: the answer, those confirmed, the best of the others, and last what runs today."""
@@ -214,16 +198,13 @@ def configurations(result: Document) -> Table:
     ends = [each for each in (answer, today) if each is not None]
     shown = [each for each in (answer, *others[: _MOST_CONFIGURATIONS - len(ends)], today) if each is not None]
     intervals, key = [each.interval for each in shown], shown[0].key
-    several = len({each.first.precision for each in shown}) > 1  # else the recommendation names it
-    ways = len({each.first.variant for each in shown}) > 1
     columns = [
         Column("", ["●" if each is answer else "" for each in shown]),
-        counts("batch", [each.first.batch_size for each in shown]),
-        numbers("learning rate", [each.first.learning_rate for each in shown]),
-        Column("optimizer", [named_values(each.first.optimizer_arguments) for each in shown], spare=1),
-        Column("clipping", [clipping_text(each.first.gradient_clipping) for each in shown], spare=1),
-        Column("precision", [each.first.precision if several else "" for each in shown], spare=1),
-        Column("trained by", [each.first.variant.name if ways else "" for each in shown], spare=1),
+        counts("batch", [each.runs[0].batch_size for each in shown]),
+        numbers("learning rate", [each.runs[0].learning_rate for each in shown]),
+        Column("optimizer", [named_values(each.runs[0].optimizer_arguments) for each in shown], spare=1),
+        Column("clipping", [clipping_text(each.runs[0].gradient_clipping) for each in shown], spare=1),
+        *_differing([each.runs[0] for each in shown], spare=1),
         _medians(result, key, [each.median if each else None for each in intervals]),
         Column("interval", [_bounds(each, key) if each else "" for each in intervals], spare=1),
         counts("seeds", [len(each.fresh) or None for each in shown], spare=1),
@@ -242,13 +223,12 @@ def _in_order(result: Document) -> tuple[_Configuration | None, list[_Configurat
     answer = today = None
     others = []
     for group in by_configuration(runs):
-        known = [each for each in (result.recommendation, result.baseline) if is_of(group[0], each)]
+        found = next((each for each in (result.recommendation, result.baseline) if is_of(group[0], each)), None)
         fresh = [run for run in group if run.tells_of_fresh_seed]
-        is_baseline = any(run.role == "baseline" for run in group)
-        made = _Configuration(that_count(group), is_baseline, known[0] if known else None, fresh, key)
-        if is_of(group[0], result.recommendation):
+        made = _Configuration(that_count(group), any(run.role == "baseline" for run in group), found, fresh, key)
+        if found is not None and found is result.recommendation:
             answer = made
-        elif made.runs_today or is_of(group[0], result.baseline):
+        elif made.runs_today or found is not None:
             today = made
         else:
             others.append(made)
@@ -290,7 +270,7 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
     if missed and not (each.found and each.interval):
         return f"{missed} of {counted(len(each.fresh), 'fresh seed')} came to no result"
     if each.interval is None:
-        return _ENDED.get(each.first.came_to, each.first.came_to)
+        return _ENDED.get(each.runs[0].came_to, each.runs[0].came_to)
     if not each.fresh and not each.found:
         return f"{'a single run' if len(each.runs) == 1 else counted(len(each.runs), 'run')}, not confirmed"
     if answer and not answer.fresh and each.fresh:
@@ -298,7 +278,7 @@ def _why_not(result: Document, each: _Configuration, answer: _Configuration | No
     found, best = (answer.found, answer.interval) if answer else (None, None)
     gain = found and (found.speedup_over_baseline or found.energy_saving_over_baseline)
     if gain and each.found:
-        return f"{'at least ' if gain.at_least else ''}{_times(gain.low if gain.at_least else gain.median, each.key)}"
+        return _times(gain.low if gain.at_least else gain.median, each.key, at_least=gain.at_least)
     if answer and found and found.timed_in_turn and not each.found:
         best = answer.of_runs  # of two paces nothing can be divided
     return "confirmed" if best is None else _against(best, each.interval, result, each.key)
@@ -311,8 +291,8 @@ def _against(best: Interval, other: Interval, result: Document, key: str) -> str
         return "ahead on these seeds alone"
     if key not in _TIMES or best.median <= 0:
         return "worse"
-    return f"{'at least ' if other.at_least else ''}{_times(other.median / best.median, key)}"
+    return _times(other.median / best.median, key, at_least=other.at_least)
 
 
-def _times(ratio: float, key: str) -> str:
-    return f"{number(ratio, 2)} {_TIMES[key]}"
+def _times(ratio: float, key: str, *, at_least: bool) -> str:
+    return f"{'at least ' if at_least else ''}{number(ratio, 2)} {_TIMES[key]}"
