@@ -15,7 +15,7 @@ import torch
 
 from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
-from batchtune.child.ranks._base import Ranks
+from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
 from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader
 from batchtune.device._base import DeviceMemory, PeakTracker
@@ -43,13 +43,13 @@ class _Ended(NamedTuple):
     most_samples: int | None = None
 
 
-def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Ranks | None = None) -> Tried:
+def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Ranks = ALONE) -> Tried:
     """Trains full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
 
-    The limit of `memory` is enforced already. Ranks that train together (`parallel`) call this at the same time.
+    The limit of `memory` is enforced already. Ranks that train together call this at the same time.
     """
     heartbeat.forget_compiled()
-    steps, started = _Steps(task, memory, command, parallel), time.perf_counter()
+    steps, started = _Steps(task, memory, command, ranks), time.perf_counter()
     ended, usable, before, after = _Ended(), True, None, None
     try:
         with memory.attempt(command.batch_size):
@@ -105,9 +105,8 @@ def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
 class _Steps:
     """The steps of an attempt, and what is measured in them. It holds no tensor."""
 
-    def __init__(self, task: Task, memory: DeviceMemory, command: TryBatchSize, parallel: Ranks | None) -> None:
-        self._task, self._memory, self._command, self._parallel = task, memory, command, parallel
-        self._agree: Callable[[bool], bool] = parallel.agree if parallel else bool
+    def __init__(self, task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Ranks) -> None:
+        self._task, self._memory, self._command, self._ranks = task, memory, command, ranks
         self._most = command.steps if command.verify else _MOST_STRAINED * command.steps
         self.tracker, self._times = PeakTracker(memory), StepTimes()
         self.batch_size, self._length = command.batch_size, command.length
@@ -153,7 +152,7 @@ class _Steps:
         for number, batch in enumerate(_batches(task, command, self._memory.device, self._most), 1):
             tracker.end_phase(forward_backward=False)  # of making it
             self._step(trainer, batch, free_late=free_late)
-            if command.steps <= number < self._most and self._agree(not tracker.retries):
+            if command.steps <= number < self._most and self._ranks.agree(not tracker.retries):
                 break
         if command.verify:
             self.batches_differ = task.batches_differ()
@@ -173,23 +172,26 @@ class _Steps:
         has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.always_frees_late)
         has_habits &= not self._command.process  # of further processes each has one of the two
         self._memory.release()
-        if not has_habits or not self._agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
+        if not has_habits or not self._ranks.agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
             return
         heartbeat.forget_compiled()
         taken, self._times = self._times, StepTimes()
         trainer, batch = self._trainer(), task.worst_batch(self.batch_size, self._length)
         steps = range(max(_FEWEST_EARLY, self._command.steps // 2), self._command.steps)
-        _to_rest(lambda: self._step(trainer, batch, free_late=False), self.tracker, self._agree, steps)
+        _to_rest(lambda: self._step(trainer, batch, free_late=False), self.tracker, self._ranks.agree, steps)
         if not task.has("evaluate"):  # which may take long
             self._evaluate(trainer)
         self._train_on(trainer, batch, free_late=False)
         self._times = taken
 
     def _trainer(self) -> Trainer:
-        command, device, ranks = self._command, self._memory.device, self._parallel
-        again = command.variant.activation_checkpointing
         return Trainer(
-            self._task, device, command.precision, parallel=ranks, loss_scale=1.0, activation_checkpointing=again
+            self._task,
+            self._memory.device,
+            self._command.precision,
+            ranks=self._ranks,
+            loss_scale=1.0,
+            activation_checkpointing=self._command.variant.activation_checkpointing,
         )
 
     def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
@@ -265,7 +267,7 @@ class _Steps:
             self.tracker.end_phase(forward_backward=False)
 
         self.tracker.end_phase(forward_backward=False)
-        _to_rest(step, self.tracker, self._agree, range(STEPS_AFTER_EVALUATION, self._command.steps))
+        _to_rest(step, self.tracker, self._ranks.agree, range(STEPS_AFTER_EVALUATION, self._command.steps))
 
 
 def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int) -> Iterator[object]:

@@ -29,14 +29,13 @@ def noise_scale(
     memory: DeviceMemory,
     command: MeasureNoiseScale,
     clock: Callable[[], float] = time.perf_counter,
-    parallel: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> NoiseScale:
     """Measures squared gradient norms at two batch sizes, on a model that has trained for a few of the smaller one.
 
-    Freshly initialised weights have a much smaller noise scale than trained ones. Of ranks that train together
-    (`parallel`), one pass may tell both: its small batches are those of single ranks, the large one is all of theirs.
+    Freshly initialised weights have a much smaller noise scale than trained ones. Of ranks that train together, one
+    pass may tell both: its small batches are those of single ranks, the large one is all of theirs.
     """
-    ranks = parallel or ALONE
     world_size, apart = ranks.world_size, command.ranks_apart
     memory.release()
     started = clock()
@@ -46,10 +45,10 @@ def noise_scale(
         command.precision,
         learning_rate=command.learning_rate,
         samples_per_step=command.small * world_size,
-        parallel=parallel,
+        ranks=ranks,
     )
     few, many = (
-        TrainingBatches(task, size, seed, parallel) for seed, size in enumerate((command.small, command.large), 1)
+        TrainingBatches(task, size, seed, ranks) for seed, size in enumerate((command.small, command.large), 1)
     )
     for _ in range(command.warm_up_steps):
         trainer.step(few)
@@ -206,14 +205,13 @@ def range_test(
     memory: DeviceMemory,
     command: RunRangeTest,
     clock: Callable[[], float] = time.perf_counter,
-    parallel: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> RangeTest:
     """Trains a new model for some steps while the learning rate rises by the same factor each time.
 
     The rates of all groups of parameters rise together; of several ranks' losses the mean counts, and
     of several that a step has, each for itself.
     """
-    ranks = parallel or ALONE
     batch_size, steps, rate = command.batch_size * ranks.world_size, command.steps, command.lowest_rate
     memory.release()
     started = clock()
@@ -223,9 +221,9 @@ def range_test(
         command.precision,
         learning_rate=rate,
         samples_per_step=batch_size,
-        parallel=parallel,
+        ranks=ranks,
     )
-    batches, edges = TrainingBatches(task, command.batch_size, 0, parallel), Edges()
+    batches, edges = TrainingBatches(task, command.batch_size, 0, ranks), Edges()
     ratio = (command.highest_rate / rate) ** (1 / max(1, steps - 1))
     found, taken = None, 0
     while taken < steps:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchtune.child import heartbeat
-from batchtune.child.ranks._base import ALONE, Alone, Ranks
+from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.stepping import Precision
 from batchtune.child.trainer import Trainer, move
 from batchtune.device._base import DeviceMemory
@@ -105,12 +105,10 @@ def fitting_metric_value(
         batch_size //= 2
 
 
-def require_metric(
-    task: Task, device: torch.device, metric: str, precision: str, parallel: Ranks | None = None
-) -> None:
+def require_metric(task: Task, device: torch.device, metric: str, precision: str, ranks: Ranks = ALONE) -> None:
     """Raises UsageError where there is no such metric, by an evaluation of a new model where the task has its own."""
     if task.has("evaluate"):
-        metric_value(Trainer(task, device, precision, parallel=parallel), metric, 1)
+        metric_value(Trainer(task, device, precision, ranks=ranks), metric, 1)
     elif metric != "val_loss":
         raise _only_val_loss(metric, task)
 
@@ -155,7 +153,7 @@ def _mean_loss(trainer: Trainer, batch_size: int, max_batches: int | None) -> fl
     return shares.together("sum", float(total)) / of_all
 
 
-def _batches(task: Task, batch_size: int, ranks: Ranks | Alone) -> Iterator[tuple[int, object]]:
+def _batches(task: Task, batch_size: int, ranks: Ranks) -> Iterator[tuple[int, object]]:
     """The batches of the validation set, each with the number of its samples that count.
 
     Ranks take them in turn, of a stream all of them all. Each takes as many: one that has none left takes the last

@@ -14,7 +14,7 @@ import torch
 
 from batchtune.child import heartbeat
 from batchtune.child.evaluate import require_metric
-from batchtune.child.ranks._base import Ranks
+from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.stepping import choose, every_precision
 from batchtune.device.memory import count_devices, find_device, open_device, require_kind
 from batchtune.device.nvml import Sensors
@@ -43,7 +43,7 @@ class Session:
         leave: Callable[[], None] | None = None,
     ) -> None:
         self._channel, self._load, self._leave = channel, load, leave
-        self._parallel: Ranks | None = None
+        self._ranks: Ranks = ALONE
         self._task: Task
 
     def describe(self, command: Describe) -> Machine:
@@ -61,7 +61,7 @@ class Session:
         require_kind(self._memory, command.device_name)
         limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
         self._task = self._load(command.task)
-        self._task.require(command.purpose, self._parallel.world_size if self._parallel else 1)
+        self._task.require(command.purpose, self._ranks.world_size)
         if command.gradient_clipping is not None:
             self._task.gradient_clipping = command.gradient_clipping
         self._task.activation_checkpointing = command.activation_checkpointing
@@ -109,10 +109,10 @@ class Session:
             memory_limit_bytes=limit,
             optimizer_defaults=task.optimizer_defaults(command.optimizer_arguments),
             forks=self._leave is not None,
-            **_about_steps(task, self._parallel, command, limit, chosen[0][0]),
+            **_about_steps(task, self._ranks, command, limit, chosen[0][0]),
         )
         if command.metric is not None:
-            require_metric(task, memory.device, command.metric, chosen[0][0], self._parallel)
+            require_metric(task, memory.device, command.metric, chosen[0][0], self._ranks)
             memory.release()
         return opened
 
@@ -148,12 +148,10 @@ def _without_autocast(task: Task, precision: str) -> Iterator[str]:
                 )
 
 
-def _about_steps(
-    task: Task, ranks: Ranks | None, command: OpenTask, limit: int | None, precision: str
-) -> dict[str, Any]:
+def _about_steps(task: Task, ranks: Ranks, command: OpenTask, limit: int | None, precision: str) -> dict[str, Any]:
     """What of `Opened` is about the task's optimizer steps."""
     # for inference, too, so that what is wrong with it is said
-    model = ranks.sketch(task.model) if ranks else task.model()
+    model = ranks.sketch(task.model)
     notes = task.adapted.notes if task.adapted else ()
     if any(each.dtype in {torch.float64, torch.complex128} for each in model.parameters()):
         what = "weights are float64, which autocast leaves alone: what is called fp32 or bf16 here computes in float64"
@@ -170,7 +168,7 @@ def _about_steps(
     return today | {
         "optimizer": optimizers.name,
         "optimizer_settings": settings,
-        "fits_alone": ranks is None or ranks.holds_whole(model, limit),
+        "fits_alone": ranks.holds_whole(model, limit),
         "foreign_parameters": sum(id(parameter) not in own for parameter in optimizers.parameters),
         "gradient_clipping": task.gradient_clipping or NO_CLIPPING,
         "accumulation_steps": task.adapted.accumulation_steps if task.adapted else 1,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from batchtune.child.image import serve_forks
+from batchtune.child.ranks._base import ALONE
 from batchtune.child.ranks.parallel import Parallel, load_early
 from batchtune.child.server import Child
 from batchtune.child.trainer import Trainer
@@ -40,7 +41,7 @@ class RankChild(Child):
         if isinstance(command, Rejoin):
             self._group.join()
             return Done()
-        if self._parallel is not None:
+        if self._ranks is not ALONE:
             self._group.strategy = _variant_of(command).strategy or self._rendezvous.strategy
         return super().answer(command)
 
@@ -54,7 +55,7 @@ class RankChild(Child):
             _require_alike(group, opened)
             for strategy in command.strategies:
                 group.strategy = strategy
-                Trainer(self._task, self._memory.device, opened.precision[0][0], parallel=group)
+                Trainer(self._task, self._memory.device, opened.precision[0][0], ranks=group)
                 self._memory.release()
             group.strategy = self._rendezvous.strategy
         about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
@@ -62,7 +63,7 @@ class RankChild(Child):
 
     def _join(self, name: str, seen: Sharing | None) -> None:
         """Before the memory limit, in which what the group's connections take does not count."""
-        self._parallel = self._group = Parallel(self._memory.device, self._rendezvous, self._fork)
+        self._ranks = self._group = Parallel(self._memory.device, self._rendezvous, self._fork)
         with usable_now(name, seen):
             self._group.join()
 

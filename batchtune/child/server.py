@@ -17,6 +17,7 @@ from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
 from batchtune.child.before_study import noise_scale, range_test
 from batchtune.child.opening import Session
+from batchtune.child.ranks._base import ALONE
 from batchtune.child.timing import flops_per_sample, time_loader, time_steps
 from batchtune.child.training_run import time_in_turn, train
 from batchtune.device.failures import classify, leaves_device_usable
@@ -43,30 +44,30 @@ class Child(Session):
                 return self.open(command)
             case commands.TryBatchSize():
                 shake_heap(command.process)
-                return attempt(self._task, self._memory, command, self._parallel)
+                return attempt(self._task, self._memory, command, self._ranks)
             case commands.TimeSteps():
                 with self._memory.timing():
-                    parallel = self._parallel if command.communicate else None
-                    return time_steps(self._task, self._memory, command, parallel)
+                    ranks = self._ranks if command.communicate else ALONE
+                    return time_steps(self._task, self._memory, command, ranks)
             case commands.CountFlops():
                 with self._memory.timing():  # counting takes memory of its own
                     return flops_per_sample(self._task, self._memory, command)
             case commands.TimeLoader():
                 with self._memory.timing():
-                    return time_loader(self._task, self._memory, command, self._parallel)
+                    return time_loader(self._task, self._memory, command, self._ranks)
             case commands.RunRangeTest():
-                return range_test(self._task, self._memory, command, parallel=self._parallel)
+                return range_test(self._task, self._memory, command, ranks=self._ranks)
             case commands.MeasureNoiseScale():
-                return noise_scale(self._task, self._memory, command, parallel=self._parallel)
+                return noise_scale(self._task, self._memory, command, ranks=self._ranks)
             case commands.TimeInTurn():
-                return time_in_turn(self._task, self._memory, command, self._parallel)
+                return time_in_turn(self._task, self._memory, command, self._ranks)
             case commands.Train():
                 return self._train(command.spec)
         raise TypeError(f"no child knows {type(command).__name__}")
 
     def _train(self, spec: RunSpec) -> RunEnd:
         """A run; every evaluation is told, and the parent's `go_on` waited for."""
-        run, go_on = train(self._task, self._memory, spec, self._sensors.joules, self._parallel), None
+        run, go_on = train(self._task, self._memory, spec, self._sensors.joules, self._ranks), None
         while True:
             try:
                 point = next(run) if go_on is None else run.send(go_on)

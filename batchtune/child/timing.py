@@ -20,7 +20,7 @@ from torch.utils import flop_counter
 
 from batchtune.child.evaluate import Inference
 from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
-from batchtune.child.ranks._base import Ranks
+from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.trainer import Trainer, move, training_loader
 from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import SETTLING_STEPS, DeviceMemory
@@ -80,27 +80,26 @@ class StepTimes:
         return 0.93 * (high - low) <= _PRECISION * middle * math.sqrt(len(self._clean))
 
 
-def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None = None) -> ThroughputPoint:
+def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, ranks: Ranks = ALONE) -> ThroughputPoint:
     """Times training steps at one size for about as long as asked, the device's sensors sampled meanwhile.
 
     Without sensors it ends as soon as the median step is known to 1 %. Compiling is no part of it: steps are taken
     until nothing is left to compile, and one that compiles nevertheless is left out, as is one that waited for a
-    processor, where others did not. Ranks that train together (`parallel`) all call this, and take the same number.
+    processor, where others did not. Ranks that train together all call this, and take the same number.
     """
     forget_compiled()
     memory.release()
-    take, agree = _stepper(task, memory, command, parallel), parallel.agree if parallel else bool
-    watch = CompileWatch()
+    take, watch = _stepper(task, memory, command, ranks), CompileWatch()
 
     def step() -> float:
         seconds = memory.stopwatch()
         take()
         return seconds()
 
-    warm_up(step, watch, agree)
+    warm_up(step, watch, ranks.agree)
     sensors = Sensors(memory.device)
     with sensors.sampling() as readings, watching_others() as load:
-        timed = _time(step, watch, command.seconds, agree, ends_early=not sensors.present)
+        timed = _time(step, watch, command.seconds, ranks.agree, ends_early=not sensors.present)
     samples, seconds = command.batch_size * command.accumulation_steps, timed.typical(load.others)
     return ThroughputPoint(
         batch_size=command.batch_size,
@@ -113,12 +112,12 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: R
     )
 
 
-def _stepper(task: Task, memory: DeviceMemory, command: TimeSteps, parallel: Ranks | None) -> Callable[[], object]:
+def _stepper(task: Task, memory: DeviceMemory, command: TimeSteps, ranks: Ranks) -> Callable[[], object]:
     """Takes an optimizer step, or a forward pass."""
     if task.is_for_inference:
         inference, batch = Inference(task, memory.device, command.precision), task.worst_batch(command.batch_size)
         return lambda: inference.forward(batch)
-    trainer = Trainer(task, memory.device, command.precision, parallel=parallel, loss_scale=1.0)
+    trainer = Trainer(task, memory.device, command.precision, ranks=ranks, loss_scale=1.0)
     batches = itertools.repeat(task.worst_batch(command.batch_size))
     return lambda: trainer.step(batches, command.accumulation_steps)
 
@@ -149,7 +148,7 @@ def _time(
     return timed
 
 
-def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, parallel: Ranks | None = None) -> LoaderPoint:
+def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, ranks: Ranks = ALONE) -> LoaderPoint:
     """Brings batches from the training set to the device for about as long as asked.
 
     The clock starts once every worker has delivered a batch, so that neither their start nor what they had prepared
@@ -167,7 +166,7 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, parallel:
         "multiprocessing_context": "fork" if forks else None,
     }
     try:
-        with closing(_epochs(training_loader(task, command.batch_size, 0, parallel, **settings))) as batches:
+        with closing(_epochs(training_loader(task, command.batch_size, 0, ranks, **settings))) as batches:
             rate = _rate(batches, memory, command)
     except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
         message = str(error).strip().split("\n")[-1][:300] or type(error).__name__

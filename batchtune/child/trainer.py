@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
-from batchtune.child.ranks._base import ALONE, Alone, Ranks, Shard, StreamShard, own_batches
+from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, own_batches
 from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
@@ -46,7 +46,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def training_loader(
-    task: Task, micro_batch_size: int, seed: int, parallel: Ranks | None = None, **settings: Any
+    task: Task, micro_batch_size: int, seed: int, ranks: Ranks = ALONE, **settings: Any
 ) -> DataLoader[object]:
     """Shuffled batches of one epoch of the training set; an incomplete one is left out if it would count as whole.
 
@@ -56,12 +56,12 @@ def training_loader(
     iterable = isinstance(data, IterableDataset)
     size = task.train_size()
     sampler, generator = task.sampler(micro_batch_size), torch.Generator().manual_seed(seed)
-    if parallel is not None:
-        size = None if size is None else size // parallel.world_size
+    if ranks.world_size > 1:
+        size = None if size is None else size // ranks.world_size
         if iterable:
-            data = StreamShard(data, parallel)
+            data = StreamShard(data, ranks)
         else:
-            sampler = Shard(sampler or RandomSampler(data, generator=generator), seed, parallel)
+            sampler = Shard(sampler or RandomSampler(data, generator=generator), seed, ranks)
     return DataLoader(
         data,
         batch_size=micro_batch_size,
@@ -100,7 +100,7 @@ class TrainingBatches(Iterator[object]):
         task: the user's code.
         micro_batch_size: what a batch counts for: its samples, or its tokens in the mean.
         seed: of the shuffling.
-        parallel: the ranks.
+        ranks: those that share them.
         samples: of a batch, where that counts its tokens.
         length_batches: samples of a batch by their length, where it is of samples of similar length.
     """
@@ -110,14 +110,14 @@ class TrainingBatches(Iterator[object]):
         task: Task,
         micro_batch_size: int,
         seed: int,
-        parallel: Ranks | None = None,
+        ranks: Ranks = ALONE,
         samples: int | None = None,
         length_batches: LengthBatches = (),
     ) -> None:
         self._task, self._size, self._seed, self.samples, self.epoch = task, micro_batch_size, seed, 0, 0
-        self._parallel = parallel
+        self._ranks = ranks
         own = task.has("train_loader")
-        self._loader = None if own else training_loader(task, samples or micro_batch_size, seed, parallel)
+        self._loader = None if own else training_loader(task, samples or micro_batch_size, seed, ranks)
         if length_batches:
             self._loader = loader_by_length(task, length_batches, seed)
         self._batches = self._without_end()
@@ -143,7 +143,7 @@ class TrainingBatches(Iterator[object]):
         if self._loader is not None:
             return self._loader
         loader = self._task.loader(self._size)
-        return loader if self._parallel is None else own_batches(loader, self._seed + number, self._parallel)
+        return own_batches(loader, self._seed + number, self._ranks)
 
 
 class NonFiniteLossError(UserCodeError):
@@ -160,7 +160,7 @@ class Trainer:
         learning_rate: handed to the user's `build_optimizer`, as are the `optimizer_arguments`.
         seed: weights and data order follow from it.
         total_steps: the horizon handed to the user's `build_scheduler`.
-        parallel: the ranks that train together, this process among them; None: it trains alone.
+        ranks: those that train together, this process among them.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
         samples_per_step: of the optimizer steps to come, for schedulers and adapters that may ask; None: not known.
         gradient_clipping: before the optimizers' steps; None: what the task does by itself.
@@ -180,7 +180,7 @@ class Trainer:
         seed: int = 0,
         total_steps: int | None = None,
         optimizer_arguments: Mapping[str, Value] | None = None,
-        parallel: Ranks | None = None,
+        ranks: Ranks = ALONE,
         loss_scale: float = LOSS_SCALE,
         samples_per_step: int | None = None,
         gradient_clipping: GradientClipping | None = None,
@@ -188,12 +188,12 @@ class Trainer:
     ) -> None:
         seed_everything(seed)
         self.task, self.device = task, device
-        self.ranks: Ranks | Alone = parallel or ALONE
+        self.ranks = ranks
         self.precision = Precision(precision, device, loss_scale)
         if adapted := task.adapted:
             adapted.samples_per_step, adapted.total_steps = samples_per_step, total_steps
         build = functools.partial(task.model, activation_checkpointing)
-        self.model: nn.Module = parallel.place(build) if parallel else build().to(device)
+        self.model = ranks.place(build, device)
         if not (adapted and adapted.keeps_modes):
             self.model.train()
         self._loss_of = self.ranks.loss_of(self.model, task.loss)

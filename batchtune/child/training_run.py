@@ -84,11 +84,11 @@ def train(
     memory: DeviceMemory,
     spec: RunSpec,
     joules: Callable[[], float | None] = lambda: None,
-    parallel: Ranks | None = None,
+    ranks: Ranks = ALONE,
 ) -> Generator[CurvePoint, bool, RunEnd]:
     """Trains one configuration, yielding each evaluation and being sent whether to go on.
 
-    Ranks that train together (`parallel`) all call this, and the first yields: a stretch takes as long as the slowest
+    Ranks that train together all call this, and the first yields: a stretch takes as long as the slowest
     of them, samples and energy are those of all.
 
     Training seconds count optimizer steps with their data loading, the device synchronised; not evaluation, not
@@ -104,11 +104,11 @@ def train(
     ends = time.perf_counter() + (math.inf if spec.wall_seconds is None else spec.wall_seconds)
     memory.release()
     clock = StepClock(spec.most_step_seconds)
-    slow = _Run(task, memory, spec, clock, parallel=parallel).warm_up()
+    slow = _Run(task, memory, spec, clock, ranks=ranks).warm_up()
     memory.release()
     horizon = spec.horizon_seconds or spec.limit_seconds
     total_steps = spec.total_steps or max(1, math.ceil(horizon / clock.step_seconds))
-    run = _Run(task, memory, spec, clock, joules=joules, ends=ends, total_steps=total_steps, parallel=parallel)
+    run = _Run(task, memory, spec, clock, joules=joules, ends=ends, total_steps=total_steps, ranks=ranks)
     outcome = yield from run.evaluation()
     while outcome is None:
         if run.advance():
@@ -122,12 +122,11 @@ def train(
 
 
 def time_in_turn(
-    task: Task, memory: DeviceMemory, command: TimeInTurn, parallel: Ranks | None = None
+    task: Task, memory: DeviceMemory, command: TimeInTurn, ranks: Ranks = ALONE
 ) -> tuple[tuple[float, ...], ...]:
     """Seconds of an optimizer step of each run, data loading included, round by round; see `TimeInTurn`."""
     memory.release()
-    ranks = parallel or ALONE
-    runs = [_Run(task, memory, spec, StepClock(), parallel=parallel) for spec in command.specs]
+    runs = [_Run(task, memory, spec, StepClock(), ranks=ranks) for spec in command.specs]
     for run in runs:
         run.warm_up()
     rounds: list[tuple[float, ...]] = []
@@ -150,10 +149,10 @@ class _Run:
         joules: Callable[[], float | None] = lambda: None,
         ends: float = math.inf,
         total_steps: int | None = None,
-        parallel: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._memory, self._spec, self._clock, self._own_joules, self._ends = memory, spec, clock, joules, ends
-        self._ranks = parallel or ALONE
+        self._ranks = ranks
         self.trainer = Trainer(
             task,
             memory.device,
@@ -165,10 +164,10 @@ class _Run:
             samples_per_step=spec.batch_size,
             gradient_clipping=spec.gradient_clipping,
             activation_checkpointing=spec.variant.activation_checkpointing,
-            parallel=parallel,
+            ranks=ranks,
         )
         self._batches = TrainingBatches(
-            task, spec.micro_batch_size, spec.seed, parallel, spec.samples, spec.length_batches
+            task, spec.micro_batch_size, spec.seed, ranks, spec.samples, spec.length_batches
         )
         self._evaluation_batch_size = spec.evaluation_batch_size
         self.evaluation_seconds = 0.0

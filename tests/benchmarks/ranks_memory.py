@@ -52,7 +52,7 @@ def rank(way: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     torch.manual_seed(0)
     before, began = resident("VmRSS"), time.perf_counter()
-    model = group.place(build)
+    model = group.place(build, group.device)
     peak, seconds = resident("VmHWM") - before, time.perf_counter() - began
     peak, seconds = group.together("max", peak), group.together("max", seconds)
     whole = sum(each.numel() for each in model.parameters()) * 4 / 2**20

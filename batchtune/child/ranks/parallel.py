@@ -13,12 +13,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from batchtune.child.ranks._base import How, RankLoss, sum_of_squares
+from batchtune.child.ranks._base import How, RankLoss, Ranks, sum_of_squares
 from batchtune.errors import UsageError
 from batchtune.protocol.messages import Rendezvous
 
+dist: Any = torch.distributed
 _NEVER = timedelta(days=1)  # the coordinator ends the group; a collective's own timeout would only come in between
 _NAMED = 3  # parameters, where many are meant
 SLOW, NOTICEABLE_SECONDS = 3.0, 1e-3  # times as long as the others, and by how much, what a rank does may take
@@ -28,14 +30,13 @@ _STEPS = 5  # of which the quickest counts for its pace
 def load_early() -> None:
     """Loads what ranks need of torch, so that it is in no memory limit, and in no fork of an image anew."""
     import torch._dynamo
-    import torch.distributed
     import torch.distributed.fsdp
     import torch.nn.parallel  # noqa: F401
 
     import batchtune.child.ranks.deferred  # noqa: F401
 
 
-class Parallel:
+class Parallel(Ranks):
     """This rank's place among those that train together by DistributedDataParallel or FSDP2."""
 
     def __init__(self, device: torch.device, rendezvous: Rendezvous, fork: int = 0) -> None:
@@ -51,7 +52,6 @@ class Parallel:
         What a failed attempt left half done in the group before is forgotten with it.
         """
         load_early()
-        dist: Any = torch.distributed
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -74,8 +74,6 @@ class Parallel:
         return bool(self.together("min", float(go_on)))
 
     def together(self, how: How, value: float) -> float:
-        import torch.distributed as dist
-
         said = torch.tensor([value], dtype=torch.float64)  # on the host, so that no device is waited for
         if how == "first":
             dist.broadcast(said, src=0)
@@ -86,29 +84,23 @@ class Parallel:
         return float(said.item())
 
     def each(self, value: float) -> list[float]:
-        import torch.distributed as dist
-
         said = [torch.zeros(1, dtype=torch.float64) for _ in range(self.world_size)]
         dist.all_gather(said, torch.tensor([value], dtype=torch.float64))
         return [float(each.item()) for each in said]
 
     def align(self, model: nn.Module) -> None:
-        import torch.distributed as dist
-
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 dist.broadcast(buffer, src=0)
 
     def squared_norm(self, gradients: Iterable[Tensor]) -> float:
         if self.strategy == "ddp":
-            return sum_of_squares(gradients)
+            return super().squared_norm(gradients)
         shards: Any = gradients
         held = [shard.to_local() for shard in shards]
         return self.together("sum", sum_of_squares(shard for shard in held if shard.numel()))
 
     def squared_norms_apart(self, gradients: Iterable[Tensor]) -> tuple[float, float]:
-        import torch.distributed as dist
-
         own = list(gradients)
         apart = self.together("sum", sum_of_squares(own)) / self.world_size
         for gradient in own:
@@ -118,26 +110,26 @@ class Parallel:
 
     def sketch(self, build: Callable[[], nn.Module]) -> nn.Module:
         if self.strategy == "ddp":
-            return build()
+            return super().sketch(build)
         from batchtune.child.ranks.deferred import build_deferred
 
         return build_deferred(build)[0]
 
-    def place(self, build: Callable[[], nn.Module]) -> nn.Module:
+    def place(self, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """The model on this rank's device: all of it, or with FSDP a shard of each repeated block and of the rest.
 
         A block gets its weights when its turn has come, and is sharded as soon as it is on the device, so that the
         whole model never has to fit there, nor into the host's memory.
         """
         if self.strategy == "ddp":
-            return build().to(self.device)
+            return super().place(build, device)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         from batchtune.child.ranks.deferred import build_deferred
 
         model, fill = build_deferred(build)
-        mesh, blocks = init_device_mesh(self.device.type, (self.world_size,)), repeated_blocks(model)
+        mesh, blocks = init_device_mesh(device.type, (self.world_size,)), repeated_blocks(model)
         _require_untied(model, blocks)
         for module in (*blocks, model):
             fill(module)

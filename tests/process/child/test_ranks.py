@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from torch.utils.data import TensorDataset
 
 from batchtune.child.evaluate import metric_value
+from batchtune.child.ranks._base import ALONE
 from batchtune.child.ranks.parallel import repeated_blocks
 from batchtune.child.trainer import Trainer, TrainingBatches
 
@@ -69,18 +70,18 @@ command = MeasureNoiseScale(
     small=4, large=32, learning_rate=1e-3, warm_up_steps=2, draws=60,
     ranks_apart=strategy == "ddp", **how
 )
-noise = noise_scale(here.noisy_task(), FakeDevice(), command, parallel=ranks)
+noise = noise_scale(here.noisy_task(), FakeDevice(), command, ranks=ranks)
 told["noise"] = [noise.samples, noise.low, noise.high, noise.batch_sizes]
 rising = RunRangeTest(batch_size={MICRO}, lowest_rate=1e-3, highest_rate=100.0, steps=40, **how)
-test = range_test(linear_task(), FakeDevice(), rising, parallel=ranks)
+test = range_test(linear_task(), FakeDevice(), rising, ranks=ranks)
 told["edge"] = [test.batch_size, test.edge_learning_rate, test.lowest_loss_learning_rate]
-told["peak"] = here.peak_bytes(lambda: ranks.place(here.deep))
+told["peak"] = here.peak_bytes(lambda: ranks.place(here.deep, ranks.device))
 try:
-    Trainer(linear_task(build_model=here.tied), torch.device("cpu"), "fp32", parallel=ranks)
+    Trainer(linear_task(build_model=here.tied), torch.device("cpu"), "fp32", ranks=ranks)
 except UsageError as error:
     told["refused"] = str(error)
 try:
-    Trainer(linear_task(build_model=here.scaled), torch.device("cpu"), "fp32", parallel=ranks)
+    Trainer(linear_task(build_model=here.scaled), torch.device("cpu"), "fp32", ranks=ranks)
 except UsageError as error:
     told["scaled"] = str(error)
 print(json.dumps(told))
@@ -140,11 +141,11 @@ def _resident(name):
     return int(status.partition(f"{name}:")[2].split()[0]) << 10
 
 
-def trained(micro_batch_size, parallel=None):
+def trained(micro_batch_size, ranks=ALONE):
     """The weights after a few steps of two micro-batches each, and an evaluation in batches that do not come out."""
     task = linear_task(build_model=blocks)
-    trainer = Trainer(task, torch.device("cpu"), "fp32", learning_rate=0.05, seed=5, parallel=parallel)
-    batches = TrainingBatches(task, micro_batch_size, 7, parallel)
+    trainer = Trainer(task, torch.device("cpu"), "fp32", learning_rate=0.05, seed=5, ranks=ranks)
+    batches = TrainingBatches(task, micro_batch_size, 7, ranks)
     for _ in range(STEPS):
         trainer.step(batches, 2)
     loss = metric_value(trainer, "val_loss", 5)

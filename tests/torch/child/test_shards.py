@@ -30,15 +30,15 @@ class Stream(IterableDataset):
         return iter(range(SAMPLES))
 
 
-def drawn(task, batches, *, parallel=None, size=MICRO, seed=3):
+def drawn(task, batches, *, ranks=ALONE, size=MICRO, seed=3):
     """The samples of so many batches, batch by batch."""
-    found = TrainingBatches(task, size, seed, parallel)
+    found = TrainingBatches(task, size, seed, ranks)
     return [torch.as_tensor(each).tolist() for each in itertools.islice(found, batches)]
 
 
 def of_all(task, batches):
     """Of each batch, what the ranks have together."""
-    each = [drawn(task, batches, parallel=rank(number)) for number in range(RANKS)]
+    each = [drawn(task, batches, ranks=rank(number)) for number in range(RANKS)]
     return [sorted(itertools.chain(*parts)) for parts in zip(*each, strict=True)]
 
 
@@ -68,9 +68,9 @@ def test_a_sampler_that_draws_from_the_global_random_numbers_gives_ranks_the_sam
     task = linear_task(train_dataset=Numbers)
     task.sampler = lambda _: Sampler()
     torch.manual_seed(1)
-    found = drawn(task, 5, parallel=rank(0))
+    found = drawn(task, 5, ranks=rank(0))
     torch.manual_seed(2)  # on another rank something else has been drawn meanwhile
-    others = drawn(task, 5, parallel=rank(1))
+    others = drawn(task, 5, ranks=rank(1))
     assert not set(itertools.chain(*found)) & set(itertools.chain(*others))
 
 
@@ -90,7 +90,7 @@ def test_a_loader_of_the_users_own_is_dealt_out_batch_by_batch(linear_task):
     each = []
     for number in range(RANKS):
         torch.manual_seed(number)
-        each.append(drawn(task, 5, parallel=rank(number)))
+        each.append(drawn(task, 5, ranks=rank(number)))
     samples = list(itertools.chain(*itertools.chain(*each)))
     assert len(set(samples)) == len(samples) == 5 * MICRO * RANKS
 
@@ -100,7 +100,7 @@ def test_a_loader_that_shares_the_set_among_ranks_by_itself_is_taken_as_it_is(li
         sampler = DistributedSampler(Numbers(), num_replicas=RANKS, rank=number, shuffle=False)
         return DataLoader(Numbers(), size, sampler=sampler)
 
-    assert drawn(linear_task(train_loader=loader), 2, parallel=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
+    assert drawn(linear_task(train_loader=loader), 2, ranks=rank(1)) == [[1, 4, 7, 10], [13, 16, 19, 22]]
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min", "first"])
