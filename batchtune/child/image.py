@@ -68,7 +68,7 @@ def serve_forks(commands: int, answers: int, make: Make) -> None:
         if _can_fork():
             number, leave = _fork_one_by_one(answers)
             first = None if number else first
-    channel = Channel.on_files(commands, answers, first)
+    channel = Channel(commands, answers, first)
     serve(make(channel, load, leave, number), channel)
 
 
@@ -223,7 +223,7 @@ def _fork_one_by_one(answers: int) -> tuple[int, Callable[[], None]]:
         status = os.waitpid(pid, 0)[1]
         if not is_followed[0]:
             _end_as(os.waitstatus_to_exitcode(status))
-        os.write(answers, b'{"done": {}}\n')
+        os.write(answers, b'{"done": null}\n')
     raise AssertionError
 
 

@@ -21,7 +21,7 @@ from batchtune.child.trainer import Trainer
 from batchtune.device.memory import count_devices, find_device
 from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
-from batchtune.protocol.commands import Done, Opened, OpenTask, Rejoin, Train, TryBatchSize
+from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Train, TryBatchSize
 from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezvous, give_standard_streams_away
 from batchtune.task.contract import Task
 from batchtune.vocabulary import Variant
@@ -39,8 +39,7 @@ class RankChild(Child):
 
     def answer(self, command: AnyCommand) -> object:
         if isinstance(command, Rejoin):
-            self._group.join()
-            return Done()
+            return self._group.join()
         if self._ranks is not ALONE:
             self._group.strategy = _variant_of(command).strategy or self._rendezvous.strategy
         return super().answer(command)

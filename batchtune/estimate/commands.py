@@ -12,7 +12,6 @@ from batchtune.document import Attempt, MemoryDetail
 from batchtune.estimate.calibration import record
 from batchtune.estimate.memory.events import Work
 from batchtune.estimate.memory.overheads import UNMEASURED, Offsets
-from batchtune.protocol.commands import Done
 from batchtune.protocol.data import LengthsSeen, SamplesSeen
 from batchtune.protocol.messages import Command, Message
 from batchtune.vocabulary import AskedLengths, Length, LengthBatches
@@ -20,7 +19,7 @@ from batchtune.vocabulary import AskedLengths, Length, LengthBatches
 PROGRAM = "batchtune.estimate.tracing.server"  # the module whose `main` such a child runs
 
 
-class LoadTracer(Command[Done]):
+class LoadTracer(Command[None]):
     """Loads all that a trace needs but the user's code."""
 
 

@@ -25,7 +25,7 @@ from batchtune.processes.local import describe_exit, entry, kill_sessions_below
 from batchtune.processes.ranks import GroupSettings, failed, merge, told
 from batchtune.processes.torchrun import RendezvousStore
 from batchtune.protocol.commands import Rejoin, Renew
-from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, watched
+from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, move_standard_streams, watched
 
 _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
 _REJOIN_SECONDS = 20.0
@@ -208,7 +208,7 @@ def _launch(settings: GroupSettings) -> dict[int, int]:
 
 def main() -> None:
     """The launcher's process; its one argument is the group's settings."""
-    parent = Channel.on_standard_streams(at_end=lambda: kill_sessions_below(os.getpid()))
+    parent = Channel(*move_standard_streams(), at_end=lambda: kill_sessions_below(os.getpid()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = GroupSettings.model_validate_json(sys.argv[1])
     coordinator = RankCoordinator(settings, parent)

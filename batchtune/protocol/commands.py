@@ -24,10 +24,6 @@ from batchtune.vocabulary import AskedLengths, Goal, Length, Purpose, Strategy, 
 STEPS_AFTER_EVALUATION = 2  # or more: it cuts memory up, too, and training must go on in what it leaves
 
 
-class Done(Message):
-    """There is nothing to tell."""
-
-
 class Machine(Message):
     """A machine without a task: its versions and device, and what the device's sensors say now."""
 
@@ -42,7 +38,7 @@ class Describe(Command[Machine]):
     first_rank_only: ClassVar[bool] = True
 
 
-class Renew(Command[Done]):
+class Renew(Command[None]):
     """Ends a fork in favour of the next one of the same image, which opens the task anew."""
 
 
@@ -317,5 +313,5 @@ class TimeInTurn(Command[tuple[tuple[float, ...], ...]]):
     fresh: ClassVar[bool] = True
 
 
-class Rejoin(Command[Done]):
+class Rejoin(Command[None]):
     """Ranks make their process group anew after an attempt that failed."""

@@ -180,34 +180,21 @@ class RunEnd:
 
 
 class Channel:
-    """The line to the parent; when the parent is gone, so is this process with all that it started.
+    """The line to the parent, on two file descriptors; when the parent is gone, so is this process with its children.
 
     A command that was read before the line was there is its first. `at_end` is called when the parent is gone.
     """
 
     def __init__(
-        self, commands: IO[str], answers: IO[str], first: Json | None = None, at_end: Callable[[], None] | None = None
+        self, commands: int, answers: int, first: Json | None = None, at_end: Callable[[], None] = lambda: None
     ) -> None:
         self._at_end = at_end
         self._lock = threading.Lock()  # a thread says when torch.compile is at work
-        self._answers, self._process = answers, os.getpid()
+        self._answers, self._process = os.fdopen(answers, "w", encoding="utf-8"), os.getpid()
         self._commands: queue.Queue[Json] = queue.Queue()
         if first is not None:
             self._commands.put(first)
-        threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
-
-    @classmethod
-    def on_standard_streams(cls, at_end: Callable[[], None] | None = None) -> Self:
-        """The line on stdin and stdout, which are moved away."""
-        return cls.on_files(*move_standard_streams(), at_end=at_end)
-
-    @classmethod
-    def on_files(
-        cls, commands: int, answers: int, first: Json | None = None, at_end: Callable[[], None] | None = None
-    ) -> Self:
-        """The line on two file descriptors."""
-        lines = os.fdopen(commands, "r", encoding="utf-8"), os.fdopen(answers, "w", encoding="utf-8")
-        return cls(*lines, first, at_end)
+        threading.Thread(target=self._listen, args=(os.fdopen(commands, encoding="utf-8"),), daemon=True).start()
 
     def _listen(self, commands: IO[str]) -> None:
         try:
@@ -215,8 +202,7 @@ class Channel:
                 self._commands.put(json.loads(line))
         except OSError as error:
             end_if_closed(error)
-        if self._at_end is not None:
-            self._at_end()
+        self._at_end()
         end_with_parent()
 
     def receive(self) -> Json:

@@ -14,8 +14,7 @@ from batchtune.estimate import commands
 from batchtune.estimate.memory.fit import FittedStep, fit
 from batchtune.estimate.memory.overheads import capacity_bytes, confidence, custom_operators, gpu_of
 from batchtune.estimate.tracing import answers
-from batchtune.protocol.commands import Done
-from batchtune.protocol.messages import AnyCommand, Channel
+from batchtune.protocol.messages import AnyCommand, Channel, move_standard_streams
 
 if TYPE_CHECKING:
     from batchtune.estimate.tracing.trace import Tracer
@@ -104,8 +103,7 @@ class TracingChild(Child):
     def answer(self, command: AnyCommand) -> object:
         match command:
             case commands.LoadTracer():
-                warm_up()
-                return Done()
+                return warm_up()
             case commands.EstimateMemory():
                 return answer(command, lambda share: self._channel.send(alive=True, share=share))
             case commands.ExpectMemory():
@@ -121,5 +119,5 @@ class TracingChild(Child):
 
 def main() -> None:
     """The child of one parent."""
-    channel = Channel.on_standard_streams()
+    channel = Channel(*move_standard_streams())
     serve(TracingChild(channel), channel)

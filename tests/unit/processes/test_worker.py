@@ -45,7 +45,7 @@ class TestRuns:
 
     def test_another_fork_of_the_same_image_where_there_is_one(self):
         here = {"done": opened(forks=True).model_dump()}
-        renewed = [{"done": {}}, NOTHING]
+        renewed = [NOTHING, NOTHING]
         worker, launcher = worker_of(here, *renewed, TRAINED, *renewed, TRAINED)
         for _ in range(2):
             self.train(worker)
