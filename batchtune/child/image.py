@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from operator import methodcaller
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -44,17 +43,13 @@ _STACK_BYTES = 4096
 _LOOKS, _LOOK_SECONDS = 10, 0.01  # until a thread waits
 
 
-Make: TypeAlias = Callable[[Channel, Callable[[str], Task], Callable[[], None] | None, int], Child]
-"""A child of its line, the task as it was imported, what ends it in favour of the next fork, and its number."""
-
-
 def main() -> None:
     """The child of one parent, or its image."""
-    serve_forks(*move_standard_streams(), lambda channel, load, leave, _: Child(channel, load=load, leave=leave))
+    serve_forks(*move_standard_streams(), Child)
 
 
-def serve_forks(commands: int, answers: int, make: Make) -> None:
-    """Answers what comes on a line, of two file descriptors, in one child after the other."""
+def serve_forks(commands: int, answers: int, make: Callable[..., Child]) -> None:
+    """Answers what comes on a line, of two file descriptors, in one child after the other; see `Session`."""
     first: Json | None = json.loads(_read_line(commands))
     load: Callable[[str], Task] = load_task
     number, leave = 0, None
@@ -69,7 +64,7 @@ def serve_forks(commands: int, answers: int, make: Make) -> None:
             number, leave = _fork_one_by_one(answers)
             first = None if number else first
     channel = Channel(commands, answers, first)
-    serve(make(channel, load, leave, number), channel)
+    serve(make(channel, load=load, leave=leave, fork=number), channel)
 
 
 def _imported(command: OpenTask) -> Callable[[str], Task]:

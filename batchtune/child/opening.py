@@ -33,6 +33,7 @@ class Session:
         channel: the line to the parent.
         load: the task by its name, which may be there already.
         leave: ends this process in favour of the next fork of its image; None: it is no fork.
+        fork: its number among those.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Session:
         *,
         load: Callable[[str], Task] = load_task,
         leave: Callable[[], None] | None = None,
+        fork: int = 0,
     ) -> None:
-        self._channel, self._load, self._leave = channel, load, leave
+        self._channel, self._load, self._leave, self._fork = channel, load, leave, fork
         self._ranks: Ranks = ALONE
         self._task: Task
 

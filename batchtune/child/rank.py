@@ -8,7 +8,6 @@ import platform
 import signal
 import sys
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Train, TryBatchSize
 from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezvous, give_standard_streams_away
-from batchtune.task.contract import Task
 from batchtune.vocabulary import Variant
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
@@ -32,9 +30,9 @@ _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 class RankChild(Child):
     """A child that is one of several ranks."""
 
-    def __init__(self, channel: Channel, rendezvous: Rendezvous, fork: int = 0, **how: Any) -> None:
+    def __init__(self, channel: Channel, rendezvous: Rendezvous, **how: Any) -> None:
         super().__init__(channel, **how)
-        self._rendezvous, self._fork = rendezvous, fork
+        self._rendezvous = rendezvous
         self._group: Parallel
 
     def answer(self, command: AnyCommand) -> object:
@@ -113,9 +111,9 @@ def main() -> None:
         sys.exit(0)  # the group was ended before it began
     give_standard_streams_away()
 
-    def make(channel: Channel, load: Callable[[str], Task], leave: Callable[[], None] | None, fork: int) -> Child:
+    def make(channel: Channel, **how: Any) -> Child:
         _die_with_parent()
-        return RankChild(channel, rendezvous, fork, load=load, leave=leave)
+        return RankChild(channel, rendezvous, **how)
 
     load_early()
     commands = line.detach()
