@@ -17,7 +17,7 @@ from batchtune.child import heartbeat
 from batchtune.child.evaluate import Inference, fitting_metric_value, metric_value
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.timing import StepTimes
-from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader
+from batchtune.child.trainer import NonFiniteLossError, Trainer, require_finite, training_loader, without_end
 from batchtune.device._base import DeviceMemory, PeakTracker
 from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.document import Attempt
@@ -34,13 +34,14 @@ _CPU_PREFIX = re.compile(r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator
 
 
 class _Ended(NamedTuple):
-    """How the steps of an attempt ended; see `Attempt`."""
+    """How the steps of an attempt ended; see `Attempt` and `Tried`."""
 
     outcome: Literal["fit", "oom", "kernel_limit", "user_error"] = "fit"
     message: str | None = None
     maps_file: bool | None = None
     frames: str = ""
     most_samples: int | None = None
+    usable: bool = True
 
 
 def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Ranks = ALONE) -> Tried:
@@ -50,7 +51,7 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Rank
     """
     heartbeat.forget_compiled()
     steps, started = _Steps(task, memory, command, ranks), time.perf_counter()
-    ended, usable, before, after = _Ended(), True, None, None
+    ended, before, after = _Ended(), None, None
     try:
         with memory.attempt(command.batch_size):
             before = _held_bytes(memory)
@@ -61,19 +62,16 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Rank
             except (NonFiniteLossError, UsageError):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
-                ended, usable = _explain(error, steps.batch_size)
-                if ended.outcome == "oom" and usable:
+                ended = _explain(error, steps.batch_size)
+                if ended.outcome == "oom" and ended.usable:
                     steps.tracker.out_of_memory()
         after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
-        if ended.outcome == "fit":
-            ended, _ = _explain(error, command.batch_size)
-        usable = False
-    if before is not None and after is not None and after - before > _LEFT_BYTES:
-        usable = False  # the user's code keeps a model or a batch alive: the next attempt would have less room
+        ended = (_explain(error, command.batch_size) if ended.outcome == "fit" else ended)._replace(usable=False)
+    left = 0 if before is None or after is None else after - before  # by code that keeps a model or a batch alive
     return Tried(
         attempt=steps.found(ended, round(time.perf_counter() - started, 4)),
-        usable=usable,
+        usable=ended.usable and left <= _LEFT_BYTES,  # else the next attempt would have less room
         frames=ended.frames,
         batches_differ=steps.batches_differ,
         most_samples=ended.most_samples,
@@ -86,8 +84,8 @@ def _held_bytes(memory: DeviceMemory) -> int | None:
     return memory.peaks().allocated_bytes
 
 
-def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
-    """How it ended, and whether the device survived; the frames are freed, since they hold the step's tensors."""
+def _explain(error: BaseException, batch_size: int) -> _Ended:
+    """How it ended; the error's frames are freed, since they hold the step's tensors."""
     outcome, frames = classify(error), ""
     if outcome == "user_error":
         described = describe_user_error(error, f"at batch size {batch_size:,} (not an out-of-memory error)")
@@ -97,9 +95,9 @@ def _explain(error: BaseException, batch_size: int) -> tuple[_Ended, bool]:
     else:
         message = _CPU_PREFIX.sub("", message_of(error))
     most = error.samples if isinstance(error, EpochTooShortError) else None
-    ended, usable = _Ended(outcome, message, maps_file(error) or None, frames, most), leaves_device_usable(error)
+    ended = _Ended(outcome, message, maps_file(error) or None, frames, most, leaves_device_usable(error))
     free_frames(error)
-    return ended, usable
+    return ended
 
 
 class _Steps:
@@ -159,7 +157,6 @@ class _Steps:
             self._steps_peak = tracker.highest.reserved_bytes
             tracker.start_phase()
             self._evaluate(trainer)
-            _save(trainer)
             self._train_on(trainer, batch, free_late=free_late)
 
     def train_freeing_early(self, held_bytes: int) -> None:
@@ -168,19 +165,20 @@ class _Steps:
         Memory is cut up in another way from the second step on, so that a size may train in only one of the two. Left
         out where the user's code keeps more alive than was held before.
         """
-        task = self._task
-        has_habits = not (isinstance(self._command, TryLengths) or task.is_for_inference or task.always_frees_late)
-        has_habits &= not self._command.process  # of further processes each has one of the two
+        task, command = self._task, self._command
+        has_one = isinstance(command, TryLengths) or task.is_for_inference or task.always_frees_late
         self._memory.release()
-        if not has_habits or not self._ranks.agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
+        if has_one or command.process:  # of further processes each has one of the two
+            return
+        if not self._ranks.agree((_held_bytes(self._memory) or 0) - held_bytes <= _LEFT_BYTES):
             return
         heartbeat.forget_compiled()
         taken, self._times = self._times, StepTimes()
         trainer, batch = self._trainer(), task.worst_batch(self.batch_size, self._length)
         steps = range(max(_FEWEST_EARLY, self._command.steps // 2), self._command.steps)
-        _to_rest(lambda: self._step(trainer, batch, free_late=False), self.tracker, self._ranks.agree, steps)
+        self._to_rest(lambda: self._step(trainer, batch, free_late=False), steps)
         if not task.has("evaluate"):  # which may take long
-            self._evaluate(trainer)
+            self._evaluate(trainer, saves=False)
         self._train_on(trainer, batch, free_late=False)
         self._times = taken
 
@@ -218,8 +216,6 @@ class _Steps:
                 most, fullest = self.tracker.highest.reserved_bytes or 0, (self.batch_size, self._length)
             if number + 1 in command.evaluate_after:
                 self._evaluate(trainer)
-                _save(trainer)
-                self.tracker.end_phase(forward_backward=False)
         self.batch_size, self._length = fullest
 
     def _infer(self) -> None:
@@ -243,7 +239,8 @@ class _Steps:
         yield
         self._times.add(time.perf_counter() - started)
 
-    def _evaluate(self, trainer: Trainer) -> None:
+    def _evaluate(self, trainer: Trainer, *, saves: bool = True) -> None:
+        """Evaluates, and saves a checkpoint, for the memory that it takes: a full disk is no answer."""
         heartbeat.beat(at_once=True)
         size, most, few = self._command.batch_size, self._command.evaluation_batch_size, _EVALUATION_BATCHES
         if trainer.task.has("evaluate"):
@@ -255,19 +252,29 @@ class _Steps:
         elif trainer.task.has("val_dataset") and most is not None:
             _, fits = fitting_metric_value(trainer, self._memory, "val_loss", min(size, most), max_batches=few)
             self._evaluated = fits if fits < min(size, most) else None
+        if saves:
+            heartbeat.beat(at_once=True)
+            with Path(os.devnull).open("wb") as file:
+                torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)
+        self.tracker.end_phase(forward_backward=False)
 
     def _train_on(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
         """Evaluation cuts memory up, too: a few steps more."""
 
         def step() -> None:
-            for _ in range(self._command.accumulation_steps):
-                trainer.forward_backward(batch, self._command.accumulation_steps)
-            trainer.update(free_late=free_late)
+            trainer.step(itertools.repeat(batch), self._command.accumulation_steps, free_late=free_late)
             self._memory.synchronize()
             self.tracker.end_phase(forward_backward=False)
 
-        self.tracker.end_phase(forward_backward=False)
-        _to_rest(step, self.tracker, self._ranks.agree, range(STEPS_AFTER_EVALUATION, self._command.steps))
+        self._to_rest(step, range(STEPS_AFTER_EVALUATION, self._command.steps))
+
+    def _to_rest(self, step: Callable[[], None], steps: range) -> None:
+        """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
+        for number in range(1, max(steps.start, steps.stop) + 1):
+            before = self.tracker.retries
+            step()
+            if number >= steps.start and self._ranks.agree(self.tracker.retries == before):
+                return
 
 
 def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int) -> Iterator[object]:
@@ -294,31 +301,12 @@ def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int)
 
 def _loaded(task: Task, batch_size: int) -> Iterator[object | None]:
     """A batch of a loader for each step, as long as that takes no longer than steps do; None where batches differ."""
-    is_whole, batches = not task.batches_differ(), iter(())
+    is_whole, batches = not task.batches_differ(), without_end(lambda _: training_loader(task, batch_size, 0))
     started, loading = time.perf_counter(), 0.0
     while True:
         began, batch = time.perf_counter(), None
         if 2 * loading <= began - started:
             with kept_random_numbers("cpu"):
                 batch = next(batches, None)
-                if batch is None:  # the next epoch; a stream may have but one
-                    batches = iter(training_loader(task, batch_size, 0))
-                    batch = next(batches, None)
             loading += time.perf_counter() - began
-        batch = batch if is_whole else None
-        yield batch
-
-
-def _to_rest(step: Callable[[], None], tracker: PeakTracker, agree: Callable[[bool], bool], steps: range) -> None:
-    """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
-    for number in range(1, max(steps.start, steps.stop) + 1):
-        before = tracker.retries
-        step()
-        if number >= steps.start and agree(tracker.retries == before):
-            return
-
-
-def _save(trainer: Trainer) -> None:
-    heartbeat.beat(at_once=True)
-    with Path(os.devnull).open("wb") as file:  # what counts is the memory that it takes: a full disk is no answer
-        torch.save({"model": trainer.model.state_dict(), "optimizer": trainer.optimizers.state_dict()}, file)
+        yield batch if is_whole else None

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing, nullcontext
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils import flop_counter
 from batchtune.child.evaluate import Inference
 from batchtune.child.heartbeat import CompileWatch, forget_compiled, warm_up
 from batchtune.child.ranks._base import ALONE, Ranks
-from batchtune.child.trainer import Trainer, move, training_loader
+from batchtune.child.trainer import Trainer, move, training_loader, without_end
 from batchtune.child.training_run import HELD_UP
 from batchtune.device._base import SETTLING_STEPS, DeviceMemory
 from batchtune.device.host import BUSY, waited_seconds, watching_others
@@ -166,7 +166,8 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, ranks: Ra
         "multiprocessing_context": "fork" if forks else None,
     }
     try:
-        with closing(_epochs(training_loader(task, command.batch_size, 0, ranks, **settings))) as batches:
+        loader = training_loader(task, command.batch_size, 0, ranks, **settings)
+        with closing(without_end(lambda _: loader)) as batches:
             rate = _rate(batches, memory, command)
     except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
         message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
@@ -194,16 +195,6 @@ def _rate(batches: Generator[object, None, None], memory: DeviceMemory, command:
     if not count:
         raise ValueError("train_dataset yields too few samples to time")
     return count * command.batch_size / (time.perf_counter() - began)
-
-
-def _epochs(loader: Iterable[object]) -> Generator[object, None, None]:
-    """Batches without end, or until an epoch is empty (a data set that can be read once)."""
-    more = True
-    while more:
-        more = False
-        for batch in loader:
-            more = True
-            yield batch
 
 
 def flops_per_sample(task: Task, memory: DeviceMemory, command: CountFlops) -> Flops:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +88,17 @@ def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> Da
     return DataLoader(task.train_data, batch_sampler=sampler, collate_fn=collate)
 
 
+def without_end(epoch: Callable[[int], Iterable[object]]) -> Generator[object, None, None]:
+    """The batches of each epoch, by its number, until one is empty, as of a data set that can be read once."""
+    for number in itertools.count():
+        is_empty = True
+        for batch in epoch(number):
+            is_empty = False
+            yield batch
+        if is_empty:
+            return
+
+
 class TrainingBatches(Iterator[object]):
     """Batches of the training set without end, of a rank those of its shard; `samples` counts those so far.
 
@@ -114,36 +125,30 @@ class TrainingBatches(Iterator[object]):
         samples: int | None = None,
         length_batches: LengthBatches = (),
     ) -> None:
-        self._task, self._size, self._seed, self.samples, self.epoch = task, micro_batch_size, seed, 0, 0
-        self._ranks = ranks
-        own = task.has("train_loader")
-        self._loader = None if own else training_loader(task, samples or micro_batch_size, seed, ranks)
+        self._task, self._size, self._seed, self._ranks = task, micro_batch_size, seed, ranks
+        self.samples = self.epoch = 0
+        self._loader: DataLoader[object] | None = None
         if length_batches:
             self._loader = loader_by_length(task, length_batches, seed)
-        self._batches = self._without_end()
+        elif not task.has("train_loader"):
+            self._loader = training_loader(task, samples or micro_batch_size, seed, ranks)
+        self._batches = without_end(self._epoch)
 
     def __next__(self) -> object:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            which = "train_dataset" if self._loader is not None else "train_loader"
+            text = f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
+            raise UserCodeError(text) from None
         self.samples += self._task.samples_in(batch, self._size)
         return batch
 
-    def _without_end(self) -> Iterator[object]:
-        for self.epoch in itertools.count():
-            empty = True
-            for batch in self._loaded(self.epoch):
-                empty = False
-                yield batch
-            if empty:
-                which = "train_dataset" if self._loader is not None else "train_loader"
-                raise UserCodeError(
-                    f"{self._task.where}: {which} yields no batch of {self._size:,} samples in an epoch"
-                )
-
-    def _loaded(self, number: int) -> Iterable[object]:
+    def _epoch(self, number: int) -> Iterable[object]:
+        self.epoch = number
         if self._loader is not None:
             return self._loader
-        loader = self._task.loader(self._size)
-        return own_batches(loader, self._seed + number, self._ranks)
+        return own_batches(self._task.loader(self._size), self._seed + number, self._ranks)
 
 
 class NonFiniteLossError(UserCodeError):
@@ -160,14 +165,11 @@ class Trainer:
         learning_rate: handed to the user's `build_optimizer`, as are the `optimizer_arguments`.
         seed: weights and data order follow from it.
         total_steps: the horizon handed to the user's `build_scheduler`.
-        ranks: those that train together, this process among them.
+        ranks: those that train together, this process alone or with others.
         loss_scale: of fp16 to begin with; with 1.0 no step is skipped, whose memory and time are all that counts.
         samples_per_step: of the optimizer steps to come, for schedulers and adapters that may ask; None: not known.
         gradient_clipping: before the optimizers' steps; None: what the task does by itself.
         activation_checkpointing: whether it is asked of the user's `build_model`; None: as the task was opened.
-
-    Attributes:
-        ranks: those that train together, this process alone or with others.
     """
 
     def __init__(
@@ -199,8 +201,8 @@ class Trainer:
         self._loss_of = self.ranks.loss_of(self.model, task.loss)
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
-        self.schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
-        self.scheduled_steps = total_steps or 0
+        schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
+        self._due_schedulers = itertools.repeat(schedulers, total_steps or 0)  # some raise when stepped on
         clipping = gradient_clipping or task.gradient_clipping
         self._clipper = Clipper(self.model, clipping, adapted, self.precision.scaler)
         own_step = task.has("train_step")
@@ -221,7 +223,23 @@ class Trainer:
         self._batch = move(batch, self.device)
         if not self.task.frees_between:
             self._free_old_gradients()
-        self._gradients(self._batch, accumulation_steps, synchronize=synchronize)
+        number = self._micro_batches % accumulation_steps
+        self._micro_batches += 1
+        if self._context is not None:
+            self._context.begin(number, accumulation_steps)
+            self._last_loss = self.task.train_step(self.model, self._batch, self.optimizers, self._context)
+            self._context.require_stepped()
+        else:
+            with self.precision.autocast():
+                loss = self._loss_of(self._batch, synchronize=synchronize and number + 1 == accumulation_steps)
+            if not loss.requires_grad:
+                raise UserCodeError(
+                    "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
+                    "(is it under torch.no_grad, detached, or made by .item()?)"
+                )
+            self._last_loss = loss
+            self._free_old_gradients()
+            self.precision.scaler.scale(loss / accumulation_steps).backward()
         heartbeat.beat()
         return self.loss
 
@@ -242,25 +260,6 @@ class Trainer:
         apart = self._context.losses if self._context is not None and len(self.optimizers) > 1 else {}
         return apart or {None: float(self.loss)}
 
-    def _gradients(self, batch: object, accumulation_steps: int, *, synchronize: bool) -> None:
-        number = self._micro_batches % accumulation_steps
-        self._micro_batches += 1
-        if self._context is not None:
-            self._context.begin(number, accumulation_steps)
-            self._last_loss = self.task.train_step(self.model, batch, self.optimizers, self._context)
-            self._context.require_stepped()
-            return
-        with self.precision.autocast():
-            loss = self._loss_of(batch, synchronize=synchronize and number + 1 == accumulation_steps)
-        if not loss.requires_grad:
-            raise UserCodeError(
-                "compute_loss returned a tensor without a graph; no parameter of the model leads to it "
-                "(is it under torch.no_grad, detached, or made by .item()?)"
-            )
-        self._last_loss = loss
-        self._free_old_gradients()
-        self.precision.scaler.scale(loss / accumulation_steps).backward()
-
     def update(self, *, free_late: bool = False) -> None:
         """The optimizers' and schedulers' steps; gradients are freed afterwards.
 
@@ -275,10 +274,8 @@ class Trainer:
         self._has_old_gradients = free_late or self.task.always_frees_late
         if not self._has_old_gradients:
             self.optimizers.zero_grad()
-        if self.schedulers and self.scheduled_steps > 0:  # some raise when stepped past their horizon
-            self.scheduled_steps -= 1
-            for scheduler in self.schedulers:
-                scheduler.step()
+        for scheduler in next(self._due_schedulers, []):
+            scheduler.step()
 
     @property
     def on_plateau(self) -> list[OnPlateau]:
@@ -296,11 +293,11 @@ class Trainer:
             self.optimizers.zero_grad()
             self._has_old_gradients = False
 
-    def step(self, batches: Iterator[object], accumulation_steps: int = 1) -> Tensor:
+    def step(self, batches: Iterator[object], accumulation_steps: int = 1, *, free_late: bool = False) -> Tensor:
         """One optimizer step over `accumulation_steps` micro-batches; returns the last one's loss."""
         for batch in itertools.islice(batches, accumulation_steps):
             self.forward_backward(batch, accumulation_steps)
-        self.update()
+        self.update(free_late=free_late)
         return self.loss
 
 
