@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 
@@ -33,17 +32,6 @@ _LEFT_BYTES = 2**20  # on the device once an attempt is over: less may be a libr
 _CPU_PREFIX = re.compile(r"^\[enforce fail at \S+\] .*?\. (?=DefaultCPUAllocator)")  # where in torch
 
 
-class _Ended(NamedTuple):
-    """How the steps of an attempt ended; see `Attempt` and `Tried`."""
-
-    outcome: Literal["fit", "oom", "kernel_limit", "user_error"] = "fit"
-    message: str | None = None
-    maps_file: bool | None = None
-    frames: str = ""
-    most_samples: int | None = None
-    usable: bool = True
-
-
 def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Ranks = ALONE) -> Tried:
     """Trains full optimizer steps at one micro-batch size, and some more where memory is not at rest by then.
 
@@ -51,7 +39,8 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Rank
     """
     heartbeat.forget_compiled()
     steps, started = _Steps(task, memory, command, ranks), time.perf_counter()
-    ended, before, after = _Ended(), None, None
+    ended = Tried(attempt=Attempt(batch_size=command.batch_size, outcome="fit"), usable=True)
+    before, after = None, None
     try:
         with memory.attempt(command.batch_size):
             before = _held_bytes(memory)
@@ -63,19 +52,15 @@ def attempt(task: Task, memory: DeviceMemory, command: TryBatchSize, ranks: Rank
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's code raises is the outcome
                 ended = _explain(error, steps.batch_size)
-                if ended.outcome == "oom" and ended.usable:
+                if ended.attempt.outcome == "oom" and ended.usable:
                     steps.tracker.out_of_memory()
         after = _held_bytes(memory)
     except RuntimeError as error:  # a device that failed fails again when its memory is to be given back
-        ended = (_explain(error, command.batch_size) if ended.outcome == "fit" else ended)._replace(usable=False)
-    left = 0 if before is None or after is None else after - before  # by code that keeps a model or a batch alive
-    return Tried(
-        attempt=steps.found(ended, round(time.perf_counter() - started, 4)),
-        usable=ended.usable and left <= _LEFT_BYTES,  # else the next attempt would have less room
-        frames=ended.frames,
-        batches_differ=steps.batches_differ,
-        most_samples=ended.most_samples,
-    )
+        ended = (_explain(error, command.batch_size) if ended.attempt.fits else ended).but(usable=False)
+    if before is not None and after is not None and after - before > _LEFT_BYTES:
+        ended = ended.but(usable=False)  # code keeps a model or a batch alive: the next attempt would have less room
+    found = steps.found(ended.attempt, round(time.perf_counter() - started, 4))
+    return ended.but(attempt=found, batches_differ=steps.batches_differ)
 
 
 def _held_bytes(memory: DeviceMemory) -> int | None:
@@ -84,20 +69,19 @@ def _held_bytes(memory: DeviceMemory) -> int | None:
     return memory.peaks().allocated_bytes
 
 
-def _explain(error: BaseException, batch_size: int) -> _Ended:
-    """How it ended; the error's frames are freed, since they hold the step's tensors."""
-    outcome, frames = classify(error), ""
-    if outcome == "user_error":
+def _explain(error: BaseException, batch_size: int) -> Tried:
+    """How an attempt ended; the error's frames are freed, since they hold the step's tensors."""
+    message, frames = _CPU_PREFIX.sub("", message_of(error)), ""
+    if (outcome := classify(error)) == "user_error":
         described = describe_user_error(error, f"at batch size {batch_size:,} (not an out-of-memory error)")
         message, frames = str(described), described.frames
         cause = message_of(error)
         message += f" ({cause})" if cause not in message else ""  # a kernel failed, a library called later says so
-    else:
-        message = _CPU_PREFIX.sub("", message_of(error))
     most = error.samples if isinstance(error, EpochTooShortError) else None
-    ended = _Ended(outcome, message, maps_file(error) or None, frames, most, leaves_device_usable(error))
+    ended = Attempt(batch_size=batch_size, outcome=outcome, message=message, maps_file=maps_file(error) or None)
+    usable = leaves_device_usable(error)
     free_frames(error)
-    return ended
+    return Tried(attempt=ended, usable=usable, frames=frames, most_samples=most)
 
 
 class _Steps:
@@ -112,9 +96,9 @@ class _Steps:
         self._steps_peak: int | None = None
         self._evaluated: int | None = None  # the batch size of the evaluation where it had to be smaller than asked for
 
-    def found(self, ended: _Ended, seconds: float) -> Attempt:
+    def found(self, ended: Attempt, seconds: float) -> Attempt:
         """What was measured up to the end, or up to the failure."""
-        tracker, times, fits = self.tracker, self._times, ended.outcome == "fit"
+        tracker, times, fits = self.tracker, self._times, ended.fits
         return Attempt(
             batch_size=self.batch_size,
             length=self._length,

@@ -37,7 +37,8 @@ class RankChild(Child):
 
     def answer(self, command: AnyCommand) -> object:
         if isinstance(command, Rejoin):
-            return self._group.join()
+            self._group.join()
+            return None
         if self._ranks is not ALONE:
             self._group.strategy = _variant_of(command).strategy or self._rendezvous.strategy
         return super().answer(command)
@@ -55,8 +56,7 @@ class RankChild(Child):
                 Trainer(self._task, self._memory.device, opened.precision[0][0], ranks=group)
                 self._memory.release()
             group.strategy = self._rendezvous.strategy
-        about = {"world_size": group.world_size, "strategy": group.strategy, "backend": group.backend}
-        return opened and opened.model_copy(update=about)
+        return opened and opened.but(world_size=group.world_size, strategy=group.strategy, backend=group.backend)
 
     def _join(self, name: str, seen: Sharing | None) -> None:
         """Before the memory limit, in which what the group's connections take does not count."""

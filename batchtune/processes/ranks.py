@@ -197,10 +197,12 @@ def _opened(answers: Mapping[int, Opened | None]) -> Opened | None:
     limits = tuple(done[rank].memory_limit_bytes for rank in sorted(done))
     first = done[min(done)]
     environment = first.environment.model_copy(update={"other_processes": _neighbours(done)})
-    known = [limit for limit in limits if limit is not None]
-    changes = {"memory_limit_bytes": min(known, default=None), "rank_memory_limits_bytes": limits}
-    forks = all(each.forks for each in done.values())
-    return first.model_copy(update=changes | {"environment": environment, "forks": forks})
+    return first.but(
+        memory_limit_bytes=min((limit for limit in limits if limit is not None), default=None),
+        rank_memory_limits_bytes=limits,
+        environment=environment,
+        forks=all(each.forks for each in done.values()),
+    )
 
 
 def _neighbours(done: Mapping[int, Opened]) -> list[DeviceProcess] | None:

@@ -37,6 +37,10 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    def but(self, **changes: object) -> Self:
+        """The same with other values."""
+        return self.model_copy(update=changes)
+
 
 class Command(Message, Generic[Answer]):
     """What a parent asks of its child.
@@ -83,10 +87,6 @@ class Command(Message, Generic[Answer]):
     def asked(self, world_size: int) -> list[int]:
         """The ranks of a group that are asked."""
         return [0] if self.first_rank_only else list(range(world_size))
-
-    def but(self, **changes: object) -> Self:
-        """The same with other arguments."""
-        return self.model_copy(update=changes)
 
 
 AnyCommand: TypeAlias = Command[Any]

@@ -103,7 +103,8 @@ class TracingChild(Child):
     def answer(self, command: AnyCommand) -> object:
         match command:
             case commands.LoadTracer():
-                return warm_up()
+                warm_up()
+                return None
             case commands.EstimateMemory():
                 return answer(command, lambda share: self._channel.send(alive=True, share=share))
             case commands.ExpectMemory():
