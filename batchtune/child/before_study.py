@@ -9,8 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.trainer import Trainer, TrainingBatches
 from batchtune.device._base import DeviceMemory
@@ -57,10 +55,10 @@ def noise_scale(
     pairs: list[tuple[float, float]] = []
     while len(pairs) < command.draws and ranks.together("max", clock() - started) < command.seconds:
         if apart:
-            pairs.append(_squared_norms_apart(trainer, next(many)))
+            pairs.append(_squared_norms(trainer, next(many), apart=True))
             continue
-        norms = [_squared_norm(trainer, next(few)) for _ in range(SMALL_PER_LARGE)]
-        pairs.append((statistics.fmean(norms), _squared_norm(trainer, next(many))))
+        norms = [_squared_norms(trainer, next(few))[0] for _ in range(SMALL_PER_LARGE)]
+        pairs.append((statistics.fmean(norms), _squared_norms(trainer, next(many))[0]))
     small, large = command.large if apart else command.small * world_size, command.large * world_size
     samples, low, high = estimate(pairs, small, large)
     return NoiseScale(
@@ -103,27 +101,18 @@ def _ratio(pairs: Sequence[tuple[float, float]], small: int, large: int) -> floa
     return noise / signal if noise > 0 and signal > 0 else None
 
 
-def _squared_norm(trainer: Trainer, batch: object) -> float:
-    """Of the gradient over one batch; the weights stay as they are."""
-    trainer.optimizers.zero_grad()
-    trainer.forward_backward(batch)
-    found = trainer.ranks.squared_norm(_gradients(trainer))
-    trainer.optimizers.zero_grad()
-    return found / float(trainer.precision.scaler.get_scale()) ** 2
+def _squared_norms(trainer: Trainer, batch: object, *, apart: bool = False) -> tuple[float, float]:
+    """Of the gradient over one batch, twice; or the mean of those of ranks `apart`, and that of their mean gradient.
 
-
-def _squared_norms_apart(trainer: Trainer, batch: object) -> tuple[float, float]:
-    """The mean over ranks of those of their own gradients, and that of their mean gradient."""
+    The weights stay as they are.
+    """
     trainer.optimizers.zero_grad()
-    trainer.forward_backward(batch, synchronize=False)
-    apart, together = trainer.ranks.squared_norms_apart(_gradients(trainer))
+    trainer.forward_backward(batch, synchronize=not apart)
+    gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+    ranks, scale = trainer.ranks, float(trainer.precision.scaler.get_scale())
+    own, together = ranks.squared_norms_apart(gradients) if apart else (ranks.squared_norm(gradients),) * 2
     trainer.optimizers.zero_grad()
-    scale = float(trainer.precision.scaler.get_scale()) ** 2
-    return apart / scale, together / scale
-
-
-def _gradients(trainer: Trainer) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+    return own / scale**2, together / scale**2
 
 
 _DIVERGED = 2.0  # times the least smoothed loss: so high, and above the start, training has diverged

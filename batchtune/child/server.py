@@ -47,7 +47,7 @@ class Child(Session):
                 return attempt(self._task, self._memory, command, self._ranks)
             case commands.TimeSteps():
                 with self._memory.timing():
-                    ranks = self._ranks if command.communicate else ALONE
+                    ranks = self._ranks if command.ranks == "together" else ALONE
                     return time_steps(self._task, self._memory, command, ranks)
             case commands.CountFlops():
                 with self._memory.timing():  # counting takes memory of its own

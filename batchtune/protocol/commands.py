@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from batchtune.document import (
     NO_CLIPPING,
@@ -35,7 +35,6 @@ class Describe(Command[Machine]):
     """What `batchtune env` shows."""
 
     device: str
-    first_rank_only: ClassVar[bool] = True
 
 
 class Renew(Command[None]):
@@ -222,19 +221,17 @@ class TimeSteps(Command[ThroughputPoint]):
     """How fast a size trains.
 
     Attributes:
-        communicate: without, each rank trains alone.
-        first_rank_alone: the others do nothing meanwhile.
+        ranks: train as one, each on its own at the same time, or the first one while the others do nothing.
     """
 
     batch_size: int
     precision: str
     seconds: float
     accumulation_steps: int = 1
-    communicate: bool = True
-    first_rank_alone: bool = False
+    ranks: Literal["together", "apart", "alone"] = "together"
 
     def asked(self, world_size: int) -> list[int]:
-        return [0] if self.first_rank_alone else super().asked(world_size)
+        return [0] if self.ranks == "alone" else super().asked(world_size)
 
 
 class Flops(Message):

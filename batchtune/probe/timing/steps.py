@@ -28,6 +28,7 @@ _AGAIN_SHARE = 0.25  # …the later ones so much shorter: a gap between other pr
 _UNDERCUT = 1.25  # times what a larger batch takes: no step of fewer samples does, others held it up
 _AGREE = 1.05  # two times so near to one another are those of a machine at its fastest, since load only ever adds
 TIMEOUT_SECONDS = 120.0  # without a sign of life
+_STEPS_OF_RANKS = {"together": "of the group", "apart": "without communication", "alone": "of one rank alone"}
 Times = dict[str, float | None]
 
 
@@ -196,19 +197,12 @@ def busy_warnings(points: Sequence[ThroughputPoint]) -> list[str]:
 
 def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeout: float) -> Times:
     """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured."""
-
-    def seconds(what: str, **how: bool) -> float | None:
-        found = ask(worker, command.but(**how), timeout, observer, f"step time {what}")
-        return found.step_seconds if found else None
-
-    together = seconds("of the group")
-    if not worker.start().fits_alone:  # the whole of a sharded model
-        return {"together": together}
-    return {
-        "together": together,
-        "apart": seconds("without communication", communicate=False),
-        "alone": seconds("of one rank alone", communicate=False, first_rank_alone=True),
-    }
+    times: Times = {}
+    for ranks, what in _STEPS_OF_RANKS.items():
+        if ranks == "together" or worker.start().fits_alone:  # the whole of a model, which may be sharded
+            found = ask(worker, command.but(ranks=ranks), timeout, observer, f"step time {what}")
+            times[ranks] = found.step_seconds if found else None
+    return times
 
 
 def time_group(

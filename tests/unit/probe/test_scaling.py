@@ -19,14 +19,14 @@ class Clockwork(FakeChild):
 
     def __init__(self, together, apart, alone, group=GROUP):
         self._group, self.asked = group, 0
-        self._seconds = {(True, False): together, (False, False): apart, (False, True): alone}
+        self._seconds = {"together": together, "apart": apart, "alone": alone}
 
     def start(self):
         return self._group
 
-    def answer(self, command, *, communicate=True, first_rank_alone=False, batch_size, **_):
+    def answer(self, command, *, ranks="together", batch_size, **_):
         self.asked += 1
-        found = self._seconds[communicate, first_rank_alone]
+        found = self._seconds[ranks]
         if isinstance(found, Exception):
             raise found
         return ThroughputPoint(batch_size=batch_size, samples_per_second=1.0, step_seconds=found).model_dump()
