@@ -160,21 +160,16 @@ class _Steps:
         taken, self._times = self._times, StepTimes()
         trainer, batch = self._trainer(), task.worst_batch(self.batch_size, self._length)
         steps = range(max(_FEWEST_EARLY, self._command.steps // 2), self._command.steps)
-        self._to_rest(lambda: self._step(trainer, batch, free_late=False), steps)
+        _to_rest(lambda: self._step(trainer, batch, free_late=False), self.tracker, self._ranks, steps)
         if not task.has("evaluate"):  # which may take long
             self._evaluate(trainer, saves=False)
         self._train_on(trainer, batch, free_late=False)
         self._times = taken
 
     def _trainer(self) -> Trainer:
-        return Trainer(
-            self._task,
-            self._memory.device,
-            self._command.precision,
-            ranks=self._ranks,
-            loss_scale=1.0,
-            activation_checkpointing=self._command.variant.activation_checkpointing,
-        )
+        where, again = (self._task, self._memory.device), self._command.variant.activation_checkpointing
+        how = self._command.precision
+        return Trainer(*where, how, ranks=self._ranks, loss_scale=1.0, activation_checkpointing=again)
 
     def _step(self, trainer: Trainer, batch: object, *, free_late: bool) -> None:
         """One optimizer step, measured."""
@@ -250,15 +245,16 @@ class _Steps:
             self._memory.synchronize()
             self.tracker.end_phase(forward_backward=False)
 
-        self._to_rest(step, range(STEPS_AFTER_EVALUATION, self._command.steps))
+        _to_rest(step, self.tracker, self._ranks, range(STEPS_AFTER_EVALUATION, self._command.steps))
 
-    def _to_rest(self, step: Callable[[], None], steps: range) -> None:
-        """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
-        for number in range(1, max(steps.start, steps.stop) + 1):
-            before = self.tracker.retries
-            step()
-            if number >= steps.start and self._ranks.agree(self.tracker.retries == before):
-                return
+
+def _to_rest(step: Callable[[], None], tracker: PeakTracker, ranks: Ranks, steps: range) -> None:
+    """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
+    for number in range(1, max(steps.start, steps.stop) + 1):
+        before = tracker.retries
+        step()
+        if number >= steps.start and ranks.agree(tracker.retries == before):
+            return
 
 
 def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int) -> Iterator[object]:

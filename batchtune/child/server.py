@@ -17,7 +17,6 @@ from batchtune.child import heartbeat
 from batchtune.child.attempt import attempt
 from batchtune.child.before_study import noise_scale, range_test
 from batchtune.child.opening import Session
-from batchtune.child.ranks._base import ALONE
 from batchtune.child.timing import flops_per_sample, time_loader, time_steps
 from batchtune.child.training_run import time_in_turn, train
 from batchtune.device.failures import classify, leaves_device_usable
@@ -47,8 +46,7 @@ class Child(Session):
                 return attempt(self._task, self._memory, command, self._ranks)
             case commands.TimeSteps():
                 with self._memory.timing():
-                    ranks = self._ranks if command.ranks == "together" else ALONE
-                    return time_steps(self._task, self._memory, command, ranks)
+                    return time_steps(self._task, self._memory, command, self._ranks)
             case commands.CountFlops():
                 with self._memory.timing():  # counting takes memory of its own
                     return flops_per_sample(self._task, self._memory, command)

@@ -47,10 +47,8 @@ def every_precision(device: torch.device) -> list[str]:
 
 def tf32_allowed() -> tuple[bool, bool]:
     """Whether matrix products and convolutions of fp32 tensors may compute in TF32; torch begins with (False, True)."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    if hasattr(convolutions, "conv"):  # from torch 2.9 on, which raises for the older names where somebody used both
-        return products.fp32_precision == "tf32", convolutions.conv.fp32_precision == "tf32"
-    return products.allow_tf32, convolutions.allow_tf32
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # torch raises for older names
+    return products.fp32_precision == "tf32", convolutions.fp32_precision == "tf32"
 
 
 def _has_tf32(device: torch.device) -> bool:

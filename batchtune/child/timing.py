@@ -89,6 +89,7 @@ def time_steps(task: Task, memory: DeviceMemory, command: TimeSteps, ranks: Rank
     """
     forget_compiled()
     memory.release()
+    ranks = ranks if command.ranks == "together" else ALONE
     take, watch = _stepper(task, memory, command, ranks), CompileWatch()
 
     def step() -> float:

@@ -201,8 +201,8 @@ class Trainer:
         self._loss_of = self.ranks.loss_of(self.model, task.loss)
         self._micro_batches = 0
         self.optimizers = task.optimizers(self.model, learning_rate, **optimizer_arguments or {})
-        schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
-        self._due_schedulers = itertools.repeat(schedulers, total_steps or 0)  # some raise when stepped on
+        self.schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
+        self._due_schedulers = itertools.repeat(self.schedulers, total_steps or 0)  # some raise when stepped on
         clipping = gradient_clipping or task.gradient_clipping
         self._clipper = Clipper(self.model, clipping, adapted, self.precision.scaler)
         own_step = task.has("train_step")

@@ -129,14 +129,7 @@ class WorkerPool:
 
     def any_one(self, do: Callable[[Worker], Result]) -> Result:
         """What `do` makes of a worker that can work now, when the others are idle."""
-        found: list[Result] = []
-
-        def step(worker: Worker) -> bool:
-            found.append(do(worker))
-            return False
-
-        self._step(step, self.first)
-        return found[0]
+        return self._step(do, self.first)
 
     def _serve(self, worker: Worker, step: Callable[[Worker], bool], raised: list[BaseException]) -> None:
         try:
@@ -147,7 +140,7 @@ class WorkerPool:
                 raised.append(error)
             self._stop()
 
-    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:
+    def _step(self, step: Callable[[Worker], Result], worker: Worker) -> Result:
         return step(worker)
 
     def _stop(self) -> None:

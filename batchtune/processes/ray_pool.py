@@ -17,7 +17,7 @@ from batchtune.config.ranks import Ranks, RayCluster
 from batchtune.errors import DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import without_secrets
-from batchtune.processes.pool import WorkerPool
+from batchtune.processes.pool import Result, WorkerPool
 from batchtune.processes.ray_actor import Actor, wait_for
 from batchtune.processes.ray_groups import Group, alive, groups_for, placement_of
 from batchtune.processes.worker import Worker
@@ -108,7 +108,7 @@ class RayPool(WorkerPool):
         self._free.append(worker)
         return worker
 
-    def _step(self, step: Callable[[Worker], bool], worker: Worker) -> bool:  # noqa: ARG002 - whichever has resources
+    def _step(self, step: Callable[[Worker], Result], worker: Worker) -> Result:  # noqa: ARG002 - any with resources
         scheduled = wait_for(self._take, self._stopping, lambda: len(self._free) < len(self._all))
         try:
             return step(scheduled)

@@ -200,7 +200,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         if self._stopping.is_set():
             raise RunInterrupted(STOPPED)
         try:
-            answer = ask(self._process, command, timeout, on_event, self._progress)
+            answer = _answer(self._process, command, timeout, on_event, self._progress)
         except BaseException as error:
             self._discard()
             if isinstance(error, WorkerDied) and self._stopping.is_set():
@@ -225,19 +225,14 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         return died.from_outside or died.outcome == "timeout" or (died.outcome == "crash" and died.rank is None)
 
 
-def ask(
+def _answer(
     process: Process,
     command: Command[Answer],
     timeout: float,
-    on_event: Callable[[CurvePoint], bool] | None = None,
-    progress: Callable[[float], None] = lambda _: None,
+    on_event: Callable[[CurvePoint], bool] | None,
+    progress: Callable[[float], None],
 ) -> Answer:
-    """A child's answer to one command.
-
-    Raises:
-        WorkerDied: it died or hung.
-        BatchtuneError: it answered with an error.
-    """
+    """A child's answer to one command; raised where it is an error, or where the child died or hung."""
     process.send(command.to_message())
     while True:
         try:
