@@ -47,8 +47,9 @@ def every_precision(device: torch.device) -> list[str]:
 
 def tf32_allowed() -> tuple[bool, bool]:
     """Whether matrix products and convolutions of fp32 tensors may compute in TF32; torch begins with (False, True)."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # torch raises for older names
-    return products.fp32_precision == "tf32", convolutions.fp32_precision == "tf32"
+    # by torch's newer names: it raises for the older ones where somebody used both
+    convolutions = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return torch.backends.cuda.matmul.fp32_precision == "tf32", convolutions == "tf32"
 
 
 def _has_tf32(device: torch.device) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -53,9 +53,15 @@ class DeviceMemory(Protocol):
 
     def timing(self) -> AbstractContextManager[None]:
         """A span in which time is measured and no memory: a limit that makes it harder does not hold meanwhile."""
+        return nullcontext()
 
-    def attempt(self, batch_size: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - fakes of devices ask
         """The span of one attempt at this size, against which nothing counts that earlier ones left behind."""
+        try:
+            yield
+        finally:
+            self.release()
 
     def reset_peaks(self) -> None:
         """Starts a new high-water mark."""
@@ -68,6 +74,7 @@ class DeviceMemory(Protocol):
 
     def stopwatch(self) -> Callable[[], float]:
         """Starts once the device is idle; called, waits for what was asked of it and returns the seconds that took."""
+        return stopwatch_on_the_wall(self.synchronize)
 
     def release(self) -> None:
         """Gives cached memory back, so that one attempt does not change the next."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from batchtune.device._base import Peaks, require_no_more, stopwatch_on_the_wall
+from batchtune.device._base import DeviceMemory, Peaks, require_no_more
 from batchtune.device.host import STATUS, proc_fields
 
 HOST_SHARE_OF_FREE = 0.8  # a host that swaps or kills helps nobody: other programs keep a fifth of what is free
@@ -34,7 +34,7 @@ _loaded_early_bytes = 0
 _shaken: list[torch.Tensor] = []
 
 
-class HostMemory:
+class HostMemory(DeviceMemory):
     """The CPU's memory, limited by what is resident of the process above its imports.
 
     That is what a container's memory.max and the host's free memory count. The allocator is left as it is, so that an
@@ -93,7 +93,6 @@ class HostMemory:
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """As on any device."""
         limit, self._limit_bytes = self._limit_bytes, None
         if limit is None or self._limits_before is None:
             yield
@@ -103,13 +102,6 @@ class HostMemory:
             yield
         finally:
             self._limit_bytes = limit
-            self.release()
-
-    @contextlib.contextmanager
-    def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - no size is another's here
-        try:
-            yield
-        finally:
             self.release()
 
     def _look(self, ended: threading.Event) -> None:
@@ -126,10 +118,8 @@ class HostMemory:
         resource.setrlimit(resource.RLIMIT_AS, (address_space, self._limits_before[1]))
 
     def reset_peaks(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            return
 
     def peaks(self) -> Peaks:
         now = proc_fields(STATUS)
@@ -140,9 +130,6 @@ class HostMemory:
 
     def synchronize(self) -> None:
         """The host has done its work when a call returns."""
-
-    def stopwatch(self) -> Callable[[], float]:
-        return stopwatch_on_the_wall(self.synchronize)
 
     def release(self) -> None:
         gc.collect()

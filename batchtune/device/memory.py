@@ -6,12 +6,11 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
 
-from batchtune.device._base import DeviceMemory, Peaks, require_no_more, stopwatch_on_the_wall
+from batchtune.device._base import DeviceMemory, Peaks, require_no_more
 from batchtune.device.host_memory import HostMemory
 from batchtune.errors import DeviceError, UsageError
 
@@ -57,7 +56,7 @@ def open_device(name: str) -> DeviceMemory:
     return HostMemory() if device.type == "cpu" else AcceleratorMemory(device)
 
 
-class AcceleratorMemory:
+class AcceleratorMemory(DeviceMemory):
     """CUDA, ROCm, MPS, XPU or any other accelerator's memory, through what its torch module and torch.accelerator tell.
 
     Where torch cannot keep a process within the limit (older XPU, accelerators of third parties), a peak that passed
@@ -125,17 +124,12 @@ class AcceleratorMemory:
         return hasattr(self._module, "set_per_process_memory_fraction") and not in_pool
 
     @contextlib.contextmanager
-    def attempt(self, batch_size: int) -> Iterator[None]:  # noqa: ARG002 - the CPU's memory asks
+    def attempt(self, batch_size: int) -> Iterator[None]:
         self.release()
         if hasattr(self._module, "reset_accumulated_memory_stats"):  # counts of retries and failures
             self._module.reset_accumulated_memory_stats()
-        try:
+        with super().attempt(batch_size):
             yield
-        finally:
-            self.release()
-
-    def timing(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def lift(self) -> None:
         self._watched_limit = None
@@ -166,7 +160,7 @@ class AcceleratorMemory:
     def stopwatch(self) -> Callable[[], float]:
         """On CUDA by events: when a busy host wakes up after the device has done its work does not count there."""
         if self.device.type != "cuda":
-            return stopwatch_on_the_wall(self.synchronize)
+            return super().stopwatch()
         self.synchronize()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
