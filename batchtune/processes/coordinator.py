@@ -23,7 +23,7 @@ from typing import IO
 from batchtune.errors import DeviceError
 from batchtune.processes.local import describe_exit, entry, kill_sessions_below
 from batchtune.processes.ranks import GroupSettings, failed, merge, told
-from batchtune.processes.torchrun import RendezvousStore
+from batchtune.processes.torchrun import open_store
 from batchtune.protocol.commands import Rejoin, Renew
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, move_standard_streams, watched
 
@@ -213,7 +213,7 @@ def main() -> None:
     settings = GroupSettings.model_validate_json(sys.argv[1])
     coordinator = RankCoordinator(settings, parent)
     if settings.name:
-        RendezvousStore().announce(settings.name, coordinator.rendezvous)
+        open_store().set(settings.name, coordinator.rendezvous.model_dump_json())
         coordinator.serve()
     os.environ |= coordinator.rendezvous.variable()
     threading.Thread(target=coordinator.serve, daemon=True).start()

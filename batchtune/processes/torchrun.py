@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from batchtune.config.ranks import TorchrunEnv
 from batchtune.errors import BatchtuneError, RunInterrupted, UsageError
 from batchtune.processes.local import child_environment, entry
 from batchtune.protocol.messages import Message, Rendezvous
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _LOOK_SECONDS = 0.1
 _LEAVING_SECONDS = 10.0  # in which the others see that the first process has come to its end
@@ -60,71 +63,53 @@ def _scope() -> str:
     return f"batchtune/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_CALLS)}"
 
 
-class RendezvousStore:
+def open_store(*, hosts: bool = False) -> Store:
     """Where the processes tell each other which group is at work, one after another: the launcher's own store.
 
     Raises:
         UsageError: this process `hosts` it, and its port is in use.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def __init__(self, *, hosts: bool = False) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        own = hosts and not agents
-        try:
-            self._store = TCPStore(*where, is_master=own, wait_for_workers=False)
-        except RuntimeError as error:
-            if own:
-                raise UsageError(f"MASTER_PORT {where[1]}: another program listens there; choose another") from error
-            raise
-
-    def announce(self, name: str, rendezvous: Rendezvous) -> None:
-        """Tells where the group of that name meets."""
-        self._store.set(name, rendezvous.model_dump_json())
-
-    def wait_for(self, scope: str, number: int) -> Rendezvous | Outcome:
-        """Where the group of that number meets; or the outcome, once there is one, or the store has gone."""
-        try:
-            while True:  # not in the store: a signal must be heard
-                if self._store.check([over := f"{scope}/outcome"]):
-                    return Outcome.model_validate_json(self._store.get(over).decode())
-                if self._store.check([group := f"{scope}/{number}"]):
-                    return Rendezvous.model_validate_json(self._store.get(group).decode())
-                time.sleep(_LOOK_SECONDS)
-        except RuntimeError:
-            return LOST
-
-    def publish(self, scope: str, outcome: Outcome, readers: int) -> None:
-        """Tells what it all came to; returns when so many know, or do not answer."""
-        deadline = time.monotonic() + _LEAVING_SECONDS
-        with contextlib.suppress(RuntimeError):  # the launcher has gone, and the others with it
-            self._store.set(f"{scope}/outcome", outcome.model_dump_json())
-            while self._store.add(f"{scope}/read", 0) < readers and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
-
-    def leave(self, scope: str) -> None:
-        """Says that the outcome has been read, where there is still somebody to tell."""
-        with contextlib.suppress(RuntimeError):
-            self._store.add(f"{scope}/read", 1)
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    own = hosts and not agents
+    try:
+        return TCPStore(*where, is_master=own, wait_for_workers=False)
+    except RuntimeError as error:
+        if own:
+            raise UsageError(f"MASTER_PORT {where[1]}: another program listens there; choose another") from error
+        raise
 
 
 class Follower:
     """The ranks of one process: in each group that is announced, one, for as long as that group's coordinator lives."""
 
     def __init__(self, env: TorchrunEnv, scope: str) -> None:
-        self._env, self._scope, self._store = env, scope, RendezvousStore()
+        self._env, self._scope, self._store = env, scope, open_store()
 
     def follow(self) -> Outcome:
         """Runs one rank after another until there are no more groups."""
         number = 1
-        while isinstance(found := self._store.wait_for(self._scope, number), Rendezvous):
+        while isinstance(found := self._wait_for(number), Rendezvous):
             with contextlib.suppress(OSError):  # the group has ended meanwhile
                 self._run_rank(found)
             number += 1
-        self._store.leave(self._scope)
+        with contextlib.suppress(RuntimeError):  # where there is still somebody to tell
+            self._store.add(f"{self._scope}/read", 1)
         return found
+
+    def _wait_for(self, number: int) -> Rendezvous | Outcome:
+        """Where the group of that number meets; or the outcome, once there is one, or the store has gone."""
+        try:
+            while True:  # not in the store: a signal must be heard
+                if self._store.check([over := f"{self._scope}/outcome"]):
+                    return Outcome.model_validate_json(self._store.get(over).decode())
+                if self._store.check([group := f"{self._scope}/{number}"]):
+                    return Rendezvous.model_validate_json(self._store.get(group).decode())
+                time.sleep(_LOOK_SECONDS)
+        except RuntimeError:
+            return LOST
 
     def _run_rank(self, rendezvous: Rendezvous) -> None:
         with rendezvous.connect(rank=self._env.rank, follows=True) as line:
@@ -157,7 +142,7 @@ class Leader:
     at_work: ClassVar[Leader | None] = None
 
     def __init__(self, env: TorchrunEnv, scope: str) -> None:
-        self._env, self._scope, self._store = env, scope, RendezvousStore(hosts=True)
+        self._env, self._scope, self._store = env, scope, open_store(hosts=True)
         self._groups = itertools.count(1)
         self.outcome = Outcome()
 
@@ -174,7 +159,11 @@ class Leader:
             code = RunInterrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
             result = error.result.to_json() if isinstance(error, BatchtuneError) and error.result else None
             self.outcome = Outcome(exit_code=getattr(error, "exit_code", code), error=str(error), result=result)
-        self._store.publish(self._scope, self.outcome, readers=self._env.world_size)
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        with contextlib.suppress(RuntimeError):  # the launcher has gone, and the others with it
+            self._store.set(f"{self._scope}/outcome", self.outcome.model_dump_json())
+            while self._store.add(f"{self._scope}/read", 0) < self._env.world_size and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
 
     def next_group(self) -> str:
         """The name of the group that is about to meet."""
