@@ -52,13 +52,6 @@ def tf32_allowed() -> tuple[bool, bool]:
     return torch.backends.cuda.matmul.fp32_precision == "tf32", convolutions == "tf32"
 
 
-def _has_tf32(device: torch.device) -> bool:
-    """Whether a device has matrix units for it."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= _AMPERE
-
-
 class Precision:
     """How a run computes (bf16, fp16, fp32 or tf32): an autocast context, fp16's loss scaler, TF32 everywhere.
 
@@ -80,7 +73,10 @@ class Precision:
 
     def computed_in(self, flops: Counter[str]) -> str:
         """What matrix units do most of a step's operations in, counted by operator: fp32 may mean TF32."""
-        if self._name != "fp32" or not _has_tf32(self._device):
+        device = self._device
+        if self._name != "fp32" or device.type != "cuda" or torch.version.hip is not None:
+            return self._name
+        if torch.cuda.get_device_capability(device)[0] < _AMPERE:  # it has no matrix units for TF32
             return self._name
         products, convolutions = tf32_allowed()
         in_tf32 = sum(count for name, count in flops.items() if (convolutions if "convolution" in name else products))

@@ -11,7 +11,7 @@ from batchtune.errors import BatchtuneError, NothingFitsError, UserCodeError
 from batchtune.lengths.mixing import length_warnings
 from batchtune.probe.final_check import Check, cut_short, order_warnings, out_in_evaluation
 from batchtune.probe.frontier import length_counts, length_points, unseen_lengths
-from batchtune.probe.search import bracket
+from batchtune.probe.search import bracket, failures_above
 from batchtune.probe.timing.steps import Times, busy_warnings, data_parallel, fit_step_time
 from batchtune.protocol.commands import STEPS_AFTER_EVALUATION, Opened
 from batchtune.task.samples import kept_warnings as kept_by_data
@@ -95,11 +95,9 @@ class Findings:
     def result(self, seconds: float) -> ProbeResult:
         """What is known after so many seconds, complete or not."""
         verified, low = self.verified, self.largest
-        last = {attempt.batch_size: attempt for attempt in self.attempts}
-        high = min((size for size, attempt in last.items() if size > low and not attempt.fits), default=None)
-        best = verified or last.get(low)
-        accumulation = self.options.accumulation_steps
-        ended = [attempt for size, attempt in sorted(last.items()) if size > low and not attempt.fits]
+        best = verified or {attempt.batch_size: attempt for attempt in self.attempts}.get(low)
+        accumulation, ended = self.options.accumulation_steps, failures_above(low, self.attempts)
+        failed = next(iter(ended), None)
         # of those that only left too little room, no rank is known
         limiting = next((each for each in ended if each.kept_back_bytes is None), None)
         ranks = data_parallel(self.opened, low, accumulation, limiting, self.rank_times) if low else None
@@ -107,8 +105,8 @@ class Findings:
             precision=self.precision,
             inference=self.opened.is_for_inference or None,
             max_batch_size=low or None,
-            first_failing_batch_size=high,
-            limited_by=self._limited_by(low, last.get(high) if high else None),
+            first_failing_batch_size=failed.batch_size if failed else None,
+            limited_by=self._limited_by(low, failed),
             memory_limit_bytes=self.limit,
             peak_allocated_bytes=best.peak_allocated_bytes if best else None,
             peak_reserved_bytes=best.peak_reserved_bytes if best else None,
@@ -142,7 +140,8 @@ class Findings:
         low, slow = self.largest, self.too_slow_above
         found = [*attempt_warnings(self.attempts, low), *recompile_warnings(self.attempts, self.throughput)]
         found += [*leak_warnings(self.attempts, self.limit), *self._why_memory_ended()]
-        found += end_warnings(low, self.bounds.maximum)
+        if self.bounds.maximum is None and low >= LARGEST:  # for its own sake: no batch is to fill the host's memory
+            found.append(f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more")
         found += [*busy_warnings(self.throughput), *unseen_warnings(self.opened.samples)]
         found += kept_by_data(self.opened.samples) if self.opened.device == "cpu" else []
         found += [*unseen_lengths(self.opened.lengths), *foreign_warnings(self.opened.foreign_parameters)]
@@ -200,13 +199,6 @@ def attempt_warnings(attempts: Sequence[Attempt], largest_fit: int) -> list[str]
             text += " (larger sizes were not searched)"
         found.append(text)
     return found
-
-
-def end_warnings(largest_fit: int, maximum: int | None) -> list[str]:
-    """One where the search ended for its own sake, which keeps batches from filling the host's memory."""
-    if maximum is not None or largest_fit < LARGEST:
-        return []
-    return [f"a search without a maximum ends at {LARGEST:,} samples: --max looks for more"]
 
 
 def _ended(attempt: Attempt, then: str = "") -> str:

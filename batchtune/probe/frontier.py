@@ -14,7 +14,7 @@ from batchtune.config.probe import Bounds
 from batchtune.document import Attempt, LengthCount, LengthPoint, LimitedBy
 from batchtune.lengths.surface import PeakPoint, Surface, fit_surface
 from batchtune.probe.memory_model import PeakEstimate, is_right, measured_points
-from batchtune.probe.search import Choice, bracket, next_size
+from batchtune.probe.search import Choice, bracket, failures_above, next_size, was_out_of_memory
 from batchtune.protocol.data import LengthsSeen
 from batchtune.vocabulary import Length, covers
 
@@ -145,15 +145,10 @@ def _prior(tried: Tried, length: Length, bounds: Bounds, limit: int, estimates: 
 def _points(tried: Tried, end: float) -> Iterator[PeakPoint]:
     """Peaks of forward and backward at all lengths; where memory ended, at least so much was needed."""
     for length, attempts in tried.items():
-        fits = measured_points(attempts)
+        fits, failed = measured_points(attempts), bracket(attempts)[1]
         for each in fits:
             yield PeakPoint(each.size, length, each.activation, max(_ERROR, each.noise / each.activation))
-        failed = bracket(attempts)[1]
-        if (
-            fits
-            and failed is not None
-            and any(each.batch_size == failed and each.outcome == "oom" for each in attempts)
-        ):
+        if fits and failed is not None and was_out_of_memory(failed, attempts):
             yield PeakPoint(failed, length, end, _PASSED_ERROR)
 
 
@@ -203,7 +198,7 @@ def _end_bytes(tried: Tried, limit: int) -> float:
     ends = []
     for attempts in tried.values():
         fits, (low, high) = measured_points(attempts), bracket(attempts)
-        oom = any(each.batch_size == high and each.outcome == "oom" for each in attempts)
+        oom = was_out_of_memory(high, attempts)
         if oom and fits and fits[-1].size == low and high is not None and high - low <= max(1, 0.05 * low):
             ends.append(fits[-1].activation * (1 + (high - low) / low / 2))
     return min(limit, statistics.median(ends)) if ends else _END * limit  # one may end far from all others
@@ -230,15 +225,14 @@ def length_points(
     """
     points = []
     for length, attempts in tried.items():
-        last = {each.batch_size: each for each in attempts}
         low = (checked or {}).get(length, bracket(attempts)[0])
-        high = min((size for size, each in last.items() if size > low and not each.fits), default=None)
         if low:
-            best, failed = last[low], last.get(high or 0)
+            best = {each.batch_size: each for each in attempts}[low]
+            failed = next(iter(failures_above(low, attempts)), None)
             known = {name: getattr(best, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
             ended = limited_by(low, failed) or "memory"
             point = LengthPoint(length=length, max_batch_size=low, limited_by=ended, attempts=list(attempts), **known)
-            points.append(point.model_copy(update={"first_failing_batch_size": high}))
+            points.append(point.model_copy(update={"first_failing_batch_size": failed.batch_size if failed else None}))
     return tuple(points[::-1])
 
 

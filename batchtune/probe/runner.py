@@ -160,7 +160,8 @@ class Probe:
         found = self._found
         assert found.verified is not None  # noqa: S101 - _verify sees to it
         if found.opened.device == "cpu":
-            while larger := self._larger_with_room(found.verified):
+            how = found.limit, self._options, found.bounds.maximum
+            while larger := final_check.larger_with_room(found.verified, self.attempts, *how):
                 self._verify_at(larger)
             return
         least = max(self._options.tolerance / 2, _NOTICED) * (found.limit or 0)
@@ -171,11 +172,6 @@ class Probe:
             if choice.batch_size is None:
                 return
             self._verify_at(choice.batch_size)
-
-    def _larger_with_room(self, passed: Attempt) -> int | None:
-        found = self._found
-        most = found.bounds.maximum
-        return final_check.larger_with_room(passed, self.attempts, found.limit, self._options, most)
 
     def _verify_at(self, size: int) -> bool:
         steps = final_check.steps_to_verify(self.attempts, self._options)

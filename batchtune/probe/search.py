@@ -32,6 +32,7 @@ FINE = 0.005  # of the largest fit: whoever asks for a narrower bracket has an e
 MIDDLE = (0.2, 0.4, 0.8)  # shares of what is believed below the next size
 LAST = 0.0005  # of the largest fit: in so narrow a bracket, the roundest size may well be the last that fits
 LOWER_PRIOR_START, SAFE_PRIOR_START = 0.8, 0.5  # of the prior's largest fit: where its own start fails; with no_oom
+_PEAKS = {"peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes"}
 PRIOR_REFUTED = 0.85  # an OOM where the prior saw a smaller share of the limit used: it knows nothing of this model
 
 
@@ -47,7 +48,18 @@ def bracket(attempts: Sequence[Attempt]) -> tuple[int, int | None]:
     """Largest fit (0: none) and smallest failure above it (None: none); the last attempt at a size counts."""
     last = {attempt.batch_size: attempt.fits for attempt in attempts}
     low = max((size for size, fits in last.items() if fits), default=0)
-    return low, min((size for size, fits in last.items() if not fits and size > low), default=None)
+    return low, next((attempt.batch_size for attempt in failures_above(low, attempts)), None)
+
+
+def failures_above(size: int, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Those at larger sizes, the smallest first; the last attempt at a size counts."""
+    last = {attempt.batch_size: attempt for attempt in attempts}
+    return [last[each] for each in sorted(last) if each > size and not last[each].fits]
+
+
+def was_out_of_memory(size: int | None, attempts: Sequence[Attempt]) -> bool:
+    """Whether any attempt at a size was."""
+    return any(each.batch_size == size and each.outcome == "oom" for each in attempts)
 
 
 def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_bytes: float) -> list[Attempt] | None:
@@ -61,8 +73,7 @@ def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_byt
     """
     peak, same = checked.peak_reserved_bytes, [each for each in attempts if each.batch_size == checked.batch_size]
     worn = same[0].peak_reserved_bytes if same else None
-    high = bracket(attempts)[1]
-    ended = any(each.batch_size == high and each.outcome == "oom" for each in attempts)
+    ended = was_out_of_memory(bracket(attempts)[1], attempts)
     if worn is None or peak is None or not ended or worn - peak <= least_bytes:
         return None
     return [each.model_copy(update=_lowered(each, worn - peak)) for each in attempts if each.fits]
@@ -70,9 +81,8 @@ def as_in_fresh_process(attempts: Sequence[Attempt], checked: Attempt, least_byt
 
 def _lowered(attempt: Attempt, by_bytes: int) -> dict[str, int]:
     """An attempt's peaks, so much lower."""
-    names = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_backward_peak_bytes")
-    peaks = {name: getattr(attempt, name) for name in names}
-    return {name: max(0, bytes_ - by_bytes) for name, bytes_ in peaks.items() if bytes_ is not None}
+    peaks = attempt.model_dump(include=_PEAKS, exclude_none=True)
+    return {name: max(0, bytes_ - by_bytes) for name, bytes_ in peaks.items()}
 
 
 def next_size(

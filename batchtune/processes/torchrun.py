@@ -20,7 +20,7 @@ from batchtune.processes.local import child_environment, entry
 from batchtune.protocol.messages import Message, Rendezvous
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _LOOK_SECONDS = 0.1
 _LEAVING_SECONDS = 10.0  # in which the others see that the first process has come to its end

@@ -24,12 +24,31 @@ def time_sizes(
     options: ProbeOptions,
     observer: Observer,
 ) -> None:
-    """Adds a point for each size up to the largest to `points`, as they come, and then their FLOPs."""
+    """Adds a point for each size up to the largest to `points`, as they come, and then the FLOPs of their samples.
+
+    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
+    worker begins in a fresh one. Unless FLOPs are asked for, none are counted where the device's peak is not known.
+    """
     most = most_to_time(options.timing_within, largest.step_seconds)
     sizes = sizes_to_time(largest.batch_size, minimum=options.minimum, multiple_of=options.multiple_of, most=most)
     command = _command(largest.batch_size, precision, options).but(seconds=options.timing_seconds)
     measure_curve(worker, points, sizes, observer, command, options.timeout, options.timing_within)
-    _add_flops(worker, points, observer, precision, options.timeout, only_as_share=not options.flops)
+
+    opened = worker.start()
+    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
+    if (peak is None and not options.flops) or not opened.fits_alone:
+        return
+
+    @cache
+    def count(size: int) -> Flops:
+        asked = CountFlops(batch_size=size, precision=precision)
+        found = ask(worker, asked, options.timeout, observer, f"FLOPs at batch size {size}")
+        return found or Flops(per_sample=None)
+
+    if peak and points:
+        peak = peak_flops(opened.device_name, count(points[0].batch_size).computed_in or precision)
+    points[:] = with_flops(points, lambda size: count(size).per_sample, peak)
+    worker.renew()
 
 
 def time_ranks(worker: Worker, largest: int, precision: str, options: ProbeOptions, observer: Observer) -> Times:
@@ -65,33 +84,3 @@ def with_flops(
         mfu = flops * point.samples_per_second / peak if peak else None
         found.append(point.model_copy(update={"flops_per_sample": flops, "mfu": mfu}))
     return found
-
-
-def _add_flops(
-    worker: Worker,
-    points: list[ThroughputPoint],
-    observer: Observer,
-    precision: str,
-    timeout: float,
-    *,
-    only_as_share: bool,
-) -> None:
-    """Adds the FLOPs of a sample to the points, and what share of the device's peak they are where that is known.
-
-    Counting loads parts of torch that take memory of their own: the child ends with it, and the next work of this
-    worker begins in a fresh one. Where they are of interest `only_as_share` of a peak, nothing is done without one.
-    """
-    opened = worker.start()
-    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
-    if (peak is None and only_as_share) or not opened.fits_alone:
-        return
-
-    @cache
-    def count(size: int) -> Flops:
-        command = CountFlops(batch_size=size, precision=precision)
-        return ask(worker, command, timeout, observer, f"FLOPs at batch size {size}") or Flops(per_sample=None)
-
-    if peak and points:
-        peak = peak_flops(opened.device_name, count(points[0].batch_size).computed_in or precision)
-    points[:] = with_flops(points, lambda size: count(size).per_sample, peak)
-    worker.renew()
