@@ -120,7 +120,7 @@ class FreeMemory:
     def look_beside_child(self) -> None:
         """To be called when a child has trained and given its tensors back."""
         opened = self._worker.opened
-        if opened is None or opened.nvml_uuid is None or opened.is_group:
+        if opened is None or opened.nvml_uuid is None or opened.world_size > 1:
             return
         seen, free = look(opened.nvml_uuid), opened.environment.device_memory_free_bytes
         if seen and seen.free_bytes and free:
@@ -132,14 +132,14 @@ class FreeMemory:
         Where nobody tells what is free, `after` is what was when the last child opened.
         """
         last = self._worker.opened
-        if last is None or first.device == "cpu" or first.is_group:
+        if last is None or first.device == "cpu" or first.world_size > 1:
             return
         self._worker.close()
         at_last, uuid = last.environment.device_memory_free_bytes, first.nvml_uuid
         self.after = _settled_free_bytes(uuid, first) if uuid else at_last
         opened, beside = self._beside_child
         if self.after and opened and abs(opened - self.after) <= SAME_BYTES:
-            record(first.device_name, "context_bytes", opened - beside)
+            record(first.environment.device, "context_bytes", opened - beside)
 
 
 def _settled_free_bytes(uuid: str, opened: Opened) -> int | None:

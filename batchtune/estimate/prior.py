@@ -143,7 +143,7 @@ class EstimatePrior:
             memory_limit=limit,
             samples=opened.samples,
             lengths_seen=opened.lengths,
-            gpu=_gpu(opened.device_name),
+            gpu=_gpu(opened.environment.device),
             inference=opened.is_for_inference,
         )
         seconds = min(timeout, self._left)
@@ -166,7 +166,7 @@ class EstimatePrior:
             samples=opened.samples,
             lengths=lengths,
             lengths_seen=opened.lengths,
-            gpu=_gpu(opened.device_name),
+            gpu=_gpu(opened.environment.device),
             memory_limit=opened.memory_limit_bytes or 0,
         )
         self._lengths = LengthsPrior(self._worker, command, self._observer)

@@ -91,7 +91,7 @@ class Probe:
         if self._options.throughput:
             self._observer.stage("timing steps")
             largest, how = found.verified, (self._options, self._observer)
-            if found.opened.is_group:
+            if found.opened.world_size > 1:
                 found.rank_times = time_ranks(self._worker, largest.batch_size, found.precision, *how)
             time_sizes(self._worker, found.throughput, largest, found.precision, *how)
 

@@ -73,7 +73,7 @@ class ProbeSession:
         """Probes one of the precisions; what it finds, and what it has found when it fails, is kept."""
         accumulation_steps = self.options.accumulation_steps or opened.accumulation_steps
         options, estimated = replace(self.options, accumulation_steps=accumulation_steps), None
-        if not opened.is_group:  # of a group, the memory of one process alone says too little
+        if opened.world_size == 1:  # of a group, the memory of one process alone says too little
             estimated = prior.look(opened, precision, accumulation_steps, timeout=options.timeout)
         probe = Probe(self.worker, options, precision, self.observer, prior=estimated)
         self._probes.append(probe)
@@ -85,7 +85,7 @@ class ProbeSession:
         with _told_if_busy(self.observer):
             probe.time_steps()
         if estimated and not opened.is_for_inference:  # workspaces are those of training
-            estimated.learn(opened.device_name, probe.attempts)
+            estimated.learn(opened.environment.device, probe.attempts)
 
     def time_loader(self) -> None:
         """Times the data loader against the fastest precision's steps; it is the same for all of them."""

@@ -80,7 +80,7 @@ class WorkerPool:
         )
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
         for assigned in assign_devices(device, count, devices=opened.device_count, visible=visible, each=each)[1:]:
-            settings = self.first.settings.but(device=assigned.device, device_name=opened.device_name)
+            settings = self.first.settings.but(device=assigned.device, device_name=opened.environment.device)
             self._all.append(self._worker(settings, self._threads | dict(assigned.environment)))
 
     def warm_up(self) -> None:

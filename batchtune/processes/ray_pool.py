@@ -94,7 +94,7 @@ class RayPool(WorkerPool):
         if count > room:
             self._observer.note(f"the Ray cluster has room for {room} of {count} workers; the others join as it grows")
         assert self.first.settings is not None  # noqa: S101 - it was opened with them
-        settings = self.first.settings = self.first.settings.but(device_name=opened.device_name)
+        settings = self.first.settings = self.first.settings.but(device_name=opened.environment.device)
         self._all += [self._worker(settings, {}) for _ in range(count - 1)]
 
     def warm_up(self) -> None:

@@ -98,16 +98,6 @@ class Opened(Message):
         """Whether forward passes are taken instead of optimizer steps."""
         return not self.optimizer
 
-    @property
-    def device_name(self) -> str:
-        """What the device is called."""
-        return self.environment.device
-
-    @property
-    def is_group(self) -> bool:
-        """Whether several ranks have opened it."""
-        return self.strategy is not None
-
 
 class OpenTask(Command[Opened | None]):
     """Opens the device, imports the task, builds the model once and sets the memory limit.
@@ -218,11 +208,7 @@ class TryLengths(TryBatchSize):
 
 
 class TimeSteps(Command[ThroughputPoint]):
-    """How fast a size trains.
-
-    Attributes:
-        ranks: train as one, each on its own at the same time, or the first one while the others do nothing.
-    """
+    """How fast a size trains: by ranks as one, by each apart at the same time, or by the first one alone."""
 
     batch_size: int
     precision: str

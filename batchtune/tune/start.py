@@ -25,7 +25,7 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
     config = progress.config
     with open_pool(config, observer, progress.folder.attempts()) as pool:
         progress.opened = opened = open_task(pool.first, config)
-        progress.identity = identity_of(config) | {"the device": opened.device_name}
+        progress.identity = identity_of(config) | {"the device": opened.environment.device}
         progress.folder.check_identity(progress.identity)  # whatever 'auto' was
         grow(pool, opened, observer)
         opening_seconds = time.perf_counter() - progress.began
@@ -36,7 +36,7 @@ def run_study(progress: Progress, observer: Observer, warm_start: WarmStart | No
         storage = open_storage(config.storage, progress.folder.path)
         if fresh and config.storage is not None:
             delete_study(storage, config.name)
-        agreement = Agreement(storage, config, opened.device_name)
+        agreement = Agreement(storage, config, opened.environment.device)
         plan = plan_study(progress, pool.first, opened, agreement, observer, warm_start)
         progress.study = study = TuneStudy(plan, pool, storage, observer, opening_seconds=opening_seconds)
         study.run()

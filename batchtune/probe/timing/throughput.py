@@ -35,7 +35,7 @@ def time_sizes(
     measure_curve(worker, points, sizes, observer, command, options.timeout, options.timing_within)
 
     opened = worker.start()
-    peak = None if opened.device == "cpu" else peak_flops(opened.device_name, precision)
+    peak = None if opened.device == "cpu" else peak_flops(opened.environment.device, precision)
     if (peak is None and not options.flops) or not opened.fits_alone:
         return
 
@@ -46,7 +46,7 @@ def time_sizes(
         return found or Flops(per_sample=None)
 
     if peak and points:
-        peak = peak_flops(opened.device_name, count(points[0].batch_size).computed_in or precision)
+        peak = peak_flops(opened.environment.device, count(points[0].batch_size).computed_in or precision)
     points[:] = with_flops(points, lambda size: count(size).per_sample, peak)
     worker.renew()
 

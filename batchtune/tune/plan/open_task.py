@@ -77,7 +77,7 @@ def grow(pool: WorkerPool, opened: Opened, observer: Observer) -> None:
     pool.grow(opened)
     if len(pool) > 1:
         observer.note(f"{len(pool)} workers{pool.where}")
-    if opened.is_group:
+    if opened.world_size > 1:
         ranks = f"{opened.world_size} ranks with {opened.strategy} ({opened.backend})"
         observer.note(f"each run trains on {ranks}: batch sizes are of all ranks together")
     for name, reason in opened.precision:
@@ -93,7 +93,7 @@ def require(config: Config, opened: Opened) -> None:
     """
     if config.objective.kind == "energy_to_target" and not opened.counts_energy:
         raise DeviceError(
-            f"objective.kind energy_to_target: {opened.device_name} has no energy counter that NVML reads; "
+            f"objective.kind energy_to_target: {opened.environment.device} has no energy counter that NVML reads; "
             "use time_to_target, or an NVIDIA GPU from Volta on"
         )
     require_tokens(config, opened)
