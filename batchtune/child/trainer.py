@@ -19,8 +19,8 @@ from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
+from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.contract import Task
-from batchtune.task.optimizers import OnPlateau
 from batchtune.task.state import seed_everything
 from batchtune.vocabulary import LengthBatches
 

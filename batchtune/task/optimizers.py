@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Redu
 
 from batchtune.document import OptimizerSettings, Value
 from batchtune.errors import UsageError, UserCodeError, kind_of
+from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.lengths import TaskLengths, offers, reads
 from batchtune.vocabulary import Goal, together
 
@@ -118,33 +119,6 @@ def _plain(value: object) -> Value | list[float] | None:
 def several(given: object) -> Iterator[Any]:
     """One object by itself, or those in a list, tuple or dict."""
     yield from given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else (given,)
-
-
-class OnPlateau:
-    """A ReduceLROnPlateau that is stepped at the end of an epoch, with a metric: the study's, or one of its own.
-
-    Args:
-        scheduler: that of the user.
-        metric: the last value of its own; None: it waits for the study's.
-        every: so many epochs.
-    """
-
-    def __init__(self, scheduler: ReduceLROnPlateau, metric: Callable[[], float] | None = None, every: int = 1) -> None:
-        self.scheduler, self._metric, self._every, self._epochs = scheduler, metric, every, 0
-        self.names = [type(scheduler).__name__]
-
-    def step(self) -> None:
-        """Called after each optimizer step, which it does not wait for."""
-
-    def watched(self, value: float) -> float:
-        """The metric that it waits for; `value` is the study's."""
-        return value if self._metric is None else self._metric()
-
-    def end_epoch(self, watched: float) -> None:
-        """Called at the end of each epoch, with the metric."""
-        self._epochs += 1
-        if self._epochs % self._every == 0:
-            self.scheduler.step(watched)
 
 
 class TaskOptimizers(TaskLengths):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, nominal_rate, real_copy, set_learning_rate
+from batchtune.task.adapting.plateau import OnPlateau
 from batchtune.task.lightning.data import (
     LightningData,
     called,
@@ -35,7 +36,6 @@ from batchtune.task.lightning.trainer import (
     samples_in,
     schedules,
 )
-from batchtune.task.optimizers import OnPlateau
 
 _OWN_LOOP = ("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 

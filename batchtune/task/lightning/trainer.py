@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from batchtune.document import GradientClipping
 from batchtune.errors import UsageError
-from batchtune.task.optimizers import OnPlateau
+from batchtune.task.adapting.plateau import OnPlateau
 
 LightningModule: TypeAlias = Any  # Lightning is no dependency, so its types are not looked at
 _REDUCTIONS = ("mean", "sum", "max", "min")

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from batchtune.document import GradientClipping
 from batchtune.protocol.data import CurrentSettings
 from batchtune.task.adapting import FromLoader, LoaderParts, highest_rate, loader_parts, real_copy, set_learning_rate
-from batchtune.task.optimizers import OnPlateau
+from batchtune.task.adapting.plateau import OnPlateau
 
 Arguments = TypeVar("Arguments")
 _OF_OPTIMIZERS = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
