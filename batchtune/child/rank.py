@@ -10,8 +10,6 @@ import sys
 import zlib
 from typing import Any
 
-import torch
-
 from batchtune.child.image import serve_forks
 from batchtune.child.ranks._base import ALONE
 from batchtune.child.ranks.parallel import Parallel, load_early
@@ -92,13 +90,12 @@ def _own_device(device: str) -> str:
         raise UsageError(
             f"{device}: each rank has a device of its own; name the kind alone, e.g. cuda", setting="device"
         )
-    if device == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = accelerator.type if accelerator else "cpu"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device != "cpu" and (count := count_devices(find_device(device))) < ranks:
-        raise DeviceError(f"{ranks}: there are only {count} {device} devices here", setting="ranks")
-    return device if device == "cpu" else f"{device}:{os.environ['LOCAL_RANK']}"
+    found, ranks = find_device(device), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found.type == "cpu":
+        return "cpu"
+    if (count := count_devices(found)) < ranks:
+        raise DeviceError(f"{ranks}: there are only {count} {found.type} devices here", setting="ranks")
+    return f"{found.type}:{os.environ['LOCAL_RANK']}"
 
 
 def main() -> None:

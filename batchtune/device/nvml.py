@@ -44,6 +44,11 @@ def told(ask: Callable[..., Answer], *arguments: object) -> Answer | None:
         return None
 
 
+def visible_devices(visible: str | None) -> list[str]:
+    """The entries of `CUDA_VISIBLE_DEVICES`; none where it is not set."""
+    return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+
+
 def candidate_uuids(torch_uuid: str, index: int, visible: str | None) -> list[str]:
     """The names NVML may know a CUDA device by, the likeliest first.
 
@@ -129,10 +134,10 @@ def distances(visible: str | None) -> tuple[list[str], list[list[int]]] | None:
     """
 
     def asked(nvml: ModuleType) -> tuple[list[str], list[list[int]]]:
-        entries = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
         by_number = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         handles = [
-            by_number[int(entry)] if entry.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(entry) for entry in entries
+            by_number[int(entry)] if entry.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(entry)
+            for entry in visible_devices(visible)
         ]
         handles = handles or by_number
         (_,) = {nvml.nvmlDeviceGetName(each) for each in by_number}

@@ -60,10 +60,10 @@ def size_with_room(
 
     They differ in what grows with the batch: by what was measured, or else by as much as is usual.
     """
-    unit, peak, grown = options.multiple_of, fit.peak_reserved_bytes or 0, _grown_bytes(attempts, fit)
+    unit, peak, (grown, sample_bytes) = options.multiple_of, fit.peak_reserved_bytes or 0, _growth(attempts, fit)
     spread = usual if fit.kept_back_bytes is None else fit.kept_back_bytes / max(1, grown)
     room = (limit_bytes - (peak - grown)) / (1 + spread) - grown
-    larger = fit.batch_size + math.floor(room / _sample_bytes(attempts, fit))
+    larger = fit.batch_size + math.floor(room / sample_bytes)
     return max(options.least, larger // unit * unit)
 
 
@@ -190,7 +190,7 @@ def size_below(
     if limit_bytes and len(evaluated) == 2 and _least_bytes(evaluated[0], evaluated[1], options.least) > limit_bytes:  # noqa: PLR2004
         return options.least
     if excess := _excess(checks[-1], limit_bytes):
-        told = _SURE * excess / _sample_bytes(attempts, failed) / failed.batch_size
+        told = _SURE * excess / _growth(attempts, failed)[1] / failed.batch_size
         share = max(share, told, _STEP_DOWN)
     late = [each for each in cut_short(checks[-2:], limit_bytes) if each.steps >= options.steps]
     if failed.growth_bytes_per_step and limit_bytes:
@@ -215,18 +215,13 @@ def below_by_luck(batch_size: int, options: ProbeOptions) -> int:
     return max(options.least, min(batch_size - unit, int((1 - _BY_LUCK) * batch_size)) // unit * unit)
 
 
-def _grown_bytes(attempts: Sequence[Attempt], attempt: Attempt) -> int:
-    """What of its peak is above that of the smallest fit; all of it, if there is none smaller."""
+def _growth(attempts: Sequence[Attempt], attempt: Attempt) -> tuple[int, float]:
+    """What of its peak is above that of the smallest fit, if that is smaller, and how much of it a sample takes."""
     points, peak = measured_points(attempts), attempt.peak_reserved_bytes or 0
-    least = int(points[0].reserved) if points and points[0].size < attempt.batch_size else 0
-    return peak - least if peak > least else peak
-
-
-def _sample_bytes(attempts: Sequence[Attempt], attempt: Attempt) -> float:
-    """What a sample takes, by the smallest fit and this attempt."""
-    points, grown = measured_points(attempts), _grown_bytes(attempts, attempt)
-    is_above = points and grown < (attempt.peak_reserved_bytes or 0)
-    return max(1, grown) / (attempt.batch_size - (points[0].size if is_above else 0))
+    is_above = points and points[0].size < attempt.batch_size and points[0].reserved < peak
+    least_size, least_bytes = (points[0].size, int(points[0].reserved)) if is_above else (0, 0)
+    grown = peak - least_bytes
+    return grown, max(1, grown) / (attempt.batch_size - least_size)
 
 
 def order_warnings(checks: Sequence[Check], environment: Environment) -> list[str]:

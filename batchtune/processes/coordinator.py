@@ -28,7 +28,7 @@ from batchtune.protocol.commands import Rejoin, Renew
 from batchtune.protocol.messages import AnyCommand, Channel, Command, Json, Rendezvous, move_standard_streams, watched
 
 _GRACE_SECONDS = 3.0  # for the other ranks when one has failed
-_REJOIN_SECONDS = 20.0
+_REJOIN_SECONDS, _ENDLESS_SECONDS = 20.0, 1e9
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}  # no process ends itself so by accident
 _REPORT_SECONDS = 5.0  # until the launcher says by which exit status a rank ended; it looks ten times a second
 
@@ -118,7 +118,7 @@ class RankCoordinator:
         ranks = command.asked(self._settings.world_size)
         if isinstance(command, Renew) and not self._is_whole:
             return {"outcome": "crash", "error": "a rank has not answered"}
-        answers = self._ask(command, ranks, None)
+        answers = self._ask(command, ranks)
         self._is_whole = self._is_whole and len(answers) == len(ranks)
         merged = self._loss(answers) or merge(command, answers, len(ranks))
         usable = told(merged).get("usable")
@@ -126,15 +126,15 @@ class RankCoordinator:
             merged["done"]["usable"] = self._is_whole = self._rejoined()
         return merged
 
-    def _ask(self, command: AnyCommand, ranks: Sequence[int], seconds: float | None) -> dict[int, Json]:
+    def _ask(self, command: AnyCommand, ranks: Sequence[int], seconds: float = _ENDLESS_SECONDS) -> dict[int, Json]:
         """The ranks' answers in the order in which they came; those that are late after a failure are left out."""
         for rank in ranks:
             self._send(rank, command.to_message())
         answers: dict[int, Json] = {}
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while len(answers) < len(ranks):
             try:
-                rank, said = self._said.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                rank, said = self._said.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             if said is not None and "alive" in said:
@@ -148,8 +148,7 @@ class RankCoordinator:
             if "lost" in answers[rank]:
                 break
             if failed(answers[rank]):
-                grace = time.monotonic() + _GRACE_SECONDS
-                deadline = grace if deadline is None else min(deadline, grace)
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return answers
 
     def _send(self, rank: int, message: Json) -> None:

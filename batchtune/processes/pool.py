@@ -12,6 +12,7 @@ from typing import Literal, Self, TypeVar
 
 from batchtune.config.ranks import Ranks
 from batchtune.device.host import processors
+from batchtune.device.nvml import visible_devices
 from batchtune.errors import BatchtuneError, DeviceError, UsageError
 from batchtune.observer import Observer
 from batchtune.processes.local import Launcher, LocalLauncher
@@ -189,7 +190,7 @@ def count_workers(
         return 1 if asked == "auto" else asked
     if each > 1 and asked != 1 and not device.startswith("cuda"):
         raise UsageError(f"workers {asked}{of_ranks}: groups side by side need CUDA or ROCm; use one worker")
-    here = max(devices, len(_entries(visible)))
+    here = max(devices, len(visible_devices(visible)))
     if asked != "auto" and asked * each > here:
         told = f"workers {asked}{of_ranks}: there are only {here} devices"
         raise DeviceError(f"{told}, and runs that share one cannot be timed")
@@ -204,7 +205,7 @@ def assign_devices(
     Of devices that `CUDA_VISIBLE_DEVICES` lists, each worker sees one alone: a process cannot use two slices of a GPU.
     """
     kind, _, first = device.partition(":")
-    entries = _entries(visible) if kind == "cuda" else []
+    entries = visible_devices(visible) if kind == "cuda" else []
     if kind == "cpu":
         return [DeviceAssignment("cpu", {})] * count
     if each > 1:
@@ -216,7 +217,3 @@ def assign_devices(
     if len(entries) >= here:
         return [DeviceAssignment("cuda:0", {"CUDA_VISIBLE_DEVICES": entries[number]}) for number in numbers]
     return [DeviceAssignment(f"{kind}:{number}", {}) for number in numbers]
-
-
-def _entries(visible: str | None) -> list[str]:
-    return [entry.strip() for entry in (visible or "").split(",") if entry.strip()]

@@ -78,9 +78,7 @@ class Parallel(Ranks):
         if how == "first":
             dist.broadcast(said, src=0)
         else:
-            dist.all_reduce(
-                said, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[how]
-            )
+            dist.all_reduce(said, op=getattr(dist.ReduceOp, how.upper()))
         return float(said.item())
 
     def each(self, value: float) -> list[float]:
