@@ -134,7 +134,7 @@ class _Steps:
         for number, batch in enumerate(_batches(task, command, self._memory.device, self._most), 1):
             tracker.end_phase(forward_backward=False)  # of making it
             self._step(trainer, batch, free_late=free_late)
-            if command.steps <= number < self._most and self._ranks.agree(not tracker.retries):
+            if command.steps <= number < self._most and self._ranks.agree(not tracker.highest.retries):
                 break
         if command.verify:
             self.batches_differ = task.batches_differ()
@@ -202,7 +202,7 @@ class _Steps:
         inference = Inference(self._task, self._memory.device, self._command.precision)
         batch = self._task.worst_batch(self._command.batch_size, self._command.length)
         for number in range(self._most):
-            if number >= self._command.steps and not self.tracker.retries:
+            if number >= self._command.steps and not self.tracker.highest.retries:
                 break
             with self._timed():
                 inference.forward(batch)
@@ -251,9 +251,9 @@ class _Steps:
 def _to_rest(step: Callable[[], None], tracker: PeakTracker, ranks: Ranks, steps: range) -> None:
     """Steps up to the first number at least, and more until one has no room to make, to the last at most."""
     for number in range(1, max(steps.start, steps.stop) + 1):
-        before = tracker.retries
+        before = tracker.highest.retries
         step()
-        if number >= steps.start and ranks.agree(tracker.retries == before):
+        if number >= steps.start and ranks.agree(tracker.highest.retries == before):
             return
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from batchtune.task.optimizers import Optimizers
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities with bf16 and with fp16 matrix units
+Clip: TypeAlias = Callable[[Sequence[Optimizer]], None]
 LOSS_SCALE = 2.0**16  # torch's own to begin with; the first steps may be skipped until it is low enough
 
 
@@ -89,32 +90,26 @@ class Precision:
         return torch.autocast(self._device.type, dtype=_AUTOCAST[self._name])
 
 
-class Clipper:
-    """Clips what some optimizers are about to step with, all of their parameters together, or as the library does.
+def clip(
+    model: nn.Module,
+    clipping: GradientClipping | None,
+    adapted: Adapted | None,
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """Clips what optimizers are about to step with, all of their parameters together, or as the library does.
 
     Gradients are unscaled before, by fp16's `scaler`.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        clipping: GradientClipping | None,
-        adapted: Adapted | None,
-        scaler: torch.amp.GradScaler,
-    ) -> None:
-        self._model, self._clipping, self._adapted, self._scaler = model, clipping, adapted, scaler
-
-    def clip(self, optimizers: Sequence[Optimizer]) -> None:
-        """Clips their gradients."""
-        if self._adapted is None and self._clipping is None:
-            return
-        for each in optimizers:
-            self._scaler.unscale_(each)
-        if self._adapted is None:
-            clip_gradients(optimizers, self._clipping)
-            return
-        for each in optimizers:
-            self._adapted.clip_gradients(self._model, each, self._clipping)
+    if adapted is None and clipping is None:
+        return
+    for each in optimizers:
+        scaler.unscale_(each)
+    if adapted is None:
+        clip_gradients(optimizers, clipping)
+        return
+    for each in optimizers:
+        adapted.clip_gradients(model, each, clipping)
 
 
 class StepContext:
@@ -130,11 +125,11 @@ class StepContext:
         micro_batch: number of this one in its optimizer step, from 0.
     """
 
-    def __init__(self, device: torch.device, precision: Precision, optimizers: Optimizers, clipper: Clipper) -> None:
+    def __init__(self, device: torch.device, precision: Precision, optimizers: Optimizers, clip_for: Clip) -> None:
         self.device = device
         self.state: dict[str, Any] = {}
         self.accumulation_steps, self.micro_batch = 1, 0
-        self._precision, self._optimizers, self._clipper = precision, optimizers, clipper
+        self._precision, self._optimizers, self._clip_for = precision, optimizers, clip_for
         self._stepped: list[Optimizer] = []
         self._losses: dict[Optimizer, list[Tensor]] = {}
         self._unclaimed: list[Tensor] = []  # until an optimizer steps by them
@@ -210,13 +205,13 @@ class StepContext:
         self._stepped.append(optimizer)
         with self._stepping():
             if closure is None:
-                self._clipper.clip([optimizer])
+                self._clip_for([optimizer])
                 return self._precision.scaler.step(optimizer)
 
             def clipped() -> object:
                 loss = closure()
                 self._claim(optimizer)
-                self._clipper.clip([optimizer])
+                self._clip_for([optimizer])
                 return loss
 
             return optimizer.step(clipped)  # type: ignore[arg-type]  # what torch calls a loss may be anything

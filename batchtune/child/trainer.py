@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from batchtune.child import heartbeat
 from batchtune.child.ranks._base import ALONE, Ranks, Shard, StreamShard, own_batches
-from batchtune.child.stepping import LOSS_SCALE, Clipper, Precision, StepContext
+from batchtune.child.stepping import LOSS_SCALE, Precision, StepContext, clip
 from batchtune.document import GradientClipping, Value
 from batchtune.errors import UserCodeError
 from batchtune.sampling.sampler import LengthBatchSampler
@@ -204,9 +204,9 @@ class Trainer:
         self.schedulers = task.schedulers(self.optimizers, total_steps, samples_per_step) if total_steps else []
         self._due_schedulers = itertools.repeat(self.schedulers, total_steps or 0)  # some raise when stepped on
         clipping = gradient_clipping or task.gradient_clipping
-        self._clipper = Clipper(self.model, clipping, adapted, self.precision.scaler)
+        self._clip_for = functools.partial(clip, self.model, clipping, adapted, self.precision.scaler)
         own_step = task.has("train_step")
-        self._context = StepContext(device, self.precision, self.optimizers, self._clipper) if own_step else None
+        self._context = StepContext(device, self.precision, self.optimizers, self._clip_for) if own_step else None
         self._batch: object = None
         self._last_loss: Tensor  # once there is one
         self._has_old_gradients = False
@@ -267,7 +267,7 @@ class Trainer:
         cuts the memory up in another way; so always where the task's own code or library does.
         """
         if self._context is None:
-            self._clipper.clip(self.optimizers)
+            self._clip_for(self.optimizers)
             for optimizer in self.optimizers:
                 self.precision.scaler.step(optimizer)
         self.precision.scaler.update()

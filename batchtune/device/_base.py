@@ -109,7 +109,6 @@ class PeakTracker:
         self._memory = memory
         self.highest = Peaks(None, None)
         self.forward_backward_bytes: int | None = None
-        self.retries = 0
         self._by_step: list[int] = []
 
     def start_phase(self) -> None:
@@ -119,11 +118,7 @@ class PeakTracker:
     def end_phase(self, *, forward_backward: bool) -> None:
         """Takes the high-water mark in; torch.OutOfMemoryError beyond a limit that the device itself does not keep."""
         now = self._memory.peaks()
-        self.retries = now.retries
-        self.highest = Peaks(
-            _higher(self.highest.allocated_bytes, now.allocated_bytes),
-            _higher(self.highest.reserved_bytes, now.reserved_bytes),
-        )
+        self._take_in(now)
         best = now.allocated_bytes if now.allocated_bytes is not None else now.reserved_bytes
         if forward_backward and best is not None:
             self.forward_backward_bytes = _higher(self.forward_backward_bytes, best)
@@ -135,7 +130,11 @@ class PeakTracker:
         """Takes in by how much a limit was passed that the device itself does not keep."""
         now = self._memory.peaks()
         if now.is_beyond:
-            self.highest = Peaks(self.highest.allocated_bytes, _higher(self.highest.reserved_bytes, now.reserved_bytes))
+            self._take_in(now)
+
+    def _take_in(self, now: Peaks) -> None:
+        allocated = _higher(self.highest.allocated_bytes, now.allocated_bytes)
+        self.highest = Peaks(allocated, _higher(self.highest.reserved_bytes, now.reserved_bytes), now.retries)
 
     def growth_bytes_per_step(self) -> int | None:
         """What every step left behind for good; None where peaks came to rest, or too few steps tell."""
