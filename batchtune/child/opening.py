@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import platform
@@ -18,7 +19,7 @@ from batchtune.child.ranks._base import ALONE, Ranks
 from batchtune.child.stepping import choose, every_precision
 from batchtune.device.memory import count_devices, find_device, open_device, require_kind
 from batchtune.device.nvml import Sensors
-from batchtune.device.sharing import Sharing, usable_now
+from batchtune.device.sharing import usable_now
 from batchtune.document import NO_CLIPPING, Environment
 from batchtune.protocol.commands import Describe, Machine, Opened, OpenTask
 from batchtune.protocol.messages import Channel
@@ -50,16 +51,16 @@ class Session:
 
     def describe(self, command: Describe) -> Machine:
         """The machine without a task."""
-        seen = self._open_device(command.device)
-        return Machine(environment=self._environment(seen), sensors=self._sensors.read())
+        self._open_device(command.device)
+        return Machine(environment=self._environment(), sensors=self._sensors.read())
 
     def open(self, command: OpenTask) -> Opened | None:
         """Opens the device, imports the task, builds the model and evaluates it once, then sets the memory limit.
 
         In this order: what a user's code takes at import is not the model's, and a CPU's limit counts from there.
         """
-        seen = self._open_device(command.device)
-        self._join(command.device, seen)
+        self._open_device(command.device)
+        self._join()
         require_kind(self._memory, command.device_name)
         limit = self._default_limit(command.margin) if command.memory_limit is None else command.memory_limit
         self._task = self._load(command.task)
@@ -70,37 +71,37 @@ class Session:
         set_libraries_apart()
         self._task.find_lengths(command.lengths, command.lengths_seen)
         self._task.find_worst_samples(command.samples)
-        opened = None if command.again else self._look_at_task(command, limit, seen)
+        opened = None if command.again else self._look_at_task(command, limit)
         heartbeat.start(lambda: self._channel.send(alive=True))
         heartbeat.watch_compiling()  # now, for the stack of a thread would count as the model's later
         if limit is not None:
-            with usable_now(command.device, seen, only_if_full=True):
+            with self._usable_now(only_if_full=True):
                 self._memory.enforce(limit)
         return opened
 
-    def _open_device(self, name: str) -> Sharing | None:
-        """Opens the device; returns who held memory of it before this process had a context there."""
+    def _open_device(self, name: str) -> None:
+        """Opens the device, and looks who holds memory of it before this process has a context there."""
         self._sensors = Sensors(find_device(name))
-        seen = self._sensors.sharing()
-        with usable_now(name, seen):
+        self._seen = self._sensors.sharing()
+        self._usable_now = functools.partial(usable_now, name, self._seen)
+        with self._usable_now():
             self._memory = open_device(name)
-        return seen
 
-    def _join(self, name: str, seen: Sharing | None) -> None:
+    def _join(self) -> None:
         """A rank joins the others."""
 
     def _default_limit(self, margin: float) -> int | None:
         """The memory limit where the user names none."""
         return self._memory.default_limit(margin)
 
-    def _look_at_task(self, command: OpenTask, limit: int | None, seen: Sharing | None) -> Opened:
+    def _look_at_task(self, command: OpenTask, limit: int | None) -> Opened:
         task, memory = self._task, self._memory
         names = every_precision(memory.device) if command.precision == ("all",) else command.precision
         chosen = tuple(choose(name, memory.device) for name in names)
         opened = Opened(
             device=str(memory.device),
             device_count=count_devices(memory.device),
-            environment=self._environment(seen),
+            environment=self._environment(),
             nvml_uuid=self._sensors.uuid(),
             counts_energy=self._sensors.joules() is not None,
             precision=chosen,
@@ -118,9 +119,9 @@ class Session:
             memory.release()
         return opened
 
-    def _environment(self, seen: Sharing | None) -> Environment:
+    def _environment(self) -> Environment:
         """Versions and device, as the result document has them."""
-        name, total, free = self._memory.describe()
+        (name, total, free), seen = self._memory.describe(), self._seen
         variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         return Environment(
             device=name,

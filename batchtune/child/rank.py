@@ -16,7 +16,6 @@ from batchtune.child.ranks.parallel import Parallel, load_early
 from batchtune.child.server import Child
 from batchtune.child.trainer import Trainer
 from batchtune.device.memory import count_devices, find_device
-from batchtune.device.sharing import Sharing, usable_now
 from batchtune.errors import DeviceError, UsageError
 from batchtune.protocol.commands import Opened, OpenTask, Rejoin, Train, TryBatchSize
 from batchtune.protocol.messages import NO_VARIANT, AnyCommand, Channel, Rendezvous, give_standard_streams_away
@@ -56,10 +55,10 @@ class RankChild(Child):
             group.strategy = self._rendezvous.strategy
         return opened and opened.but(world_size=group.world_size, strategy=group.strategy, backend=group.backend)
 
-    def _join(self, name: str, seen: Sharing | None) -> None:
+    def _join(self) -> None:
         """Before the memory limit, in which what the group's connections take does not count."""
         self._ranks = self._group = Parallel(self._memory.device, self._rendezvous, self._fork)
-        with usable_now(name, seen):
+        with self._usable_now():
             self._group.join()
 
     def _default_limit(self, margin: float) -> int | None:
