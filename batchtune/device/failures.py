@@ -87,20 +87,19 @@ def leaves_device_usable(error: BaseException) -> bool:
     """
     return not any(
         isinstance(link, torch.AcceleratorError) or _POISONED.search(str(link))
-        for link in _links(error)
+        for link in links(error)
         if not isinstance(link, torch.OutOfMemoryError | MemoryError)
     )
 
 
 def free_frames(error: BaseException) -> None:
     """Lets go of what the frames of an error hold: the tensors of a step that failed."""
-    link: BaseException | None = error
-    while link is not None:
+    for link in links(error):
         traceback.clear_frames(link.__traceback__)
-        link.__traceback__, link = None, link.__cause__ or link.__context__
+        link.__traceback__ = None
 
 
-def _links(error: BaseException) -> Iterator[BaseException]:
+def links(error: BaseException) -> Iterator[BaseException]:
     """The error and all that came before it: stated causes, what a compiler met, and what was being handled."""
     left, met = [error], set[int]()
     while left:

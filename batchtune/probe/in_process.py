@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from batchtune.child.evaluate import without_gradients
 from batchtune.config.probe import Bounds
 from batchtune.device._base import DeviceMemory, PeakTracker
-from batchtune.device.failures import classify, free_frames, leaves_device_usable, message_of
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, links, message_of
 from batchtune.device.memory import open_device
 from batchtune.document import Attempt
 from batchtune.errors import DeviceError, NothingFitsError, UsageError, kind_of
@@ -162,8 +162,6 @@ class _Search:
 
 def _cut_off(error: BaseException, handled: BaseException | None) -> None:
     """Ends an error's chain before what the caller was handling already: that is not what the step has met."""
-    link: BaseException | None = error
-    while link is not None and handled is not None:
+    for link in links(error) if handled is not None else ():
         if link.__context__ is handled:
             link.__context__ = None
-        link = link.__context__

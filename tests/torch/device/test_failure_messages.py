@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, ObservedException, Unsupported
 
-from batchtune.device.failures import classify, leaves_device_usable, maps_file, message_of
+from batchtune.device.failures import classify, free_frames, leaves_device_usable, maps_file, message_of
 from batchtune.device.host_memory import HostMemory
 
 GIB = 2**30
@@ -277,3 +277,15 @@ def test_errors_that_only_led_to_one_another_leave_the_device_usable():
     first.__context__, second.__context__ = second, first  # not even this goes on for ever
     assert leaves_device_usable(first)
     assert leaves_device_usable(chained(ValueError("z"), cause=torch.OutOfMemoryError("CUDA out of memory")))
+
+
+def test_the_frames_of_all_errors_are_freed_even_where_they_led_to_one_another():
+    errors = [ValueError("x"), KeyError("y"), TypeError("z")]
+    for error in errors:
+        with pytest.raises(type(error)):
+            raise error
+    first, second, met_by_a_compiler = errors
+    chained(first, cause=second, inner=met_by_a_compiler)
+    chained(second, cause=first)
+    free_frames(first)
+    assert [error.__traceback__ for error in errors] == [None] * 3
