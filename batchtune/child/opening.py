@@ -122,7 +122,6 @@ class Session:
     def _environment(self) -> Environment:
         """Versions and device, as the result document has them."""
         (name, total, free), seen = self._memory.describe(), self._seen
-        variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         return Environment(
             device=name,
             device_type=self._memory.device.type,
@@ -132,7 +131,7 @@ class Session:
             torch=torch.__version__,
             cuda=torch.version.cuda,
             driver=self._sensors.driver(),
-            allocator_conf=next((os.environ[name] for name in variables if name in os.environ), None),
+            allocator_conf=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
             python=platform.python_version(),
             platform=platform.platform(),
             cpu_count=os.cpu_count(),

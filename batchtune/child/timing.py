@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import multiprocessing
 import platform
 import statistics
 import sys
@@ -159,7 +158,7 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, ranks: Ra
     num_workers, pin_memory = command.num_workers, command.pin_memory
     point = LoaderPoint(num_workers=num_workers, pin_memory=pin_memory)
     # forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name
-    forks = num_workers and platform.system() == "Linux" and "fork" in multiprocessing.get_all_start_methods()
+    forks = num_workers and platform.system() == "Linux"
     settings = {
         "num_workers": num_workers,
         "pin_memory": pin_memory,
