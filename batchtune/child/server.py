@@ -65,15 +65,15 @@ class Child(Session):
 
     def _train(self, spec: RunSpec) -> RunEnd:
         """A run; every evaluation is told, and the parent's `go_on` waited for."""
-        run, go_on = train(self._task, self._memory, spec, self._sensors.joules, self._ranks), None
-        while True:
-            try:
-                point = next(run) if go_on is None else run.send(go_on)
-            except StopIteration as end:
-                found: RunEnd = end.value
-                return found
-            self._channel.send(event=asdict(point))
-            go_on = bool(self._channel.receive()["go_on"])
+        run = train(self._task, self._memory, spec, self._sensors.joules, self._ranks)
+        try:
+            point = next(run)
+            while True:
+                self._channel.send(event=asdict(point))
+                point = run.send(bool(self._channel.receive()["go_on"]))
+        except StopIteration as end:
+            found: RunEnd = end.value
+            return found
 
 
 def run_command(child: Child, command: AnyCommand) -> Json:

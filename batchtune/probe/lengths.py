@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from batchtune.config.probe import ProbeOptions
 from batchtune.document import Attempt
 from batchtune.errors import UserCodeError
 from batchtune.lengths.buckets import lengths_of
@@ -23,14 +22,13 @@ class LengthSearch:
 
     Args:
         tries: of that probe; what is found goes where it keeps what it knows.
-        options: what the probe is asked for.
         observer: told of every attempt.
         prior: what was estimated of the longest.
     """
 
-    def __init__(self, tries: Tries, options: ProbeOptions, observer: Observer, prior: PeakEstimate | None) -> None:
-        self._tries, self._options, self._observer, self._prior = tries, options, observer, prior
-        self._found = tries.found
+    def __init__(self, tries: Tries, observer: Observer, prior: PeakEstimate | None) -> None:
+        self._tries, self._observer, self._prior = tries, observer, prior
+        self._found, self._options = tries.found, tries.found.options
 
     def run(self, ahead: LengthsAhead | None) -> None:
         """Searches at each length below the longest, which is known, and checks all together.

@@ -74,7 +74,7 @@ class Probe:
             raise self._found.nothing_fits()
         self._verify()
         if self._found.opened.lengths is not None:
-            LengthSearch(self._tries, self._options, self._observer, self._prior).run(ahead)
+            LengthSearch(self._tries, self._observer, self._prior).run(ahead)
 
     def largest(self) -> int:
         """The size that `find` finds for a study; 0, and a note, where nothing fits."""

@@ -112,14 +112,12 @@ def _idle(measured: Sequence[LoaderPoint]) -> bool:
 
 def choose(measured: Sequence[LoaderPoint], step_rate: float) -> LoaderPoint:
     """The fewest workers that keep up; if none do, the fewest among the fastest. Pinned memory where it is faster."""
-    enough = [point for point in measured if keeps_up(point, step_rate)]
-    if enough:
-        fewest = min(point.num_workers for point in enough)
-        return max((point for point in enough if point.num_workers == fewest), key=rate_of)
-    best = max(training_rate(point, step_rate) for point in measured)
-    near = [point for point in measured if training_rate(point, step_rate) * WORTHWHILE >= best]
-    fewest = min(point.num_workers for point in near)
-    return max((point for point in near if point.num_workers == fewest), key=rate_of)
+    good = [point for point in measured if keeps_up(point, step_rate)]
+    if not good:
+        best = max(training_rate(point, step_rate) for point in measured)
+        good = [point for point in measured if training_rate(point, step_rate) * WORTHWHILE >= best]
+    fewest = min(point.num_workers for point in good)
+    return max((point for point in good if point.num_workers == fewest), key=rate_of)
 
 
 def rate_of(point: LoaderPoint) -> float:
