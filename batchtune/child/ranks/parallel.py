@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import statistics
@@ -44,7 +45,11 @@ class Parallel(Ranks):
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._name, self._times_joined = f"{rendezvous.name}.{fork}", 0
-        self._store: Any = None
+
+    @functools.cached_property
+    def _store(self) -> object:
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*where, is_master=False, timeout=_NEVER)
 
     def join(self) -> None:
         """Makes the process group, anew where there was one; every rank calls this.
@@ -55,9 +60,6 @@ class Parallel(Ranks):
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        if self._store is None:
-            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.TCPStore(*where, is_master=False, timeout=_NEVER)
         self._times_joined += 1
         dist.init_process_group(
             f"cpu:gloo,{self.device.type}:{self.backend}" if self.backend == "nccl" else self.backend,
