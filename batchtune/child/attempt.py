@@ -281,7 +281,8 @@ def _batches(task: Task, command: TryBatchSize, device: torch.device, most: int)
 
 def _loaded(task: Task, batch_size: int) -> Iterator[object | None]:
     """A batch of a loader for each step, as long as that takes no longer than steps do; None where batches differ."""
-    is_whole, batches = not task.batches_differ(), without_end(lambda _: training_loader(task, batch_size, 0))
+    is_whole = not task.batches_differ()
+    batches = without_end(training_loader(task, batch_size, 0) for _ in itertools.count())
     started, loading = time.perf_counter(), 0.0
     while True:
         began, batch = time.perf_counter(), None

@@ -155,7 +155,7 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, ranks: Ra
     counts; epochs follow one another, as in training. Workers are gone when this returns. What the loader or the user's
     data set raised is the point's message.
     """
-    num_workers, pin_memory = command.num_workers, command.pin_memory
+    size, num_workers, pin_memory = command.batch_size, command.num_workers, command.pin_memory
     point = LoaderPoint(num_workers=num_workers, pin_memory=pin_memory)
     # forked workers on Linux, whatever Python's own choice: a task's module cannot be imported by name
     forks = num_workers and platform.system() == "Linux"
@@ -166,14 +166,13 @@ def time_loader(task: Task, memory: DeviceMemory, command: TimeLoader, ranks: Ra
         "multiprocessing_context": "fork" if forks else None,
     }
     try:
-        loader = training_loader(task, command.batch_size, 0, ranks, **settings)
-        with closing(without_end(lambda _: loader)) as batches:
+        with closing(without_end(itertools.repeat(training_loader(task, size, 0, ranks, **settings)))) as batches:
             rate = _rate(batches, memory, command)
     except Exception as error:  # noqa: BLE001 - whatever the user's data set raises, or a worker's death
         message = str(error).strip().split("\n")[-1][:300] or type(error).__name__
         return point.model_copy(update={"message": message})
     finally:
-        gc.collect()  # the loader ends its workers when it is collected
+        gc.collect()  # the loader, which no name is to hold by now, ends its workers when it is collected
     return point.model_copy(update={"samples_per_second": rate})
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,11 +88,11 @@ def loader_by_length(task: Task, length_batches: LengthBatches, seed: int) -> Da
     return DataLoader(task.train_data, batch_sampler=sampler, collate_fn=collate)
 
 
-def without_end(epoch: Callable[[int], Iterable[object]]) -> Generator[object, None, None]:
-    """The batches of each epoch, by its number, until one is empty, as of a data set that can be read once."""
-    for number in itertools.count():
+def without_end(epochs: Iterable[Iterable[object]]) -> Generator[object, None, None]:
+    """The batches of one epoch after the other, until one is empty, as of a data set that can be read once."""
+    for epoch in epochs:
         is_empty = True
-        for batch in epoch(number):
+        for batch in epoch:
             is_empty = False
             yield batch
         if is_empty:
@@ -132,7 +132,7 @@ class TrainingBatches(Iterator[object]):
             self._loader = loader_by_length(task, length_batches, seed)
         elif not task.has("train_loader"):
             self._loader = training_loader(task, samples or micro_batch_size, seed, ranks)
-        self._batches = without_end(self._epoch)
+        self._batches = without_end(map(self._epoch, itertools.count()))
 
     def __next__(self) -> object:
         try:
