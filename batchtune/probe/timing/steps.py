@@ -199,9 +199,10 @@ def measure_times(worker: Worker, observer: Observer, command: TimeSteps, timeou
     """Seconds of an optimizer step by name, as `data_parallel` takes them; None for what could not be measured."""
     times: Times = {}
     for ranks, what in _STEPS_OF_RANKS.items():
-        if ranks == "together" or worker.start().fits_alone:  # the whole of a model, which may be sharded
-            found = ask(worker, command.but(ranks=ranks), timeout, observer, f"step time {what}")
-            times[ranks] = found.step_seconds if found else None
+        found = ask(worker, command.but(ranks=ranks), timeout, observer, f"step time {what}")
+        times[ranks] = found.step_seconds if found else None
+        if ranks == "together" and not worker.start().fits_alone:  # the whole of a sharded model
+            break
     return times
 
 
