@@ -11,7 +11,7 @@ from typing import TypeVar
 from batchtune.config.schema import Config
 from batchtune.errors import BatchtuneError, NothingFitsError, RunInterrupted, UsageError
 from batchtune.observer import Forwarder, Observer
-from batchtune.result import ROOT, Result, of_first_rank
+from batchtune.result import Result, of_first_rank
 from batchtune.run_folder import RunFolder
 from batchtune.tune.plan.configure import configure, identity_of, read_warm_start
 from batchtune.tune.plan.open_task import require_executor
@@ -46,13 +46,13 @@ def run_tune(
     *,
     fresh: bool,
     observer: Observer,
-    root: Path = ROOT,
-    warm_start: str | os.PathLike[str] | None = None,
-    began: float | None = None,
+    root: Path,
+    warm_start: str | os.PathLike[str] | None,
+    began: float,
 ) -> Result:
     """Runs or resumes the study of a configuration; a new one starts where the run `warm_start` ended.
 
-    `budget.total` counts from `began` (`time.perf_counter`) on, if given.
+    `budget.total` counts from `began` (`time.perf_counter`) on.
 
     Raises:
         BatchtuneError: with what was measured until then in `result`.
@@ -60,7 +60,7 @@ def run_tune(
     require_executor(config.executor)
     known = None if warm_start is None else read_warm_start(os.fspath(warm_start), config, root)  # --fresh may clear it
     folder = RunFolder(config.name, root)
-    progress = Progress(config, folder, time.perf_counter() if began is None else began)
+    progress = Progress(config, folder, began)
     folder.open()
     try:
         if fresh:
