@@ -10,14 +10,13 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import optuna
 from optuna import Study
 from optuna.storages import BaseStorage
-from optuna.storages._heartbeat import BaseHeartbeat, get_heartbeat_thread, is_heartbeat_enabled
+from optuna.storages._heartbeat import BaseHeartbeat, BaseHeartbeatThread, get_heartbeat_thread, is_heartbeat_enabled
 from optuna.trial import TrialState
 
 from batchtune.config.schema import Config
@@ -52,11 +51,9 @@ class Machines:
         if self.several and isinstance(storage, BaseHeartbeat):
             storage.record_heartbeat(trial._trial_id)  # noqa: SLF001 - Optuna's own name of it
 
-    @contextlib.contextmanager
-    def sign_of_life(self, trial: optuna.Trial) -> Iterator[None]:
+    def sign_of_life(self, trial: optuna.Trial) -> BaseHeartbeatThread:
         """For as long as the block runs, the others see that this trial's machine is alive."""
-        with get_heartbeat_thread(trial._trial_id, self._study._storage):  # noqa: SLF001 - as Study.optimize
-            yield
+        return get_heartbeat_thread(trial._trial_id, self._study._storage)  # noqa: SLF001 - as Study.optimize
 
     def take_over(self) -> None:
         """Gives back the trials of machines that are dead."""
