@@ -58,13 +58,14 @@ class TimeToValuePruner(BasePruner):
             ValueError: the study does not minimise one value.
         """
         require_minimizing(study, type(self).__name__)
-        best = self._best(study)
+        if trial.last_step is None:
+            return False
+        best, taken = self._best(study), trial.last_step * self._step
         if best is None:
             return self._stalled(trial)
-        if trial.last_step is None or trial.last_step * self._step < self._patience * best[0]:
+        if taken < self._patience * best[0]:
             return False
-        is_late = trial.last_step * self._step > self._cap * best[0]
-        return is_late or self._behind(best[1], trial) > self._factor
+        return taken > self._cap * best[0] or self._behind(best[1], trial, taken) > self._factor
 
     def _stalled(self, trial: FrozenTrial) -> bool:
         """Whether the second half of a run's time brought it hardly any further, and not fast enough."""
@@ -86,10 +87,8 @@ class TimeToValuePruner(BasePruner):
         timed = [(each.value, each) for each in finished if each.value is not None and each.intermediate_values]
         return min(timed, key=lambda pair: pair[0], default=None)
 
-    def _behind(self, best: FrozenTrial, trial: FrozenTrial) -> float:
-        if trial.last_step is None:
-            return math.inf
+    def _behind(self, best: FrozenTrial, trial: FrozenTrial, taken: float) -> float:
         reached = min(self._sign * value for value in trial.intermediate_values.values())
         curve = [(step * self._step, self._sign * value) for step, value in sorted(best.intermediate_values.items())]
         same = next((seconds for seconds, value in curve if value <= reached), None)
-        return 0.0 if same is None else trial.last_step * self._step / max(same, curve[0][0], MILLISECOND)
+        return 0.0 if same is None else taken / max(same, curve[0][0], MILLISECOND)
