@@ -22,8 +22,8 @@ from batchtune.tune.plan.open_task import worker_settings
 from batchtune.tune.plan.prior import split_batch, step_seconds
 from batchtune.tune.study.phases import TuneStudy
 from batchtune.tune.verdict.recommend import TIED
-from batchtune.tune.verdict.scores import SECONDS, Configuration, Expected, config_of, median_interval
-from batchtune.vocabulary import FAILED_FOR_GOOD, Variant
+from batchtune.tune.verdict.scores import SECONDS, Configuration, Expected, by_configuration, config_of, median_interval
+from batchtune.vocabulary import Variant
 
 WORLD_SIZES = (1, 2, 4, 8)
 
@@ -110,19 +110,16 @@ def _times(
     Those of fresh seeds where it ran on such, unless it came to nothing on half of them; else the recommended one's
     times in the proportion in which all runs together expect the two.
     """
-    ended: dict[str, dict[Configuration, list[float | None]]] = {"confirm": {}, "search": {}}
-    for trial in trials:
-        if trial.is_over or trial.outcome in FAILED_FOR_GOOD:
-            role = "confirm" if trial.role == "confirm" else "search"
-            ended[role].setdefault(config_of(trial), []).append(trial.time_to_target_seconds)
+    fresh = by_configuration(trial for trial in trials if trial.tells_of_fresh_seed)
+    others = by_configuration(trial for trial in trials if trial.role != "confirm")
     times: dict[Configuration, list[float]] = {}
-    for config, each in (ended["search"] | ended["confirm"]).items():
-        reached = [seconds for seconds in each if seconds is not None]
-        if reached and (config not in ended["confirm"] or 2 * len(reached) > len(each)):
+    for config, group in (others | fresh).items():
+        reached = [seconds for each in group if (seconds := each.time_to_target_seconds) is not None]
+        if reached and (config not in fresh or 2 * len(reached) > len(group)):
             times[config] = reached
     one = times.get(ours) or ([recommended.median] if recommended else [])
     told = expected or {}
-    for config in times.keys() - ended["confirm"].keys() - {ours}:
+    for config in times.keys() - fresh.keys() - {ours}:
         if {ours, config} <= told.keys():
             times[config] = [seconds * math.exp(told[config] - told[ours]) for seconds in one]
     return times

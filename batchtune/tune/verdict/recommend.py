@@ -17,6 +17,7 @@ from batchtune.tune.verdict.scores import (
     Expected,
     Scoring,
     baseline_run,
+    by_configuration,
     config_of,
     difference_interval,
     median_interval,
@@ -66,7 +67,7 @@ def recommend(
     held = {config: each for config, each in usable.items() if not scoring.missed(groups[config])}
     better = {config: each for config, each in usable.items() if ours and _beats(each, ours, scoring.cost)}
     ahead = {config: each for config, each in better.items() if config in held} or better
-    winner = _winner(ahead or held or usable, expected) if ahead or not ours else _best(held or usable, expected)
+    winner = _winner(ahead or held or usable, scoring, takes_smallest=bool(ahead) or not ours)
     if not ours:
         reason = "the baseline diverged or failed on fresh seeds, so there is no speed-up to give"
         return _of(groups[winner], usable[winner], scoring, reason), None
@@ -76,29 +77,26 @@ def recommend(
 
 def _confirmed(trials: Sequence[Trial], base: Configuration | None) -> dict[Configuration, list[Trial]]:
     """The runs on fresh seeds by configuration; what the baseline failed at does not count, and is run again."""
-    groups: dict[Configuration, list[Trial]] = {}
-    for trial in trials:
-        if trial.tells_of_fresh_seed:
-            group = groups.setdefault(config_of(trial), [])
-            if trial.outcome not in FAILED_FOR_GOOD or config_of(trial) != base:
-                group.append(trial)
+    groups = by_configuration(trial for trial in trials if trial.tells_of_fresh_seed)
+    if base is not None and base in groups:
+        groups[base] = [trial for trial in groups[base] if trial.outcome not in FAILED_FOR_GOOD]
     return groups
 
 
-def _best(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
-    if expected is not None and all(config in expected for config in usable):
-        return min(usable, key=lambda config: expected[config])
-    return min(usable, key=lambda config: statistics.median(usable[config]))
+def _winner(
+    usable: Mapping[Configuration, Sequence[float]], scoring: Scoring, *, takes_smallest: bool
+) -> Configuration:
+    """The best of the confirmed configurations, or of those that are level with it the one with the smallest batch."""
+    told = scoring.expected if scoring.expected and usable.keys() <= scoring.expected.keys() else None
+    worth = told or {config: statistics.median(each) for config, each in usable.items()}
+    best = min(usable, key=worth.__getitem__)
+    if not takes_smallest:
+        return best
 
+    def is_level(config: Configuration) -> bool:
+        return worth[config] <= worth[best] + math.log(LEVEL) if told else _tied(usable[config], usable[best])
 
-def _winner(usable: Mapping[Configuration, Sequence[float]], expected: Expected | None) -> Configuration:
-    """The best of the confirmed configurations; of those that are level the one with the smallest batch."""
-    best = _best(usable, expected)
-    if expected is not None and all(config in expected for config in usable):
-        level = [config for config in usable if expected[config] <= expected[best] + math.log(LEVEL)]
-        return min(level, key=lambda config: (config[0], expected[config]))
-    ties = [config for config in usable if _tied(usable[config], usable[best])]
-    return min(ties, key=lambda config: (config[0], statistics.median(usable[config])))
+    return min(filter(is_level, usable), key=lambda config: (config[0], worth[config]))
 
 
 def _beats(contender: Sequence[float], baseline: Sequence[float], cost: Cost | None) -> bool:
@@ -241,10 +239,7 @@ def _unconfirmed(
     runs = [trial for trial in known if not scoring.refused(groups.get(config_of(trial), ()))]
     if not runs:
         return None
-    alike: dict[Configuration, list[Trial]] = {}
-    for trial in runs:
-        alike.setdefault(config_of(trial), []).append(trial)
-    group = min(alike.values(), key=lambda each: statistics.median(map(scoring.worth, each)))
+    group = min(by_configuration(runs).values(), key=lambda each: statistics.median(map(scoring.worth, each)))
     fresh = groups.get(config_of(group[0]), ())
     told = [trial for trial in group if trial.role == "confirm"] or group
     values = [value for trial in told if (value := scoring.of(trial)) is not None]

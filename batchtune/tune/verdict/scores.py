@@ -70,6 +70,14 @@ def config_of(found: Trial | Recommendation | ScalingPoint) -> Configuration:
     return size, found.learning_rate or 0.0, found.precision, arguments, found.gradient_clipping, found.variant
 
 
+def by_configuration(trials: Iterable[Trial]) -> dict[Configuration, list[Trial]]:
+    """The runs of each configuration, both in their order."""
+    found: dict[Configuration, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(config_of(trial), []).append(trial)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """How the trials of an objective compare: lower is better.
@@ -128,14 +136,10 @@ def finalists(trials: Sequence[Trial], *, kind: Kind, goal: Goal, expected: Expe
     scoring = Scoring(kind, goal, expected)
     whole = baseline_run(trials)
     base = config_of(whole) if whole else None
-    best: dict[Configuration, Trial] = {}
-    for trial in trials:
-        value, config = scoring.of(trial), config_of(trial)
-        if trial.role != "search" or trial.state != "complete" or value is None or config == base:
-            continue
-        if config not in best or value < (scoring.of(best[config]) or 0.0):
-            best[config] = trial
-    ranked = sorted(best.values(), key=scoring.worth)
+    ended = (trial for trial in trials if trial.role == "search" and trial.state == "complete")
+    groups = by_configuration(trial for trial in ended if scoring.of(trial) is not None)
+    best = [min(each, key=lambda run: scoring.of(run) or 0.0) for config, each in groups.items() if config != base]
+    ranked = sorted(best, key=scoring.worth)
     if expected is None:
         return ranked
     near = [trial for trial in ranked if scoring.worth(trial) <= scoring.worth(ranked[0]) + math.log(IN_REACH)]
