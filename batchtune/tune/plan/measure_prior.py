@@ -175,7 +175,8 @@ def _measure(
     """Noise scale, range test and the batch size to start with, as far as they can be afforded, and why not all."""
     base, skipped = config.baseline, []
     budget = min(PRIOR_SHARE * config.budget.total, config.budget.run)  # a search without them takes some runs more
-    noise, test, start, seconds = None, None, start_batch_size(probe, batch_sizes, None), budget
+    noise, test, seconds = None, None, budget
+    start = nearest(base.batch_size, batch_sizes)  # there the baseline's learning rate is known to train
     try:
         measured = _noise_scale(config, probe, opened, worker, budget)
         if isinstance(measured, str):
@@ -183,15 +184,15 @@ def _measure(
         else:
             noise, needed = measured
             budget -= needed
-        start = start_batch_size(probe, batch_sizes, noise)
+        best = start_batch_size(probe, batch_sizes, noise)
         lowest, highest = rates_to_search(config)
         rates = max(base.learning_rate, lowest), highest
-        steps = affordable_range_test(start, rates, probe, budget)
+        steps = affordable_range_test(best, rates, probe, budget)
         if isinstance(steps, str):
             skipped.append(steps)
         else:
             rise = RunRangeTest(
-                batch_size=start // opened.world_size,
+                batch_size=best // opened.world_size,
                 precision=probe.precision,
                 lowest_rate=rates[0],
                 highest_rate=rates[1],
@@ -199,11 +200,9 @@ def _measure(
                 seconds=seconds,
             )
             test = worker.call(rise, timeout=LONG_SILENCE_SECONDS)
+            start = start if test.lowest_loss_learning_rate is None else best
     except BatchtuneError as error:  # what the user's code says of a rate that is too high is no reason to stop
         skipped.append(f"not all was measured: {error}")
-    if test is None or test.lowest_loss_learning_rate is None:
-        # the baseline's batch or the nearest to it: there the baseline's learning rate is known to train
-        start = nearest(base.batch_size, batch_sizes)
     return noise, test, start, "; ".join(skipped) or None
 
 

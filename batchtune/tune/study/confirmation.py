@@ -71,7 +71,7 @@ class Confirmation:
                 return False
             missing = self._affordable(missing, planned)
             for params, seed in missing[:at_once]:
-                if not parts.machines.several or not self._is_taken(params, seed):
+                if not self._is_taken(params, seed):
                     self._trials.add(params, "confirm", seed)
             missing = missing[at_once:]
             self._trials.drain(awaited="confirm")
