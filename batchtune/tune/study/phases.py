@@ -10,7 +10,6 @@ from batchtune.document import LengthBatch, Recommendation, Target, Trial
 from batchtune.errors import NothingFitsError
 from batchtune.observer import Observer
 from batchtune.processes.pool import WorkerPool
-from batchtune.report.view.select import is_of
 from batchtune.tune.plan.space import Plan
 from batchtune.tune.study.budget import AGAIN, Clock, StudyParts
 from batchtune.tune.study.confirmation import FINALISTS, Confirmation
@@ -18,6 +17,7 @@ from batchtune.tune.study.search import Belief, Search, make_pruner, make_sample
 from batchtune.tune.study.storage import open_study
 from batchtune.tune.study.trials import LOOK_SECONDS, Trials
 from batchtune.tune.verdict.recommend import MOST_MORE, recommend
+from batchtune.tune.verdict.scores import config_of
 
 
 class TuneStudy:
@@ -114,7 +114,7 @@ class TuneStudy:
         were_new = parts.study.user_attrs.get(FINALISTS, {}).get("are_new")
         if found is None or not were_new or parts.cost is None or parts.machines.several:
             return False
-        is_today = any(trial.role == "baseline" and is_of(trial, found) for trial in self.records())
+        is_today = any(trial.role == "baseline" and config_of(trial) == config_of(found) for trial in self.records())
         is_open = is_today or (baseline is None and found.seeds_to_confirm is not None)  # all were refuted
         return is_open and self.search.is_wanted()
 
