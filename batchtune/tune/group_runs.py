@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from batchtune.document import Interval, Scaling, ScalingPoint, Trial
+from batchtune.document import Scaling, ScalingPoint, Trial
 from batchtune.errors import BatchtuneError
 from batchtune.observer import Observer
 from batchtune.processes.ranks import RankLauncher
@@ -48,15 +48,17 @@ def _trained(study: TuneStudy, point: ScalingPoint, kind: str, observer: Observe
     except BatchtuneError as error:
         observer.note(f"{point.world_size} ranks did not train to the target: {error}")
     times = [run[SECONDS.attribute] for run in runs if SECONDS.attribute in run]
-    if not times or 2 * len(times) <= len(runs):
+    if 2 * len(times) <= len(runs):
         observer.note(f"the time on {point.world_size} ranks stays an estimate")
         return point
     joules = [run[JOULES.attribute] for run in runs if JOULES.attribute in run]
-    energy: Interval | None = median_interval(joules) if len(joules) == len(times) else None
-    changes = {"time_to_target_seconds": median_interval(times), "energy_to_target_joules": energy}
-    return point.model_copy(
-        update=changes | {"is_estimate": False, "estimated_seconds": point.time_to_target_seconds.median}
-    )
+    changes = {
+        "time_to_target_seconds": median_interval(times),
+        "energy_to_target_joules": median_interval(joules) if len(joules) == len(times) else None,
+        "is_estimate": False,
+        "estimated_seconds": point.time_to_target_seconds.median,
+    }
+    return point.model_copy(update=changes)
 
 
 def _runs(study: TuneStudy, point: ScalingPoint, same: list[Trial], kind: str, observer: Observer) -> Iterator[Json]:

@@ -128,11 +128,11 @@ def _times(
 def _point(config: Configuration, times: Sequence[float], world_size: int, step: _Step) -> ScalingPoint | None:
     batch_size, rate, precision, arguments, clipping, variant = config
     largest = step.largest(variant)
-    alone, here = split(batch_size, 1, largest), split(batch_size, world_size, largest)
-    if alone is None or here is None:
+    here = split(batch_size, world_size, largest)
+    if here is None:
         return None
-    seconds = step.seconds(*here, world_size)
-    ratio, one = seconds / step.seconds(*alone, 1), median_interval(times)
+    seconds, alone = step.seconds(*here, world_size), step.seconds(*split_batch(batch_size, largest), 1)
+    ratio, one = seconds / alone, median_interval(times)
     return ScalingPoint(
         world_size=world_size,
         global_batch_size=batch_size,

@@ -155,8 +155,7 @@ def prior_in_tokens(config: Config, probe: ProbeResult, opened: Opened, prior: P
 
 
 def _noise_in_tokens(noise: NoiseScale, mean: float) -> NoiseScale:
-    known = ("samples", noise.samples), ("low", noise.low), ("high", noise.high)
-    scaled: dict[str, object] = {name: value * mean for name, value in known if value is not None}
+    scaled = {name: each and each * mean for name, each in noise if name in {"samples", "low", "high"}}
     return noise.model_copy(update=scaled | {"batch_sizes": [_tokens_of(size, mean) for size in noise.batch_sizes]})
 
 

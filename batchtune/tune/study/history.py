@@ -105,7 +105,7 @@ class StudyHistory:
 
         Those under way do not count. Those that were interrupted do, for as long as they were seen at work.
         """
-        spans = [_span(trial, self._cost or SECONDS) for trial in self._trials(role, *TrialState)]
+        spans = [_span(trial, self._cost or SECONDS) for trial in self._trials(role)]
         total = latest = 0.0
         for begin, end in sorted(span for span in spans if span is not None):
             total += max(0.0, end - max(begin, latest))
@@ -115,13 +115,12 @@ class StudyHistory:
     @property
     def has_run(self) -> bool:
         """Whether a run has come to its end, of whatever kind."""
-        return any("wall_seconds" in trial.user_attrs for trial in self._trials(None, *TrialState))
+        return any("wall_seconds" in trial.user_attrs for trial in self._trials())
 
     def seconds_beside_training(self) -> float:
         """What a run takes besides training: evaluation above all; the median, 0 where nothing has run."""
-        ran = [trial.user_attrs for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
-        whole = [run for run in ran if "wall_seconds" in run]
-        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in whole]
+        ran = [trial.user_attrs for trial in self._trials() if trial.state.is_finished()]
+        beside = [run["wall_seconds"] - run.get("training_seconds", 0.0) for run in ran if "wall_seconds" in run]
         return max(0.0, statistics.median(beside)) if beside else 0.0
 
     def finished(self, role: Role) -> list[FrozenTrial]:
@@ -147,7 +146,7 @@ class StudyHistory:
 
     def total_steps(self, params: Mapping[str, Value]) -> int | None:
         """The horizon that an earlier run of this configuration gave to the user's scheduler; None: there is none."""
-        same = (each.user_attrs for each in self._study.get_trials(deepcopy=False) if each.params == params)
+        same = (each.user_attrs for each in self._trials() if each.params == params)
         return next((each["total_steps"] for each in same if "total_steps" in each), None)
 
     def searched(self) -> int:
@@ -168,8 +167,8 @@ class StudyHistory:
         """Whether a trial (of one role) runs or is queued, or only the one of these states."""
         return bool(self._trials(role, *(states or (TrialState.RUNNING, TrialState.WAITING))))
 
-    def _trials(self, role: Role | None, *states: TrialState) -> list[FrozenTrial]:
-        trials = self._study.get_trials(deepcopy=False, states=states)
+    def _trials(self, role: Role | None = None, *states: TrialState) -> list[FrozenTrial]:
+        trials = self._study.get_trials(deepcopy=False, states=states or None)
         return [trial for trial in trials if role in {None, trial.user_attrs.get("role", "search")}]
 
     def out_of_memory(self, precision: str, variant: Variant = NO_VARIANT) -> int | None:
