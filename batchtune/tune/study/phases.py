@@ -128,15 +128,14 @@ class TuneStudy:
         return has_target and bool(self.parts.plan.prior.range_tests)
 
     def _run_baseline(self) -> None:
-        parts = self.parts
-        if not parts.history.finished("baseline"):
+        parts, has_run = self.parts, bool(self.parts.history.finished("baseline"))
+        if not has_run:
             parts.observer.stage("baseline")
             self.trials.add_baseline()
             self.trials.drain(awaited="baseline")
-            parts.targets.check()
-            if not parts.has_searched:
-                parts.tell_budget()
         parts.targets.check()
+        if not has_run and not parts.has_searched:
+            parts.tell_budget()
 
     @property
     def target(self) -> Target:

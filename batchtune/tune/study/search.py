@@ -49,7 +49,6 @@ class Search:
                 return  # it got there, or something else than its learning rate was in the way
             self._queue_start(prior.start_batch_size, prior.learning_rate / RETREAT**number)
             self._trials.drain()
-            parts.targets.check_start()
 
     def open_side_by_side(self) -> None:
         """The same with several workers: the others find by the prior alone what promises most beside the first run."""
